@@ -1,0 +1,35 @@
+# Every target makes .venv where it is missing; nothing else has to be installed but python3 (3.11 or later).
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test lint clean constraints
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/sgl-kvpool demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# What CI tested; made on Linux x86-64 with Python 3.11.
+constraints:
+	test -x $(BIN)/uv || $(MAKE) venv
+	$(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header \
+	  --python-version 3.11 --all-extras pyproject.toml -o constraints.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""Attention over rows of a KV pool, and which attention backends can read which layout."""

@@ -1,0 +1,212 @@
+"""Attention over stored rows in torch, for machines without a GPU.
+
+Given per request a list of row numbers, read those rows and nothing else, decode them, attend. Time and
+traffic are proportional to the rows referred to, never to the pool. Long lists are read in pieces of a
+workspace that is allocated once; pieces are merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.layout import RowFormat
+
+__all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "merge"]
+
+#: Rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
+WORKSPACE_TOKENS = 32768
+
+#: Upper bound for one block of scores, `[heads, queries, rows]` float32.
+_SCORE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a batch, as the attention sees it; numbers are host integers.
+
+    Attributes
+    ----------
+    query_start, query_count : int
+        Its queries' place among the batch's tokens.
+    first_position : int
+        Position of its first query in the sequence; query `i` may see rows up to `first_position + i`.
+    rows_start, rows_count : int
+        Its stored rows' place in the batch's list of row numbers; they are positions 0, 1, ...
+    """
+
+    query_start: int
+    query_count: int
+    first_position: int
+    rows_start: int
+    rows_count: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of one request's rows inside one piece of the list of row numbers."""
+
+    request: Request
+    position: int  # of the first row in the request's sequence
+    offset: int  # of the first row in the piece
+    count: int
+
+
+def _pieces(requests: Sequence[Request], piece_tokens: int) -> list[tuple[int, int, list[_Part]]]:
+    """Cut the list of row numbers into pieces `(start, count, parts)` of at most `piece_tokens`."""
+    total = max((r.rows_start + r.rows_count for r in requests), default=0)
+    pieces: list[tuple[int, int, list[_Part]]] = [
+        (start, min(piece_tokens, total - start), []) for start in range(0, total, piece_tokens)
+    ]
+    for request in requests:
+        done = 0
+        while done < request.rows_count:
+            at = request.rows_start + done
+            start, _, parts = pieces[at // piece_tokens]
+            count = min(request.rows_count - done, start + piece_tokens - at)
+            parts.append(_Part(request, done, at - start, count))
+            done += count
+    return pieces
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    v_dim: int,
+    scale: float,
+    *,
+    q_position: int,
+    kv_position: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of some queries over some decoded rows of their own sequence, in float32.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        `[queries, heads, D]` float32.
+    kv : torch.Tensor
+        `[rows, D]` float32; the first `v_dim` values of a row are its V.
+    v_dim : int
+    scale : float
+        Applied to the scores.
+    q_position, kv_position : int
+        Position of the first query and of the first row in the sequence.
+
+    Returns
+    -------
+    out : torch.Tensor
+        `[queries, heads, v_dim]` float32; 0 for a query that may see none of these rows.
+    lse : torch.Tensor
+        `[queries, heads]` float32, natural logarithm of the sum of exponentials; -inf for such a query.
+    """
+    queries, heads, _ = q.shape
+    rows = kv.shape[0]
+    out = q.new_empty((queries, heads, v_dim))
+    lse = q.new_empty((queries, heads))
+    block = max(1, _SCORE_BYTES // (4 * heads * max(rows, 1)))
+    value = kv[:, :v_dim]
+    for begin in range(0, queries, block):
+        end = min(begin + block, queries)
+        scores = torch.matmul(q[begin:end], kv.T).mul_(scale)  # [queries, heads, rows]
+        first = q_position + begin
+        if kv_position + rows - 1 > first:  # some query of the block may not see the last row
+            seen = torch.arange(kv_position, kv_position + rows)[None, :]
+            limit = torch.arange(first, q_position + end)[:, None]
+            scores.masked_fill_((seen > limit)[:, None, :], float("-inf"))
+        lse[begin:end] = torch.logsumexp(scores, dim=-1)
+        # exp(-inf - -inf) is NaN: a query that sees nothing gets weights 0 instead.
+        shift = lse[begin:end].masked_fill(lse[begin:end] == float("-inf"), 0.0)
+        weights = scores.sub_(shift[..., None]).exp_()
+        torch.matmul(weights, value, out=out[begin:end])
+    return out, lse
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """Merge attention over other rows into `out` and `lse`, in place; shapes as `attend` returns.
+
+    With weights `exp(lse)` of both sides; a side that saw no row has lse -inf and counts nothing.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    shift = total.masked_fill(total == float("-inf"), 0.0)
+    out.mul_((lse - shift).exp_()[..., None])
+    out.add_(other * (other_lse - shift).exp_()[..., None])
+    lse.copy_(total)
+
+
+class RowReader:
+    """Attends stored rows of one pool geometry; owns the workspace into which they are decoded.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    workspace_tokens : int
+        Rows decoded at a time.
+    """
+
+    def __init__(self, fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS):
+        self.fmt = fmt
+        self.workspace = torch.empty((workspace_tokens, fmt.head_dim), dtype=torch.float32)
+
+    @staticmethod
+    def workspace_bytes(fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS) -> int:
+        """Bytes the workspace takes, for the memory budget."""
+        return workspace_tokens * fmt.head_dim * torch.float32.itemsize
+
+    def plan(self, requests: Sequence[Request]) -> list[tuple[int, int, list[_Part]]]:
+        """What to read for a batch; the same for every layer of a step."""
+        return _pieces(requests, self.workspace.shape[0])
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        row_ids: torch.Tensor,
+        plan: list[tuple[int, int, list[_Part]]],
+        scale: float,
+        *,
+        k_scale: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a batch over its stored rows.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            `[tokens, heads, R + P]` float32.
+        pool : torch.Tensor
+            `[slots, row_bytes]` uint8, any row stride.
+        row_ids : torch.Tensor
+            `[rows]` int32 or int64: rows of all requests, one request after the other.
+        plan
+            From `plan`.
+        scale, k_scale : float
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            `[tokens, heads, R]` and `[tokens, heads]`, float32, as `attend` defines them.
+        """
+        fmt = self.fmt
+        out = q.new_zeros((q.shape[0], q.shape[1], fmt.kv_lora_rank))
+        lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
+        for start, count, parts in plan:
+            kv = self.workspace[:count]
+            ids = row_ids[start : start + count]
+            gather_rows(pool, ids, fmt, torch.float32, out=kv, k_scale=k_scale)
+            for part in parts:
+                request = part.request
+                queries = slice(request.query_start, request.query_start + request.query_count)
+                piece, piece_lse = attend(
+                    q[queries],
+                    kv[part.offset : part.offset + part.count],
+                    fmt.kv_lora_rank,
+                    scale,
+                    q_position=request.first_position,
+                    kv_position=part.position,
+                )
+                merge(out[queries], lse[queries], piece, piece_lse)
+        return out, lse

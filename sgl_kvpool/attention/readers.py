@@ -1,0 +1,59 @@
+"""Which attention backends can read which layout. A table; nothing is probed.
+
+A stock backend not listed for a layout is refused at start, by name. Sources are SGLang 0.5.23's files
+under `sglang/srt/layers/attention`; "ran" means that tests/engine serves it on a CPU.
+"""
+
+from __future__ import annotations
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["KVPOOL_BACKEND", "STOCK_READERS", "can_read", "readers"]
+
+#: Name of our own backend; it reads every layout.
+KVPOOL_BACKEND = "kvpool_mla"
+
+_L = MLAKVCacheLayout
+
+#: Stock backends that read a pool's rows as they are stored.
+STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
+    # All of SGLang's MLA backends read 576 bf16 values.
+    _L.BF16: frozenset(
+        {
+            "torch_native",  # ran
+            "triton",  # triton_backend.py, get_key_buffer / get_value_buffer
+            "flashinfer",  # flashinfer_mla_backend.py
+            "fa3",  # flashattention_backend.py
+            "fa4",
+            "flashmla",  # flashmla_backend.py
+            "trtllm_mla",
+            "cutedsl_mla",
+            "intel_amx",
+        }
+    ),
+    # These read the e4m3 view. None multiplies by k_scale in prefill and in decode (see
+    # docs/compatibility.md), so the pool builder refuses them for a checkpoint with k_scale != 1.
+    _L.FP8_NOPE_FP8_ROPE: frozenset(
+        {
+            "torch_native",  # ran; casts the rows of a request to q's dtype
+            "triton",  # triton_backend.py, k_descale
+            "flashinfer",  # flashinfer_mla_backend.py:761, casts the whole pool in every call
+            "fa3",  # flashattention_backend.py:1944, casts the whole pool in every call
+            "flashmla",  # flashmla_backend.py:454, reads e4m3 in decode; prefill is flashinfer's
+            "trtllm_mla",
+            "cutedsl_mla",
+        }
+    ),
+    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: frozenset(),
+    _L.FP4: frozenset(),
+}
+
+
+def readers(layout: MLAKVCacheLayout) -> tuple[str, ...]:
+    """Names of all backends that read a layout, ours first."""
+    return (KVPOOL_BACKEND, *sorted(STOCK_READERS[layout]))
+
+
+def can_read(backend: str, layout: MLAKVCacheLayout) -> bool:
+    """Whether the backend of this name reads rows of this layout."""
+    return backend == KVPOOL_BACKEND or backend in STOCK_READERS[layout]

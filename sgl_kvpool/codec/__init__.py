@@ -1,0 +1,236 @@
+"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA and by torch elsewhere.
+
+Shapes: T tokens, S slots of a pool, R latent ("nope") and P rotary ("rope") values per token. Sizes and
+offsets come from a `sgl_kvpool.layout.RowFormat`; ``docs/rows.md`` states the arithmetic.
+
+Examples
+--------
+>>> import torch
+>>> from sgl_kvpool import MLAKVCacheLayout
+>>> fmt = MLAKVCacheLayout("fp4").row_format(kv_lora_rank=512, qk_rope_head_dim=64)
+>>> rows = encode_rows(torch.zeros(3, 512), torch.ones(3, 64), fmt)
+>>> rows.shape, decode_rows(rows, fmt).shape
+(torch.Size([3, 416]), torch.Size([3, 576]))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kvpool.codec import checks, reference
+from sgl_kvpool.layout import RowFormat
+
+__all__ = ["decode_rows", "encode_rows", "gather_parts", "gather_rows", "store_rows"]
+
+
+def encode_rows(
+    k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float = 1.0
+) -> torch.Tensor:
+    """Rows of new tokens.
+
+    Parameters
+    ----------
+    k_nope : Tensor [T, R]
+        bfloat16, or float16, float32 or float8_e4m3fn, which are rounded to bfloat16 first. Any
+        row stride.
+    k_rope : Tensor [T, P] or None
+        As `k_nope`; None (or no columns) if and only if P is 0.
+    fmt : RowFormat
+    k_scale : float
+        What values are divided by before they are stored, for layouts that `uses_k_scale`; others
+        ignore it. Finite and positive as float32.
+
+    Returns
+    -------
+    Tensor [T, fmt.row_bytes], uint8
+        Every byte is defined; the padding is zeros.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is not listed above.
+    ValueError
+        Shapes that do not fit `fmt`, tensors on different devices, an unusable `k_scale`; with
+        ``SGL_KVPOOL_CHECK_FINITE=1``, NaN or infinity in a segment that does not keep its bits.
+    """
+    k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
+    k_scale = checks.scale(k_scale, fmt)
+    checks.finite(k_nope, k_rope, fmt, slots=None)
+    rows = torch.empty(len(k_nope), fmt.row_bytes, dtype=torch.uint8, device=k_nope.device)
+    _backend(rows).encode_rows(rows, k_nope, k_rope, fmt, k_scale)
+    return rows
+
+
+def decode_rows(
+    rows: torch.Tensor,
+    fmt: RowFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    k_scale: float = 1.0,
+) -> torch.Tensor:
+    """Values of rows.
+
+    Parameters
+    ----------
+    rows : Tensor [T, fmt.row_bytes], uint8
+        Any row stride.
+    fmt : RowFormat
+    dtype : torch.dtype
+        bfloat16, float16 or float32. Values are computed in float32, then cast.
+    k_scale : float
+        The value the rows were encoded with.
+
+    Returns
+    -------
+    Tensor [T, R + P], `dtype`
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `encode_rows`.
+    """
+    checks.pool(rows, fmt, name="rows")
+    checks.output_dtype(dtype)
+    k_scale = checks.scale(k_scale, fmt)
+    out = torch.empty(len(rows), fmt.head_dim, dtype=dtype, device=rows.device)
+    _backend(rows).gather_parts(rows, None, fmt, *_split(out, fmt), k_scale)
+    return out
+
+
+def store_rows(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    fmt: RowFormat,
+    k_scale: float = 1.0,
+) -> None:
+    """Encode tokens and write each row to its slot of a pool, in one pass.
+
+    Parameters
+    ----------
+    pool : Tensor [S, fmt.row_bytes], uint8
+        Any row stride, for instance one layer of a token-major buffer. Only the rows of `slots`
+        are written.
+    slots : Tensor [T], int32 or int64
+        A token with a negative slot is skipped. Slot 0 is an ordinary row here. Of several tokens
+        with the same slot one wins, it is not said which.
+    k_nope, k_rope, fmt, k_scale
+        As `encode_rows`.
+
+    Raises
+    ------
+    IndexError
+        A slot of S or more, on a CPU. On CUDA, where looking would stop the stream, such a token is
+        skipped.
+    TypeError, ValueError
+        As `encode_rows`.
+    """
+    checks.pool(pool, fmt, name="pool")
+    k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
+    checks.slots(slots, len(k_nope), pool)
+    checks.same_device(pool, "pool", k_nope, "k_nope")
+    k_scale = checks.scale(k_scale, fmt)
+    checks.finite(k_nope, k_rope, fmt, slots=slots)
+    _backend(pool).store_rows(pool, slots, k_nope, k_rope, fmt, k_scale)
+
+
+def gather_rows(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    fmt: RowFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+) -> torch.Tensor:
+    """Values of the rows in some slots of a pool, in one pass.
+
+    Parameters
+    ----------
+    pool : Tensor [S, fmt.row_bytes], uint8
+        Any row stride.
+    slots : Tensor [T], int32 or int64
+        A negative slot gives zeros.
+    fmt : RowFormat
+    dtype : torch.dtype
+        bfloat16, float16 or float32.
+    out : Tensor [T, R + P], optional
+        Written and returned if given; of `dtype`, any row stride.
+    k_scale : float
+        As `decode_rows`.
+
+    Returns
+    -------
+    Tensor [T, R + P], `dtype`
+
+    Raises
+    ------
+    IndexError
+        A slot of S or more, on a CPU; zeros on CUDA.
+    TypeError, ValueError
+        As `encode_rows`, and an `out` of another shape, dtype or device.
+    """
+    checks.pool(pool, fmt, name="pool")
+    checks.output_dtype(dtype)
+    checks.slots(slots, None, pool)
+    k_scale = checks.scale(k_scale, fmt)
+    if out is None:
+        out = torch.empty(len(slots), fmt.head_dim, dtype=dtype, device=pool.device)
+    else:
+        checks.output(out, "out", len(slots), fmt.head_dim, dtype, pool)
+    _backend(pool).gather_parts(pool, slots, fmt, *_split(out, fmt), k_scale)
+    return out
+
+
+def gather_parts(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    fmt: RowFormat,
+    nope_out: torch.Tensor,
+    rope_out: torch.Tensor | None,
+    k_scale: float = 1.0,
+) -> None:
+    """`gather_rows` into two tensors: latent values into one, rotary values into the other.
+
+    Parameters
+    ----------
+    pool, slots, fmt, k_scale
+        As `gather_rows`.
+    nope_out : Tensor [T, R]
+        bfloat16, float16 or float32, any row stride.
+    rope_out : Tensor [T, P] or None
+        Of the same dtype, any row stride; None (or no columns) if and only if P is 0.
+
+    Raises
+    ------
+    IndexError, TypeError, ValueError
+        As `gather_rows`.
+    """
+    checks.pool(pool, fmt, name="pool")
+    checks.slots(slots, None, pool)
+    checks.output_dtype(nope_out.dtype)
+    k_scale = checks.scale(k_scale, fmt)
+    checks.output(nope_out, "nope_out", len(slots), fmt.kv_lora_rank, nope_out.dtype, pool)
+    rope_out = checks.optional_rope(rope_out, fmt, name="rope_out")
+    if rope_out is not None:
+        checks.output(
+            rope_out, "rope_out", len(slots), fmt.qk_rope_head_dim, nope_out.dtype, pool
+        )
+    _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
+
+
+def _split(values: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Views of the latent and the rotary columns of [T, R + P]."""
+    if fmt.rope is None:
+        return values, None
+    return values[:, : fmt.kv_lora_rank], values[:, fmt.kv_lora_rank :]
+
+
+def _backend(rows: torch.Tensor):
+    """The module that handles these rows: both have encode_rows, store_rows and gather_parts."""
+    if rows.device.type == "cuda":
+        # Imported on first use: a machine without a GPU need not have Triton.
+        from sgl_kvpool.codec import triton
+
+        if triton.can_address(rows):
+            return triton
+    return reference

@@ -1,0 +1,198 @@
+"""What callers of the codec may pass. Each message names the value, the limit and the way out."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from sgl_kvpool import env
+from sgl_kvpool.layout import Encoding, RowFormat
+
+__all__ = [
+    "finite",
+    "optional_rope",
+    "output",
+    "output_dtype",
+    "pool",
+    "same_device",
+    "scale",
+    "slots",
+    "values",
+]
+
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+_OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        raise TypeError(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, allowed: {_names(allowed)}; "
+            "convert it first"
+        )
+
+
+def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None) -> None:
+    """Two axes, the expected width, and elements of a row next to each other."""
+    of = f" for {fmt.tag}" if fmt is not None else ""
+    if tensor.dim() != 2 or tensor.shape[1] != columns:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}){of}; reshape it, or "
+            "build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
+        )
+    if columns > 1 and tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(1)} between neighbours of a row, expected 1 (rows "
+            "may have any stride); pass .contiguous() or a view with another order of axes"
+        )
+
+
+def same_device(a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> None:
+    if a.device != b.device:
+        raise ValueError(
+            f"{b_name} is on {b.device} and {a_name} on {a.device}; move one of them with .to()"
+        )
+
+
+def optional_rope(
+    tensor: torch.Tensor | None, fmt: RowFormat, name: str
+) -> torch.Tensor | None:
+    """The rope tensor, None if the format has none; ValueError if it and the format disagree."""
+    width = fmt.qk_rope_head_dim
+    if tensor is None and width:
+        raise ValueError(
+            f"{name} is None but {fmt.tag} stores {width} rotary values per row; pass [rows, "
+            f"{width}], or build the RowFormat with qk_rope_head_dim=0"
+        )
+    if tensor is not None and not width:
+        if tensor.shape[-1] == 0:
+            return None
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} but {fmt.tag} stores no rotary values; pass "
+            f"None, or build the RowFormat with qk_rope_head_dim={tensor.shape[-1]}"
+        )
+    return tensor
+
+
+def values(
+    k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Checked inputs of an encoder, rounded to bf16."""
+    _dtype(k_nope, "k_nope", _INPUT_DTYPES)
+    _matrix(k_nope, "k_nope", fmt.kv_lora_rank, fmt)
+    k_rope = optional_rope(k_rope, fmt, "k_rope")
+    if k_rope is not None:
+        _dtype(k_rope, "k_rope", _INPUT_DTYPES)
+        _matrix(k_rope, "k_rope", fmt.qk_rope_head_dim, fmt)
+        if len(k_rope) != len(k_nope):
+            raise ValueError(
+                f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one of each per token"
+            )
+        same_device(k_nope, "k_nope", k_rope, "k_rope")
+        k_rope = k_rope.to(torch.bfloat16)
+    return k_nope.to(torch.bfloat16), k_rope
+
+
+def pool(rows: torch.Tensor, fmt: RowFormat, name: str) -> None:
+    if rows.dtype != torch.uint8:
+        raise TypeError(
+            f"{name} is {str(rows.dtype).removeprefix('torch.')}, expected uint8; pass "
+            f"{name}.view(torch.uint8)"
+        )
+    _matrix(rows, name, fmt.row_bytes, fmt)
+
+
+def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None:
+    """Slots of `rows`, one per token; their values are looked at on a CPU only."""
+    _dtype(indices, "slots", _SLOT_DTYPES)
+    if indices.dim() != 1 or (tokens is not None and len(indices) != tokens):
+        expected = "(tokens,)" if tokens is None else f"({tokens},)"
+        raise ValueError(
+            f"slots has shape {tuple(indices.shape)}, expected {expected}; flatten it, one slot "
+            "per token"
+        )
+    same_device(rows, "pool", indices, "slots")
+    if indices.device.type == "cpu" and len(indices):
+        largest = int(indices.max())
+        if largest >= len(rows):
+            raise IndexError(
+                f"slot {largest} is outside of a pool of {len(rows)} rows; mark tokens without a "
+                "row by -1"
+            )
+
+
+def output_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _OUTPUT_DTYPES:
+        raise TypeError(
+            f"rows decode to {_names(_OUTPUT_DTYPES)}, not to {str(dtype).removeprefix('torch.')}; "
+            "decode to one of these and convert"
+        )
+
+
+def output(
+    tensor: torch.Tensor,
+    name: str,
+    tokens: int,
+    columns: int,
+    dtype: torch.dtype,
+    rows: torch.Tensor,
+) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected "
+            f"{str(dtype).removeprefix('torch.')}; pass dtype={name}.dtype or another {name}"
+        )
+    _matrix(tensor, name, columns, None)
+    if len(tensor) != tokens:
+        raise ValueError(
+            f"{name} has {len(tensor)} rows for {tokens} slots; pass {name}[:{tokens}] or allocate "
+            "that many"
+        )
+    same_device(rows, "pool", tensor, name)
+
+
+def scale(k_scale: float, fmt: RowFormat) -> float:
+    """k_scale as a kernel sees it (float32); 1.0 for layouts without one."""
+    rounded = ctypes.c_float(k_scale).value
+    if not (math.isfinite(rounded) and rounded > 0):
+        raise ValueError(
+            f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; pass "
+            "the layer's scale, or 1.0 for a model without KV scales"
+        )
+    return rounded if fmt.layout.uses_k_scale else 1.0
+
+
+def finite(
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    fmt: RowFormat,
+    slots: torch.Tensor | None,
+) -> None:
+    """With SGL_KVPOOL_CHECK_FINITE, raise on what encoders otherwise replace. Waits for the GPU."""
+    if not env.flag(env.CHECK_FINITE):
+        return
+    if k_nope.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a captured graph cannot wait; its eager warm-up has been checked
+    segments = [("k_nope", k_nope, fmt.nope)]
+    if k_rope is not None and fmt.rope is not None:
+        segments.append(("k_rope", k_rope, fmt.rope))
+    for name, tensor, segment in segments:
+        if segment.encoding is Encoding.BF16:
+            continue  # kept bit by bit
+        bad = ~torch.isfinite(tensor)
+        if slots is not None:
+            bad &= (slots >= 0).unsqueeze(-1)  # padded tokens are not stored, whatever they hold
+        if bool(bad.any()):
+            token, column = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}[{token}, {column}] is {tensor[token, column].item()} and "
+                f"{int(bad.sum())} values of {name} are not finite; the model produced them before "
+                f"the cache. Unset {env.CHECK_FINITE} to store 0 and the largest value instead"
+            )

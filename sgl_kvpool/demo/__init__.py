@@ -1,0 +1,1 @@
+"""A byte-level MLA language model small enough to serve with SGLang on a CPU."""

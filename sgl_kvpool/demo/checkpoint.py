@@ -1,0 +1,162 @@
+"""Checkpoints of the demo model: a folder that SGLang and transformers open as any other.
+
+============================  =====================================================
+``config.json``               the shape, and what makes SGLang see an MLA model
+``tokenizer.json``            one token per byte; a byte's token id is its value
+``tokenizer_config.json``     lets ``AutoTokenizer`` open the former
+``model.safetensors``         the weights, named as in :class:`~sgl_kvpool.demo.net.ByteMLA`
+============================  =====================================================
+
+Importing this does not import SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, initialise
+
+__all__ = [
+    "SPECIAL_TOKEN",
+    "byte_alphabet",
+    "read_config",
+    "read_model",
+    "write_config",
+    "write_model",
+    "write_random_model",
+    "write_tokenizer",
+]
+
+#: The text of token 256. The tokenizer never adds it by itself.
+SPECIAL_TOKEN = "<|endoftext|>"
+
+
+def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
+    """Write config.json."""
+    fields: dict[str, Any] = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": SPECIAL_TOKEN_ID,
+        "eos_token_id": SPECIAL_TOKEN_ID,
+        "pad_token_id": SPECIAL_TOKEN_ID,
+        "q_lora_rank": None,
+        # Every layer is dense. These stay integers all the same: SGLang compares and adds them.
+        "first_k_dense_replace": config.layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 1,
+        "n_shared_experts": 0,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": config.intermediate_size,
+        "n_group": 1,
+        "topk_group": 1,
+        **config.to_hf(),
+    }
+    _write_json(Path(folder) / "config.json", fields)
+
+
+def read_config(folder: str | Path) -> ByteMLAConfig:
+    """The shape that a folder's config.json states."""
+    return ByteMLAConfig.from_hf(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary.
+
+    The printable characters of Latin-1 (no spaces, no soft hyphen) stand for themselves; the other
+    bytes take the characters from U+0100 on, in order.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+
+
+def write_tokenizer(folder: str | Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    The tokens of a text are the bytes of its UTF-8 form, nothing is added or merged, so
+    ``encode(text) == list(text.encode())``. Only the text of the special token itself, 256, is not
+    taken byte by byte.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(SPECIAL_TOKEN, special=True, normalized=False)])
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    _write_json(
+        Path(folder) / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKEN,
+            "eos_token": SPECIAL_TOKEN,
+            "pad_token": SPECIAL_TOKEN,
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": ByteMLAConfig.context_length,
+            "chat_template": "{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
+        },
+    )
+
+
+def write_model(folder: str | Path, net: ByteMLA) -> Path:
+    """Write a whole checkpoint, weights as bfloat16, and return its folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, net.config)
+    write_tokenizer(folder)
+    weights = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in net.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteMLA:
+    """The model of a checkpoint, its weights converted to `dtype`, in evaluation mode."""
+    net = ByteMLA(read_config(folder))
+    net.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=True)
+    return net.to(dtype).eval()
+
+
+def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:
+    """Write a checkpoint with random weights and return its folder.
+
+    The weights are scaled so that the most probable byte depends on the context. It is always a
+    printable ASCII character: every other token has the logit 0. The same arguments write the same
+    bytes.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made if it does not exist.
+    seed : int
+        Seed of the weights.
+    layers : int
+        Number of layers.
+    **shape
+        Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
+    """
+    net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
+    initialise(net, seed, score_gain=2.0, logit_gain=2.0)
+    with torch.no_grad():
+        # Against a byte that follows itself for ever: lower its logit by about 5 after itself.
+        net.lm_head.weight -= net.embed_tokens.weight / 32
+        net.lm_head.weight[:0x20] = 0
+        net.lm_head.weight[0x7F:] = 0
+    return write_model(folder, net)
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

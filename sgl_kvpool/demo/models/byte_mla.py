@@ -1,0 +1,68 @@
+"""The demo model as SGLang serves it.
+
+SGLang takes ``DeepseekV2ForCausalLM`` to be an MLA model: pools, budgets and attention backends
+follow from the name. With ``SGLANG_EXTERNAL_MODEL_PACKAGE=sgl_kvpool.demo.models`` the class below
+replaces the stock one, whose fused operators need a GPU or AMX. The arithmetic is
+:mod:`sgl_kvpool.demo.net`'s; only the attention is SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
+
+from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig
+
+__all__ = ["DeepseekV2ForCausalLM", "EntryClass"]
+
+
+class DeepseekV2ForCausalLM(nn.Module):
+    """:class:`~sgl_kvpool.demo.net.ByteMLA` over SGLang's KV pool, in the absorbed form only."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ValueError("the demo model has no quantised form")
+        if get_parallel().tp_size != 1:
+            raise ValueError("the demo model is not sharded: serve it with --tp-size 1")
+        self.config = config
+        shape = ByteMLAConfig.from_hf(config.to_dict())
+        self.model = ByteMLA(shape)
+        for index, layer in enumerate(self.model.layers):
+            # The attribute's name is DeepSeek's: SGLang and our plugin look for it.
+            layer.self_attn.attn_mqa = RadixAttention(
+                shape.heads,
+                shape.row_width,
+                shape.scale,
+                num_kv_heads=1,
+                layer_id=index,
+                v_head_dim=shape.kv_lora_rank,
+            )
+        self.logits_processor = LogitsProcessor(config)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch, **_):
+        """Logits of a batch of `T` tokens of any requests; `positions` is ``[T]``."""
+
+        def attend(layer: int, q: Tensor, k: Tensor) -> Tensor:
+            attention = self.model.layers[layer].self_attn.attn_mqa
+            rows = k.unsqueeze(1)
+            out = attention(q.flatten(1), rows, rows[..., : attention.v_head_dim], forward_batch)
+            return out.view(-1, attention.tp_q_head_num, attention.v_head_dim)
+
+        hidden = self.model.hidden_states(input_ids, positions, attend)
+        return self.logits_processor(input_ids, hidden, self.model.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
+        state = dict(weights)
+        self.model.load_state_dict(state, strict=True)
+        return {f"model.{name}" for name in state}
+
+
+EntryClass = [DeepseekV2ForCausalLM]

@@ -1,0 +1,271 @@
+"""The byte-level MLA language model as plain torch modules. Importing this does not import SGLang.
+
+A decoder of pre-norm layers, each a multi-head latent attention and a gated MLP. Tokens are bytes,
+plus one special token. What an attention layer stores for a token is one row of ``kv_lora_rank``
+normalised latent values followed by ``qk_rope_head_dim`` rotary values, as in DeepSeek-V2.
+
+The same parameters run in two forms, which are equal up to rounding:
+
+* *expanded*: keys and values of each head are computed from the latent. Cheaper for whole
+  sequences, so training uses it.
+* *absorbed*: the up-projections are folded into the query and the output, and attention runs on the
+  stored rows themselves. This is what a server does. The attention proper is a callable, so that
+  SGLang's pool and backend can take its place (``models/byte_mla.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["SPECIAL_TOKEN_ID", "Attend", "ByteMLA", "ByteMLAConfig", "CausalRows", "initialise"]
+
+#: The one token that is not a byte: end of text, beginning of text and padding.
+SPECIAL_TOKEN_ID = 256
+
+#: ``attend(layer, q [..., H, R+P], k [..., R+P]) -> [..., H, R]``: attention over the rows `k`, and
+#: whatever rows the callable remembers; the values are the first R of each row.
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ByteMLAConfig:
+    """Shape of the model. Field names are ours; :meth:`to_hf` gives the names in config.json."""
+
+    layers: int = 3
+    heads: int = 2
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    vocab_size: int = SPECIAL_TOKEN_ID + 1
+    context_length: int = 4096
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        if self.vocab_size <= SPECIAL_TOKEN_ID:
+            raise ValueError(f"vocab_size must exceed {SPECIAL_TOKEN_ID}, got {self.vocab_size}")
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor on the attention scores: set by the expanded head, not by the stored row."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+
+    @property
+    def row_width(self) -> int:
+        """Values an attention layer stores for a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def to_hf(self) -> dict[str, Any]:
+        """Fields of config.json that state the shape."""
+        shape = {hf: getattr(self, ours) for ours, hf in _HF_NAMES.items()}
+        shape["num_key_value_heads"] = self.heads
+        shape["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return shape
+
+    @classmethod
+    def from_hf(cls, fields: Mapping[str, Any]) -> ByteMLAConfig:
+        """The inverse of :meth:`to_hf`; further fields are ignored."""
+        ours = {name: fields[hf] for name, hf in _HF_NAMES.items()}
+        return cls(**ours, rope_theta=float(fields["rope_parameters"]["rope_theta"]))
+
+
+_HF_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "rms_eps": "rms_norm_eps",
+}
+
+
+def rotation(positions: Tensor, config: ByteMLAConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float64, ``[..., P/2]``, for `positions` of any shape."""
+    width = config.qk_rope_head_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+    angle = positions.to(torch.float64)[..., None] * config.rope_theta ** -(
+        exponent / max(width, 1)
+    )
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` ``[..., P]``: value i and value i + P/2 are a pair. In fp32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first, second = x.to(wide).chunk(2, dim=-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention. Leading dimensions of inputs are free: [T] or [B, T]."""
+
+    def __init__(self, config: ByteMLAConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        qk_width = c.qk_nope_head_dim + c.qk_rope_head_dim
+        up_width = c.qk_nope_head_dim + c.v_head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.heads * qk_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, c.row_width, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(c.kv_lora_rank, eps=c.rms_eps)
+        self.kv_b_proj = nn.Linear(c.kv_lora_rank, c.heads * up_width, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.v_head_dim, c.hidden_size, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries ``[..., H, N]`` and ``[..., H, P]``, latent ``[..., R]``, keys ``[..., P]``."""
+        c = self.config
+        q = self.q_proj(x).unflatten(-1, (c.heads, -1))
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
+            [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
+        )
+        if c.qk_rope_head_dim:
+            q_rope = rotate(q_rope, cos[..., None, :], sin[..., None, :])
+            k_rope = rotate(k_rope, cos, sin)
+        return q_nope, q_rope, self.kv_a_layernorm(latent), k_rope
+
+    def absorbed(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        """Attention over stored rows: queries and outputs live in the latent's space."""
+        c = self.config
+        q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
+        up = self.kv_b_proj.weight.unflatten(0, (c.heads, -1))
+        key_up, value_up = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        q_latent = torch.einsum("...hn,hnr->...hr", q_nope, key_up)
+        q = torch.cat([q_latent, q_rope], dim=-1)
+        k = torch.cat([latent, k_rope], dim=-1)
+        out = torch.einsum("...hr,hvr->...hv", attend(layer, q, k), value_up)
+        return self.o_proj(out.flatten(-2))
+
+    def expanded(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal attention over ``[B, T]`` with keys and values of each head."""
+        c = self.config
+        q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
+        up = self.kv_b_proj(latent).unflatten(-1, (c.heads, -1))
+        k_nope, v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        q = torch.cat([q_nope, q_rope], dim=-1)
+        k = torch.cat([k_nope, k_rope[..., None, :].expand_as(q_rope)], dim=-1)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=c.scale
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ByteMLAConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ByteMLAConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.self_attn = LatentAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.mlp = GatedMLP(config)
+
+
+class CausalRows:
+    """The plain `attend`: causal attention over ``[B, T]`` rows, remembering nothing."""
+
+    def __init__(self, config: ByteMLAConfig) -> None:
+        self.config = config
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
+        rows = k[:, None].expand(-1, self.config.heads, -1, -1)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            rows,
+            rows[..., : self.config.kv_lora_rank],
+            is_causal=True,
+            scale=self.config.scale,
+        )
+        return out.transpose(1, 2)
+
+
+class ByteMLA(nn.Module):
+    """The model. ``net(ids [B, T])`` gives logits ``[B, T, vocab_size]`` of the next token."""
+
+    def __init__(self, config: ByteMLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def hidden_states(self, ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
+        """Final hidden states, normalised, ``[..., hidden_size]``.
+
+        Parameters
+        ----------
+        ids, positions : Tensor
+            Integers of one shape: ``[B, T]``, or anything that `attend` understands.
+        attend : Attend or None
+            The attention of the absorbed form; None for the expanded form, which needs ``[B, T]``.
+        """
+        cos, sin = rotation(positions, self.config)
+        x = self.embed_tokens(ids)
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(x)
+            if attend is None:
+                x = x + layer.self_attn.expanded(normed, cos, sin)
+            else:
+                x = x + layer.self_attn.absorbed(normed, cos, sin, index, attend)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def forward(self, ids: Tensor, absorbed: bool = False) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        attend = CausalRows(self.config) if absorbed else None
+        return self.lm_head(self.hidden_states(ids, positions, attend))
+
+
+@torch.no_grad()
+def initialise(
+    net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1
+) -> ByteMLA:
+    """Fill the parameters from `seed` and return `net`. The defaults suit training.
+
+    Parameters
+    ----------
+    score_gain, logit_gain : float
+        Standard deviation of the attention scores before softmax, and of the logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in net.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            continue
+        gain = {"q_proj": score_gain, "lm_head": logit_gain}.get(name.split(".")[-2], 1.0)
+        std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
+        # Drawn on the CPU in fp32, so that a seed means the same weights everywhere.
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    # The special token gets the logit 0: greedy text never ends, as the largest of 256 is above 0.
+    net.lm_head.weight[SPECIAL_TOKEN_ID:] = 0
+    return net

@@ -1,0 +1,47 @@
+"""Environment variables of sgl-kvpool: their names, and how they are read. Nothing else reads them."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "ALLOW_UNTESTED",
+    "CHECK_FINITE",
+    "CHILD_LAYOUT",
+    "KV_CACHE_LAYOUT",
+    "PREFILL_READS_ROWS",
+    "flag",
+    "text",
+]
+
+#: Layout of the KV cache, as `--kv-cache-layout`. SGLang takes every variable that begins with SGL_ for
+#: an old name of its own and warns when a process starts; the warning means nothing here.
+KV_CACHE_LAYOUT = "SGL_KVPOOL_KV_CACHE_LAYOUT"
+#: Set by a server for its own children around their spawn, so that a child knows whether to hook the
+#: pools. Not for users; without the prefix that SGLang warns about.
+CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"
+#: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show
+#: what the layout costs. Without it the rows of the current chunk are attended as they were computed.
+PREFILL_READS_ROWS = "SGL_KVPOOL_PREFILL_READS_ROWS"
+#: 1: try an SGLang version outside the tested range; the seams are still checked.
+ALLOW_UNTESTED = "SGL_KVPOOL_ALLOW_UNTESTED"
+#: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
+CHECK_FINITE = "SGL_KVPOOL_CHECK_FINITE"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+def text(name: str) -> str | None:
+    """Value of a variable, stripped; None if it is unset or empty."""
+    return (os.environ.get(name) or "").strip() or None
+
+
+def flag(name: str) -> bool:
+    """Value of a yes/no variable; ValueError if it is neither."""
+    value = os.environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name}={value!r} is neither of {_TRUE[:2]} nor of {_FALSE[1:3]}")

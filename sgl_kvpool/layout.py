@@ -1,0 +1,304 @@
+"""Row formats of an MLA KV cache: which bytes one token of one layer occupies.
+
+This is a leaf module: it imports neither torch nor SGLang, and it is the only place in the project
+that spells a row's byte offsets. Everything else asks a :class:`RowFormat`.
+
+A row of ``kv_lora_rank`` latent values ("nope") and ``qk_rope_head_dim`` rotary values ("rope") is
+stored as up to three segments, always in the order nope, scale, rope, then zero bytes up to the
+alignment. For a latent of 512 and a rope of 64::
+
+    bf16              1152 B  | 512 x bf16                                   | 64 x bf16 |
+    fp8                576 B  | 512 x e4m3                                   | 64 x e4m3 |
+    fp8_block_scale    656 B  | 512 x e4m3     | 4 x float32, one per 128    | 64 x bf16 |
+    fp4                416 B  | 256 x 2 e2m1   | 32 x ue5m3, one per 16      | 64 x bf16 |
+
+Everything is little-endian. ``docs/rows.md`` states the arithmetic of each encoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Encoding",
+    "MLAKVCacheLayout",
+    "RowFormat",
+    "Segment",
+]
+
+#: Version of the byte tables below. It goes into every key under which rows are stored or exchanged.
+FORMAT_VERSION = 1
+
+#: The latent rank must be a multiple of this: it is the block of ``fp8_block_scale``.
+KV_LORA_RANK_MULTIPLE = 128
+
+#: Rope widths the codecs know. 0 is a model without rotary embedding on its keys.
+QK_ROPE_HEAD_DIMS = (0, 64)
+
+
+class Encoding(Enum):
+    """How one value of a segment is stored; the enum's value is (name, bits per value)."""
+
+    BF16 = ("bf16", 16)
+    E4M3 = ("e4m3", 8)
+    E2M1 = ("e2m1", 4)
+    FP32 = ("fp32", 32)
+    UE5M3 = ("ue5m3", 8)
+
+    @property
+    def bits(self) -> int:
+        return self.value[1]
+
+    def size_bytes(self, count: int) -> int:
+        """Bytes that `count` values occupy; `count` times the bits is a multiple of 8 here."""
+        return count * self.bits // 8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One run of equally encoded values inside a row.
+
+    Attributes
+    ----------
+    name : str
+        ``"nope"``, ``"scale"`` or ``"rope"``.
+    encoding : Encoding
+    count : int
+        Number of values.
+    offset_bytes, size_bytes : int
+        Place inside the row.
+    """
+
+    name: str
+    encoding: Encoding
+    count: int
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.encoding.size_bytes(self.count)
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
+
+
+@dataclass(frozen=True)
+class _LayoutRow:
+    """One line of the table of layouts: what a member stores and what SGLang is told about it."""
+
+    nope: Encoding
+    rope: Encoding
+    scale: Encoding | None = None
+    #: Latent values that share one stored scale; 0 without stored scales.
+    scale_block_values: int = 0
+    #: Whether values are divided by the layer's k_scale before they are stored.
+    uses_k_scale: bool = False
+    #: `kv_cache_dtype` SGLang is shown for dense MLA models and for DSA models.
+    sglang_dtype: str = "bfloat16"
+    sglang_dtype_dsa: str = "bfloat16"
+
+
+#: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
+_DTYPE_ALIASES = {"bfloat16": ("bfloat16", "bf16"), "fp8_e4m3": ("fp8_e4m3",)}
+
+
+class MLAKVCacheLayout(str, Enum):
+    """The bytes of a KV row. The value is what ``--kv-cache-layout`` takes.
+
+    Examples
+    --------
+    >>> fmt = MLAKVCacheLayout("fp4").row_format(kv_lora_rank=512, qk_rope_head_dim=64)
+    >>> fmt.row_bytes
+    416
+    """
+
+    BF16 = "bf16"
+    FP8_NOPE_FP8_ROPE = "fp8"
+    FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE = "fp8_block_scale"
+    FP4 = "fp4"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def parse(cls, value: str | MLAKVCacheLayout) -> MLAKVCacheLayout:
+        """Layout named by a string; ValueError that lists the names otherwise."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(member.value for member in cls)
+            raise ValueError(f"unknown KV cache layout {value!r}; choose one of: {names}") from None
+
+    @property
+    def _row(self) -> _LayoutRow:
+        return _TABLE[self]
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a row holds scales beside values, so that no torch dtype describes it.
+
+        SGLang keeps such rows as uint8; only readers that know the layout can use them.
+        """
+        return self._row.scale is not None
+
+    @property
+    def uses_k_scale(self) -> bool:
+        """True if stored values are the real ones divided by the layer's k_scale."""
+        return self._row.uses_k_scale
+
+    def sglang_kv_cache_dtype(self, *, is_dsa: bool = False) -> str:
+        """The ``kv_cache_dtype`` that SGLang is shown while this layout is in use."""
+        return self._row.sglang_dtype_dsa if is_dsa else self._row.sglang_dtype
+
+    def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
+        """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
+        return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
+
+    def row_format(
+        self, kv_lora_rank: int, qk_rope_head_dim: int, *, align_bytes: int = 16
+    ) -> RowFormat:
+        """Byte table of a row for one geometry.
+
+        Parameters
+        ----------
+        kv_lora_rank : int
+            Latent values per token, a positive multiple of 128.
+        qk_rope_head_dim : int
+            Rotary values per token, 0 or 64.
+        align_bytes : int
+            Rows are padded with zeros to a multiple of this. 16 lets every kernel move whole rows in
+            16-byte accesses; DSA pools pass 1, because SGLang's own rows there are not padded.
+
+        Returns
+        -------
+        RowFormat
+
+        Raises
+        ------
+        ValueError
+            Geometry or alignment outside the limits above.
+        """
+        return _row_format(self, int(kv_lora_rank), int(qk_rope_head_dim), int(align_bytes))
+
+
+_TABLE: dict[MLAKVCacheLayout, _LayoutRow] = {
+    MLAKVCacheLayout.BF16: _LayoutRow(nope=Encoding.BF16, rope=Encoding.BF16),
+    MLAKVCacheLayout.FP8_NOPE_FP8_ROPE: _LayoutRow(
+        nope=Encoding.E4M3,
+        rope=Encoding.E4M3,
+        uses_k_scale=True,
+        sglang_dtype="fp8_e4m3",
+        sglang_dtype_dsa="fp8_e4m3",
+    ),
+    MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _LayoutRow(
+        nope=Encoding.E4M3,
+        rope=Encoding.BF16,
+        scale=Encoding.FP32,
+        scale_block_values=128,
+        sglang_dtype_dsa="fp8_e4m3",
+    ),
+    MLAKVCacheLayout.FP4: _LayoutRow(
+        nope=Encoding.E2M1,
+        rope=Encoding.BF16,
+        scale=Encoding.UE5M3,
+        scale_block_values=16,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The bytes of one row: a layout applied to a geometry. Built by `MLAKVCacheLayout.row_format`.
+
+    Attributes
+    ----------
+    layout : MLAKVCacheLayout
+    kv_lora_rank, qk_rope_head_dim : int
+        R and P: values per row are R latent ones followed by P rotary ones.
+    align_bytes : int
+    nope : Segment
+        The latent values.
+    scale : Segment or None
+        One scale per `scale_block_values` latent values, in their order.
+    rope : Segment or None
+        None if P is 0.
+    """
+
+    layout: MLAKVCacheLayout
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    align_bytes: int
+    nope: Segment
+    scale: Segment | None
+    rope: Segment | None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments that exist, in the order of their offsets."""
+        return tuple(s for s in (self.nope, self.scale, self.rope) if s is not None)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes before the padding."""
+        return self.segments[-1].end_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a whole row, padding included."""
+        return -(-self.payload_bytes // self.align_bytes) * self.align_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """Zero bytes at the end of a row."""
+        return self.row_bytes - self.payload_bytes
+
+    @property
+    def head_dim(self) -> int:
+        """Values per row, R + P."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def scale_block_values(self) -> int:
+        """Latent values that share a stored scale; 0 if none are stored."""
+        return self.layout._row.scale_block_values
+
+    @property
+    def tag(self) -> str:
+        """Name of these exact bytes, for storage keys and handshakes."""
+        return (
+            f"{self.layout.value}-r{self.kv_lora_rank}-p{self.qk_rope_head_dim}"
+            f"-b{self.row_bytes}-v{FORMAT_VERSION}"
+        )
+
+
+@lru_cache(maxsize=None)
+def _row_format(
+    layout: MLAKVCacheLayout, kv_lora_rank: int, qk_rope_head_dim: int, align_bytes: int
+) -> RowFormat:
+    if kv_lora_rank <= 0 or kv_lora_rank % KV_LORA_RANK_MULTIPLE:
+        raise ValueError(
+            f"kv_lora_rank={kv_lora_rank} is not a positive multiple of {KV_LORA_RANK_MULTIPLE}; "
+            "no layout of sgl-kvpool stores such a latent, serve the model without --kv-cache-layout"
+        )
+    if qk_rope_head_dim not in QK_ROPE_HEAD_DIMS:
+        raise ValueError(
+            f"qk_rope_head_dim={qk_rope_head_dim} is not one of {QK_ROPE_HEAD_DIMS}; no layout of "
+            "sgl-kvpool stores such a rope, serve the model without --kv-cache-layout"
+        )
+    if align_bytes <= 0 or align_bytes & (align_bytes - 1):
+        raise ValueError(f"align_bytes={align_bytes} is not a power of two")
+
+    row = layout._row
+    nope = Segment("nope", row.nope, kv_lora_rank, 0)
+    end = nope.end_bytes
+    scale = rope = None
+    if row.scale is not None:
+        scale = Segment("scale", row.scale, kv_lora_rank // row.scale_block_values, end)
+        end = scale.end_bytes
+    if qk_rope_head_dim:
+        rope = Segment("rope", row.rope, qk_rope_head_dim, end)
+    return RowFormat(layout, kv_lora_rank, qk_rope_head_dim, align_bytes, nope, scale, rope)

@@ -1,0 +1,5 @@
+"""Subclasses of SGLang's token-to-KV pools that store rows of a chosen layout."""
+
+from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+
+__all__ = ["LayoutMLATokenToKVPool"]

@@ -1,0 +1,250 @@
+"""The MLA pool: SGLang's `MLATokenToKVPool` with rows of a chosen `MLAKVCacheLayout`.
+
+For the packed layouts every layer is one uint8 tensor `[slots, 1, row_bytes]`. Because a row is one
+run of bytes, everything in SGLang that moves rows (`move_kv_cache`, CPU copies, buffer descriptions for
+transfer engines, sizes) is inherited and right; what is overridden is what interprets a row. `bf16` and
+`fp8` keep SGLang's own tensors, so that SGLang's own attention backends read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partialmethod
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
+from sglang.srt.utils.async_probe import maybe_detect_oob
+
+from sgl_kvpool.codec import gather_parts, store_rows
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+__all__ = ["LayoutMLATokenToKVPool"]
+
+#: torch dtype of the `kv_cache_dtype` that SGLang is shown.
+_SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+class LayoutMLATokenToKVPool(MLATokenToKVPool):
+    """`MLATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
+
+    Takes SGLang's own arguments and, by keyword, the two below.
+
+    Parameters
+    ----------
+    kv_cache_layout : MLAKVCacheLayout or str
+        The bytes of a row.
+    k_scales : mapping of int to float, optional
+        Model layer id to k_scale, for layouts that divide by it. A layer that is missing has 1.0. The
+        scale belongs to the pool and not to the layer object of a call: SGLang's prefill writes through
+        a layer that has none, and one cache must not hold two scales.
+
+    Attributes
+    ----------
+    kv_cache_layout : MLAKVCacheLayout
+    row_format : RowFormat
+
+    Raises
+    ------
+    ValueError
+        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA pool, or a
+        k_scale that is not finite and positive.
+    """
+
+    kv_cache_layout: MLAKVCacheLayout
+    row_format: RowFormat
+
+    def __init__(
+        self,
+        *args,
+        kv_cache_layout: MLAKVCacheLayout | str,
+        k_scales: Mapping[int, float] | None = None,
+        **kwargs,
+    ):
+        # Before the base class: its constructor calls _create_buffers.
+        self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
+        self._k_scales = dict(k_scales or {})
+        for layer_id, k_scale in self._k_scales.items():
+            if not 0.0 < k_scale < float("inf"):
+                raise ValueError(
+                    f"k_scale={k_scale} of layer {layer_id} is not finite and positive; "
+                    "the checkpoint's KV scales are damaged, or choose a layout that uses none"
+                )
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def bind(
+        cls, layout: MLAKVCacheLayout, k_scales: Mapping[int, float] | None = None
+    ) -> type[LayoutMLATokenToKVPool]:
+        """Subclass that is constructed with exactly the arguments of SGLang's own class.
+
+        SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
+        """
+        init = partialmethod(cls.__init__, kv_cache_layout=layout, k_scales=k_scales)
+        return type(f"{cls.__name__}_{layout.value}", (cls,), {"__init__": init})
+
+    # ---------------------------------------------------------------- construction
+
+    def _create_buffers(self) -> None:
+        if self.use_dsa:
+            raise ValueError(
+                f"{type(self).__name__} serves dense MLA; DSA models are not supported with "
+                "--kv-cache-layout yet, serve this one without it"
+            )
+        shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype()]
+        if self.dtype != shown:
+            raise ValueError(
+                f"layout {self.kv_cache_layout} is shown to SGLang as {shown}, but the pool was built "
+                f"with {self.dtype}; leave --kv-cache-dtype and --speculative-draft-kv-cache-dtype unset"
+            )
+        self.row_format = self.kv_cache_layout.row_format(self.kv_lora_rank, self.qk_rope_head_dim)
+        if self.kv_cache_layout.is_packed:
+            # One element is one byte, so the base class's shapes, sizes and item lengths are in bytes.
+            self.kv_cache_dim = self.row_format.row_bytes
+            self.store_dtype = torch.uint8
+        super()._create_buffers()
+        slot_bytes = self.kv_buffer[0][0].nbytes
+        if slot_bytes != self.row_format.row_bytes:
+            raise RuntimeError(
+                f"a slot of the {self.kv_cache_layout} pool has {slot_bytes} bytes, its rows have "
+                f"{self.row_format.row_bytes}; this SGLang allocates MLA pools differently"
+            )
+
+    def k_scale(self, layer_id: int) -> float:
+        """What the stored values of a model layer are divided by; 1.0 for layouts without k_scale."""
+        return self._k_scales.get(layer_id, 1.0) if self.kv_cache_layout.uses_k_scale else 1.0
+
+    # ---------------------------------------------------------------- reading
+
+    def _stored(self, layer_id: int) -> torch.Tensor:
+        # The load fence of the host tier: rows of this layer may still be on their way in.
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
+        return self.kv_buffer[layer_id - self.start_layer]
+
+    def get_row_buffer(self, layer_id: int) -> torch.Tensor:
+        """Stored bytes of a layer, `[slots, 1, row_bytes]` uint8, a view of the live pool.
+
+        The one way to read stored bytes. Waits until a load of this layer from the host tier is done.
+        """
+        return self._stored(layer_id).view(torch.uint8)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """As SGLang's for `bf16` and `fp8`; packed rows have no dtype, so those raise TypeError."""
+        self._require_unpacked("get_key_buffer")
+        return super().get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """As SGLang's for `bf16` and `fp8`; packed rows have no dtype, so those raise TypeError."""
+        self._require_unpacked("get_value_buffer")
+        return super().get_value_buffer(layer_id)
+
+    def _require_unpacked(self, method: str) -> None:
+        if self.kv_cache_layout.is_packed:
+            raise TypeError(
+                f"{method} on a {self.kv_cache_layout} pool: its rows are bytes with scales inside, which "
+                "only a reader that knows the layout can use; call get_row_buffer(layer_id), or serve "
+                "with --attention-backend kvpool_mla"
+            )
+
+    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
+        """Shapes `[slots, 1, R + P]` and `[slots, 1, R]` in values, whatever the layout stores."""
+        slots = self.size + self.page_size
+        return (
+            torch.Size((slots, 1, self.row_format.head_dim)),
+            torch.Size((slots, 1, self.kv_lora_rank)),
+        )
+
+    def get_v_head_dim(self) -> int:
+        """Values of a row that are attended as V: the latent."""
+        return self.kv_lora_rank
+
+    def get_mla_kv_buffer(
+        self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decoded latent and rope of some slots.
+
+        Parameters
+        ----------
+        layer : RadixAttention
+            Only its `layer_id` is used.
+        loc : torch.Tensor
+            `[tokens]` int32 or int64 slots.
+        dst_dtype : torch.dtype, optional
+            Of the result. As in SGLang's pool the default is the pool's dtype, which for `fp8` means the
+            stored values as they are, not multiplied by k_scale.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            `[tokens, 1, R]` and `[tokens, 1, P]`, each contiguous; the second is None if P is 0.
+        """
+        layer_id = layer.layer_id
+        dtype = dst_dtype or self.dtype
+        as_stored = dtype == torch.float8_e4m3fn
+        # Every e4m3 value is a bf16 value, so the stored ones survive the way through bf16.
+        decoded = torch.bfloat16 if as_stored else dtype
+        rows = self.get_row_buffer(layer_id).squeeze(1)
+        tokens, rank, rope_dim = loc.shape[0], self.kv_lora_rank, self.qk_rope_head_dim
+        nope = torch.empty((tokens, 1, rank), dtype=decoded, device=rows.device)
+        rope = None
+        if rope_dim:
+            rope = torch.empty((tokens, 1, rope_dim), dtype=decoded, device=rows.device)
+        gather_parts(
+            rows,
+            loc,
+            self.row_format,
+            nope.squeeze(1),
+            None if rope is None else rope.squeeze(1),
+            k_scale=1.0 if as_stored else self.k_scale(layer_id),
+        )
+        return nope.to(dtype), None if rope is None else rope.to(dtype)
+
+    # ---------------------------------------------------------------- writing
+
+    def set_kv_buffer(
+        self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None
+    ) -> None:
+        """Store combined rows `cache_k` `[tokens, 1, R + P]`; `cache_v` is part of it and ignored."""
+        if self.kv_cache_layout is MLAKVCacheLayout.BF16:
+            super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
+            return
+        nope, rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
+        self._store(layer, loc_info, nope, rope, layer_id_override, "set_kv_buffer")
+
+    def set_mla_kv_buffer(
+        self, layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override: int | None = None
+    ) -> None:
+        """Store rows from a latent `[tokens, 1, R]` and a rope `[tokens, 1, P]` (None or empty if P is 0).
+
+        `loc_info` is a `KVWriteLoc` or a tensor of slots; `layer` may be None with `layer_id_override`.
+        """
+        if self.kv_cache_layout is MLAKVCacheLayout.BF16:
+            super().set_mla_kv_buffer(
+                layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override
+            )
+            return
+        self._store(
+            layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override, "set_mla_kv_buffer"
+        )
+
+    def _store(self, layer, loc_info, nope, rope, layer_id_override, method: str) -> None:
+        loc, _, _ = unwrap_write_loc(loc_info)
+        where = f"{method} ({self.kv_cache_layout})"
+        self._check_physical_write_loc(loc_info, where)
+        maybe_detect_oob(loc, 0, self.size + self.page_size, where)
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        # Writers do not wait for loads: SGLang never writes a slot that a load is filling.
+        pool = self.kv_buffer[layer_id - self.start_layer].squeeze(1)  # [slots, row_bytes] uint8
+        store_rows(
+            pool,
+            loc,
+            _flat(nope),
+            _flat(rope) if self.qk_rope_head_dim else None,
+            self.row_format,
+            k_scale=self.k_scale(layer_id),
+        )
+
+
+def _flat(part: torch.Tensor) -> torch.Tensor:
+    """`[tokens, 1, width]` or `[tokens, width]` as `[tokens, width]`, without a copy."""
+    return part.squeeze(1) if part.dim() == 3 else part

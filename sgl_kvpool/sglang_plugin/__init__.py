@@ -1,0 +1,75 @@
+"""Entry point of the SGLang plugin.
+
+SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds one
+argument and changes nothing. A scheduler process learns from the environment that its server was asked
+for a layout, and only then hooks the pools.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from sgl_kvpool import env
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Install the hooks this process needs; called by SGLang's plugin loader.
+
+    Raises
+    ------
+    SystemExit
+        A layout was asked for and this SGLang cannot serve it. SGLang swallows every other exception of
+        a plugin, and would go on with a pool of another layout.
+    """
+    from sgl_kvpool.sglang_plugin import seams
+
+    problem = seams.version_problem()
+    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
+        if _asked_for():
+            raise SystemExit(f"sgl-kvpool: a KV cache layout was asked for, but {problem}")
+        logger.warning("sgl-kvpool does nothing: %s", problem)
+        return
+
+    stop_if(seams.check(seams.SERVER_ARGS), fatal=_asked_for())
+    from sgl_kvpool.sglang_plugin import server_args
+
+    server_args.install()
+    stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=_asked_for())
+
+    # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
+    # an Engine: hooking the pools there does nothing, since it builds none.
+    if _exported() and "sglang.srt.mem_cache.memory_pool" in sys.modules:
+        from sgl_kvpool.sglang_plugin import pools
+
+        stop_if(seams.check(seams.SCHEDULER))
+        pools.install()
+        stop_if(seams.check(seams.SCHEDULER, applied=True))
+
+
+def stop_if(problems: list[str], *, fatal: bool = True) -> None:
+    """Stop the process if seams do not hold, or only say so where nothing was asked for."""
+    if not problems:
+        return
+    text = "sgl-kvpool: this SGLang differs where the plugin takes hold:\n  " + "\n  ".join(problems)
+    if fatal:
+        raise SystemExit(text)
+    logger.warning(text)
+
+
+def _asked_for() -> bool:
+    """Whether a layout was asked for, as far as it shows before arguments are parsed."""
+    return _exported() or any(
+        word == "--kv-cache-layout" or word.startswith("--kv-cache-layout=") for word in sys.argv
+    )
+
+
+def _exported() -> bool:
+    """Whether the environment asks for a layout: the user's, or the server that spawned this process."""
+    return env.text(env.CHILD_LAYOUT) is not None or (
+        env.text(env.KV_CACHE_LAYOUT) or "auto"
+    ) != "auto"

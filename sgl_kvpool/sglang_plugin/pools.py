@@ -1,0 +1,190 @@
+"""Hooks of the scheduler process: the pool's class, its memory budget, and our attention backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.refusals import backends_in_use
+from sgl_kvpool.sglang_plugin.server_args import layout_of, require_decided
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["collect_k_scales", "install", "workspace_bytes"]
+
+_GB = 1 << 30  # as in SGLang's own log lines
+
+
+def install() -> None:
+    """Register and apply the hooks of a scheduler process that was asked for a layout."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    around = {
+        f"{configurator}._resolve_kv_pool_class": _resolve_kv_pool_class,
+        f"{configurator}._build_token_to_kv_pool": _build_token_to_kv_pool,
+        f"{sizes}._compute_cell_size": _compute_cell_size,
+        f"{sizes}.__init__": _init_pool_configurator,
+    }
+    for target, hook in around.items():
+        if target not in HookRegistry._patched:
+            HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    register_attention_backend(KVPOOL_BACKEND)(_create_backend)
+
+
+def _layout(configurator: Any) -> MLAKVCacheLayout | None:
+    """Layout of a KVCacheConfigurator's server, for models the layout applies to."""
+    require_decided(configurator.server_args)
+    return layout_of(configurator.server_args) if configurator.use_mla_backend else None
+
+
+def _row_format(configurator: Any, layout: MLAKVCacheLayout):
+    config = configurator.model_config
+    return layout.row_format(config.kv_lora_rank, config.qk_rope_head_dim)
+
+
+# -------------------------------------------------------------------- the pool
+
+
+def _resolve_kv_pool_class(original, self, *, kind, default):
+    pool_class = original(self, kind=kind, default=default)
+    layout = _layout(self)
+    if layout is None or kind != "mla":
+        return pool_class
+    if pool_class is not default:
+        raise ValueError(
+            f"this platform brings its own MLA pool ({pool_class.__name__}), which cannot store "
+            f"--kv-cache-layout {layout}; leave the argument out"
+        )
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    return LayoutMLATokenToKVPool.bind(layout, _checked_k_scales(self, layout))
+
+
+def _checked_k_scales(self, layout: MLAKVCacheLayout) -> dict[int, float]:
+    if not layout.uses_k_scale:
+        return {}
+    from sglang.srt.runtime_context import attention_backends
+
+    k_scales = collect_k_scales(self.model)
+    scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
+    stock = sorted({name for name in attention_backends() if name != KVPOOL_BACKEND})
+    if scaled and stock:
+        raise ValueError(
+            f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
+            f"{', '.join(stock)} does not apply it to what it reads in both prefill and decode; use "
+            f"--attention-backend {KVPOOL_BACKEND}, or --kv-cache-layout bf16"
+        )
+    return k_scales
+
+
+def collect_k_scales(model: Any) -> dict[int, float]:
+    """k_scale of every model layer that has one, from the modules SGLang's loader puts it on.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        After loading.
+
+    Returns
+    -------
+    dict of int to float
+        Model layer id to scale; layers without one are missing and mean 1.0.
+
+    Raises
+    ------
+    ValueError
+        Two modules of a layer disagree.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    attentions = [(n, m) for n, m in model.named_modules() if isinstance(m, RadixAttention)]
+    # DeepSeek models have two per layer, and the loader sets k_scale on attn_mqa alone.
+    absorbed = [(n, m) for n, m in attentions if n.rpartition(".")[2] == "attn_mqa"]
+    k_scales: dict[int, float] = {}
+    for name, module in absorbed or attentions:
+        if module.k_scale_float is None:
+            continue
+        value = float(module.k_scale_float)
+        if k_scales.setdefault(module.layer_id, value) != value:
+            raise ValueError(
+                f"two attention modules of layer {module.layer_id} have k_scale "
+                f"{k_scales[module.layer_id]} and {value} ({name}); the checkpoint's KV scales are damaged"
+            )
+    return k_scales
+
+
+def _build_token_to_kv_pool(original, self, **kwargs):
+    pool = original(self, **kwargs)
+    layout = _layout(self)
+    if layout is None:
+        return pool
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    if not isinstance(pool, LayoutMLATokenToKVPool) or pool.kv_cache_layout is not layout:
+        raise RuntimeError(
+            f"--kv-cache-layout {layout} was asked for, but SGLang built a {type(pool).__name__}; "
+            "leave the argument out, and report the server's arguments"
+        )
+    fmt = pool.row_format
+    logger.info(
+        "sgl-kvpool: KV cache layout %s: %d bytes per token and layer, %d layers, %d tokens, %.2f GB%s",
+        layout,
+        fmt.row_bytes,
+        pool.layer_num,
+        pool.size,
+        pool.get_kv_size_bytes() / _GB,
+        " (draft model)" if self.is_draft_worker else "",
+    )
+    return pool
+
+
+# -------------------------------------------------------------------- the budget
+
+
+def _compute_cell_size(original, self, kvc, num_layers):
+    """Bytes per token: SGLang's number with its rows replaced by ours."""
+    cell_size = original(self, kvc, num_layers)
+    layout = _layout(kvc)
+    if layout is None:
+        return cell_size
+    import torch
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    values = kv_cache_configurator.calculate_mla_kv_cache_dim(
+        model_config=kvc.model_config, kv_cache_dtype=kvc.kv_cache_dtype
+    )
+    stock_row_bytes = values * torch.empty(0, dtype=kvc.kv_cache_dtype).element_size()
+    return cell_size + num_layers * (_row_format(kvc, layout).row_bytes - stock_row_bytes)
+
+
+def _init_pool_configurator(original, self, kvc):
+    original(self, kvc)
+    layout = _layout(kvc)
+    if layout is not None and not kvc.is_draft_worker:
+        self._fixed_overhead_bytes += workspace_bytes(kvc, layout)
+
+
+def workspace_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
+    """Bytes our attention backend allocates beside the pool; 0 if it is not in use."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    if KVPOOL_BACKEND not in backends_in_use(resolving_view(kvc.server_args)):
+        return 0
+    from sgl_kvpool.attention.host import RowReader
+
+    return RowReader.workspace_bytes(_row_format(kvc, layout))
+
+
+# -------------------------------------------------------------------- attention
+
+
+def _create_backend(runner):
+    from sgl_kvpool.attention.backend import KVPoolMLABackend
+
+    return KVPoolMLABackend(runner)

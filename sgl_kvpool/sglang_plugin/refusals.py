@@ -1,0 +1,206 @@
+"""What a layout cannot be combined with: each an error at start that names value, reason and way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read, readers
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = [
+    "FEATURES",
+    "Feature",
+    "backends_in_use",
+    "check_backends",
+    "check_dtype",
+    "check_features",
+    "check_model",
+    "unreadable",
+]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A server argument that a layout is refused with.
+
+    Attributes
+    ----------
+    field : str
+        Of SGLang's ServerArgs.
+    flag : str
+        As the user writes it.
+    reason : str
+        Why the two do not go together.
+    in_use : callable
+        Tells from the field's value whether the feature is on.
+    layouts : callable
+        Which layouts are refused; all unless said.
+    """
+
+    field: str
+    flag: str
+    reason: str
+    in_use: Callable[[Any], bool] = bool
+    layouts: Callable[[MLAKVCacheLayout], bool] = lambda layout: True
+
+
+def _packed(layout: MLAKVCacheLayout) -> bool:
+    return layout.is_packed
+
+
+def _not_stock(layout: MLAKVCacheLayout) -> bool:
+    return layout is not MLAKVCacheLayout.BF16
+
+
+#: Features that build another pool, or read rows without knowing the layout.
+FEATURES = (
+    Feature("enable_unified_memory", "--enable-unified-memory", "it allocates a pool of its own"),
+    Feature("enable_hisparse", "--enable-hisparse", "it allocates a pool of its own"),
+    Feature("enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it shards stock MLA rows"),
+    Feature(
+        "enable_dsa_cache_layer_split",
+        "--enable-dsa-cache-layer-split",
+        "it allocates a pool of its own",
+    ),
+    Feature(
+        "dcp_size",
+        "--dcp-size",
+        "decode context parallelism scatters rows by rules of its own",
+        in_use=lambda value: (value or 1) > 1,
+    ),
+    Feature(
+        "enable_page_major_kv_layout",
+        "--enable-page-major-kv-layout",
+        "it allocates a pool of its own",
+    ),
+    Feature(
+        "enable_unified_cache_external_linker",
+        "--enable-unified-cache-external-linker",
+        "the linker accepts SGLang's own pool classes only",
+    ),
+    Feature(
+        "enable_linker_mla_dedup",
+        "--enable-linker-mla-dedup",
+        "the linker accepts SGLang's own pool classes only",
+    ),
+    Feature("enable_lmcache", "--enable-lmcache", "it computes the bytes of a row by itself"),
+    Feature("enable_flexkv", "--enable-flexkv", "it computes the bytes of a row by itself"),
+    Feature(
+        "radix_cache_backend",
+        "--radix-cache-backend",
+        "a cache backend computes the bytes of a row by itself",
+        in_use=lambda value: value is not None,
+    ),
+    Feature("use_ray", "--use-ray", "Ray actors do not load SGLang plugins"),
+    Feature(
+        "disaggregation_mode",
+        "--disaggregation-mode",
+        "a peer without this layout would pass today's handshake and read other bytes",
+        in_use=lambda value: value not in (None, "null"),
+        layouts=_not_stock,
+    ),
+    Feature(
+        "enable_hierarchical_cache",
+        "--enable-hierarchical-cache",
+        "SGLang's host pools do not know packed rows; sgl-kvpool's come in a later release",
+        layouts=_packed,
+    ),
+)
+
+
+def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str) -> None:
+    """Refuse a `--kv-cache-dtype` that contradicts the layout, with the table of what does not."""
+    if kv_cache_dtype in layout.accepted_kv_cache_dtypes():
+        return
+    table = "; ".join(
+        f"{member}: {', '.join(member.accepted_kv_cache_dtypes())}" for member in MLAKVCacheLayout
+    )
+    raise ValueError(
+        f"--kv-cache-dtype {kv_cache_dtype} contradicts --kv-cache-layout {layout}; leave it out, or use "
+        f"what each layout accepts ({table})"
+    )
+
+
+def check_features(layout: MLAKVCacheLayout, view: Any) -> None:
+    """Refuse server arguments that do not go with the layout; `view` has ServerArgs' fields."""
+    for feature in FEATURES:
+        value = getattr(view, feature.field, None)
+        if feature.layouts(layout) and feature.in_use(value):
+            text = feature.flag if value is True else f"{feature.flag} {value}"
+            raise ValueError(
+                f"{text} does not work with --kv-cache-layout {layout}: {feature.reason}; "
+                "leave out one of the two"
+            )
+
+
+def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
+    """Refuse models whose KV cache is not dense MLA, or whose geometry no layout stores."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+
+    name = (getattr(model_config.hf_config, "architectures", None) or ["this model"])[0]
+    remedy = "serve it without --kv-cache-layout"
+    if model_config.attention_arch != AttentionArch.MLA:
+        raise ValueError(
+            f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
+            f"uses {model_config.attention_arch.name}; {remedy}"
+        )
+    if is_deepseek_dsa(model_config.hf_config):
+        raise ValueError(
+            f"{name} uses sparse attention (DSA), which --kv-cache-layout {layout} does not support yet; "
+            f"{remedy}"
+        )
+    if mambaish_config(model_config) is not None:
+        raise ValueError(
+            f"{name} is a hybrid of MLA and linear attention, which --kv-cache-layout {layout} does not "
+            f"support yet; {remedy}"
+        )
+    if model_config.is_hybrid_swa:
+        raise ValueError(
+            f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support; "
+            f"{remedy}"
+        )
+    layout.row_format(model_config.kv_lora_rank, model_config.qk_rope_head_dim)
+
+
+def backends_in_use(view: Any) -> tuple[str | None, str | None]:
+    """Attention backends (prefill, decode) of a resolving view."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    return attention_backends_of(view)
+
+
+def unreadable(flag: str, backend: str, layout: MLAKVCacheLayout) -> str:
+    """Text of the error for a backend that cannot read a layout."""
+    return (
+        f"{flag} {backend} cannot read rows of --kv-cache-layout {layout}; leave it out, or use one of: "
+        f"{', '.join(readers(layout))}"
+    )
+
+
+def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
+    """Refuse backends that cannot read the rows, and what our own backend does not do yet."""
+    for phase, backend in zip(("prefill", "decode"), backends_in_use(view), strict=True):
+        if backend is not None and not can_read(backend, layout):
+            raise ValueError(unreadable(f"the {phase} attention backend", backend, layout))
+    if KVPOOL_BACKEND not in backends_in_use(view):
+        return
+    if view.device != "cpu":
+        stock = readers(layout)[1:]
+        raise ValueError(
+            f"attention backend {KVPOOL_BACKEND} runs on --device cpu only in this release, and the "
+            f"device is {view.device}; "
+            + (
+                f"name a stock one with --attention-backend ({', '.join(stock)}) or use --device cpu"
+                if stock
+                else f"layout {layout} has no other reader: use --device cpu, or bf16 or fp8 with a "
+                "stock --attention-backend"
+            )
+        )
+    if view.speculative_algorithm is not None:
+        raise ValueError(
+            f"--speculative-algorithm {view.speculative_algorithm} does not work with attention backend "
+            f"{KVPOOL_BACKEND} yet; leave it out"
+        )

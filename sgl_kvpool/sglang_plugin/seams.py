@@ -1,0 +1,176 @@
+"""What sgl-kvpool touches of SGLang, and whether the installed SGLang still has it.
+
+SGLang logs and swallows the errors of a plugin, and a hook that does not apply is a pool of another
+layout. So a process that was asked for a layout checks every seam before and after hooking, and stops.
+`docs/hooks.md` says what each hook does and why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sgl_kvpool import env
+
+__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "Seam", "check", "version_problem"]
+
+#: Versions of SGLang this release was tested with, as [lowest, first that is out).
+TESTED = ((0, 5, 23), (0, 5, 24))
+TESTED_TEXT = "sglang>=0.5.23,<0.5.24"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One thing of SGLang that sgl-kvpool uses.
+
+    Attributes
+    ----------
+    target : str
+        Dotted path.
+    parameters : tuple of str
+        Names the callable must take, in this order though not without others between; empty for what is
+        not called by us with arguments.
+    hooked : bool
+        True if we wrap it, so that it must be found wrapped afterwards.
+    """
+
+    target: str
+    parameters: tuple[str, ...] = ()
+    hooked: bool = True
+
+
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_KVC = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
+_HOOK = "sglang.srt.arg_groups"
+
+#: Used in every process that loads plugins.
+SERVER_ARGS = (
+    Seam(f"{_ARGS}.add_cli_args", ("parser",)),
+    Seam(f"{_ARGS}.from_cli_args", ("args",)),
+    Seam(f"{_HOOK}.resolution_hooks.register_resolution_hook", ("name",), hooked=False),
+    Seam(f"{_HOOK}.overrides.declare_resolution", ("server_args", "source"), hooked=False),
+    Seam(f"{_HOOK}.overrides.resolving_view", ("server_args",), hooked=False),
+    Seam(f"{_HOOK}.overrides.attention_backends_of", ("cfg",), hooked=False),
+    Seam(f"{_HOOK}.overrides.model_config_of", ("server_args",), hooked=False),
+    Seam(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
+)
+
+#: Used in the process that launches a server which was asked for a layout.
+LAUNCHER = (
+    Seam(
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        ("server_args", "port_args", "run_scheduler_process_func"),
+    ),
+    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
+)
+
+#: Used in the scheduler processes of such a server.
+SCHEDULER = (
+    Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
+    Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
+    Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
+    Seam(f"{_SIZES}.__init__", ("self", "kvc")),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
+        ("model_config", "kv_cache_dtype"),
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+        ("name",),
+        hooked=False,
+    ),
+    Seam(
+        f"{_POOL}.__init__",
+        ("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num")
+        + ("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+        hooked=False,
+    ),
+    Seam(f"{_POOL}._create_buffers", ("self",), hooked=False),
+    Seam(
+        f"{_POOL}.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "layer_id_override"),
+        hooked=False,
+    ),
+    Seam(
+        f"{_POOL}.set_mla_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
+        hooked=False,
+    ),
+    Seam(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
+    Seam("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
+    Seam(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+        hooked=False,
+    ),
+)
+
+
+def installed_version() -> str:
+    """Version of the installed SGLang distribution; PackageNotFoundError if there is none."""
+    return importlib.metadata.version("sglang")
+
+
+def version_problem() -> str | None:
+    """Why the installed SGLang is not one this release was tested with; None if it is."""
+    try:
+        version = installed_version()
+    except importlib.metadata.PackageNotFoundError:
+        return f"SGLang is not installed; this release works with {TESTED_TEXT}"
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        release = ()
+    if TESTED[0] <= release < TESTED[1]:
+        return None
+    return (
+        f"SGLang {version} is not a version this release was tested with ({TESTED_TEXT}); install one of "
+        f"those, or set {env.ALLOW_UNTESTED}=1 to try (the seams are checked all the same)"
+    )
+
+
+def check(seams: Iterable[Seam], *, applied: bool = False) -> list[str]:
+    """Problems of some seams, one line each; an empty list if all hold.
+
+    Parameters
+    ----------
+    seams
+        Of `SERVER_ARGS`, `LAUNCHER`, `SCHEDULER`. Looking at one imports its module.
+    applied : bool
+        Also demand that hooked seams are wrapped by now.
+    """
+    problems = []
+    for seam in seams:
+        try:
+            found = pkgutil.resolve_name(seam.target)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{seam.target}: not there ({type(error).__name__}: {error})")
+            continue
+        missing = _missing_parameters(found, seam.parameters)
+        if missing:
+            problems.append(f"{seam.target}: takes no {', '.join(missing)} in the expected order")
+        if applied and seam.hooked and not _is_patched(seam.target):
+            problems.append(f"{seam.target}: the hook was not applied")
+    return problems
+
+
+def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
+    """Expected parameter names that are absent, or stand before an earlier expected one."""
+    if not expected or not callable(found):
+        return []
+    names = iter(inspect.signature(found).parameters)
+    return [name for name in expected if name not in names]
+
+
+def _is_patched(target: str) -> bool:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return target in HookRegistry._patched

@@ -1,0 +1,284 @@
+"""The argument: `--kv-cache-layout`, its Engine keyword and its environment variable, and what follows.
+
+The layout travels as a string in an underscore attribute of SGLang's `ServerArgs`, which SGLang pickles
+into every process of the server. Decisions are declared in SGLang's own resolution steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import refusals
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["AUTO", "choices", "install", "layout_of", "require_decided"]
+
+#: SGLang as it is.
+AUTO = "auto"
+
+#: Attribute of ServerArgs: what the user wrote, and after resolution the layout in use or `AUTO`.
+_ATTRIBUTE = "_kvpool_kv_cache_layout"
+
+_SOURCE = "sgl_kvpool"
+_installed = False
+
+
+def choices() -> list[str]:
+    """Values of `--kv-cache-layout`."""
+    return [AUTO, *(layout.value for layout in MLAKVCacheLayout)]
+
+
+def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
+    """Layout a resolved `ServerArgs` was asked for; None for SGLang as it is."""
+    value = getattr(server_args, _ATTRIBUTE, None) or AUTO
+    return None if value == AUTO else MLAKVCacheLayout.parse(value)
+
+
+def require_decided(server_args: Any) -> None:
+    """RuntimeError for a record that was resolved before the plugin was loaded.
+
+    Its process was told to serve a layout (by the environment), but no argument was checked and SGLang
+    was not shown the layout's dtype.
+    """
+    if getattr(server_args, _ATTRIBUTE, None) is None:
+        raise RuntimeError(
+            f"{env.KV_CACHE_LAYOUT} asks for a layout, but the server's arguments were resolved before "
+            "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
+            "or start the server with --kv-cache-layout"
+        )
+
+
+def install() -> None:
+    """Hook the arguments; safe to call again."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AROUND)
+    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+    add_attention_backend_choices([KVPOOL_BACKEND])
+    register_resolution_hook("handle_deprecated_dp_attention")(_decide)
+    register_resolution_hook("handle_model_specific_adjustments")(_check_model)
+    register_resolution_hook("handle_attention_backend_compatibility")(_choose_backend)
+    register_resolution_hook("validate_deepep_v2_dispatch_token_budget")(_finish)
+
+    # An Engine is being constructed, or may be; the command line has not imported it yet and does not
+    # need this. Not a REPLACE hook, which would reach every binding of ServerArgs.
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None:
+        engine.Engine.server_args_class = _engine_server_args(engine.Engine.server_args_class)
+
+
+# -------------------------------------------------------------------- three ways to ask
+
+
+def _add_cli_args(original, parser):
+    original(parser)
+    parser.add_argument(
+        "--kv-cache-layout",
+        dest="kv_cache_layout",
+        choices=choices(),
+        default=None,
+        help="[sgl-kvpool] The bytes of an MLA KV cache row: pool, memory budget and attention follow. "
+        f"'{AUTO}' (as without the argument) is SGLang as it is. Also {env.KV_CACHE_LAYOUT}.",
+    )
+
+
+def _from_cli_args(original, cls, args):
+    server_args = original(cls, args)
+    setattr(server_args, _ATTRIBUTE, getattr(args, "kv_cache_layout", None))
+    return server_args
+
+
+def _engine_server_args(previous):
+    """`ServerArgs(**kwargs)` that also takes `kv_cache_layout`."""
+
+    def build(**kwargs):
+        value = kwargs.pop("kv_cache_layout", None)
+        if value is not None and value != AUTO:
+            value = MLAKVCacheLayout.parse(value).value
+        server_args = previous(**kwargs)
+        setattr(server_args, _ATTRIBUTE, value)
+        return server_args
+
+    return staticmethod(build)
+
+
+def _requested(server_args: Any) -> MLAKVCacheLayout | None:
+    """What flag or keyword and environment say together; ValueError if they contradict each other."""
+    written = getattr(server_args, _ATTRIBUTE, None)
+    exported = env.text(env.KV_CACHE_LAYOUT)
+    if exported is not None and exported not in choices():
+        raise ValueError(
+            f"{env.KV_CACHE_LAYOUT}={exported!r} is not a KV cache layout; choose one of: "
+            f"{', '.join(choices())}"
+        )
+    if written is not None and exported is not None and written != exported:
+        raise ValueError(
+            f"the KV cache layout is {written!r} as argument (--kv-cache-layout or kv_cache_layout=) but "
+            f"{exported!r} in the environment ({env.KV_CACHE_LAYOUT}); give one of them, or the same"
+        )
+    value = written or exported or AUTO
+    return None if value == AUTO else MLAKVCacheLayout.parse(value)
+
+
+# -------------------------------------------------------------------- resolution steps
+
+
+def _decide(server_args, previous):
+    """First step: fix the layout and the `kv_cache_dtype` that SGLang is shown."""
+    layout = _requested(server_args)
+    setattr(server_args, _ATTRIBUTE, AUTO if layout is None else layout.value)
+    if layout is not None:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        refusals.check_dtype(layout, server_args.kv_cache_dtype)
+        refusals.check_features(layout, server_args)
+        # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
+        declare_resolution(
+            server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False)
+        )
+    previous(server_args)
+
+
+def _check_model(server_args, previous):
+    """Before SGLang adjusts anything to the model: it must be one whose rows we store."""
+    layout = layout_of(server_args)
+    if layout is not None:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        refusals.check_model(layout, model_config_of(server_args))
+    previous(server_args)
+
+
+def _choose_backend(server_args, previous):
+    """Before SGLang picks an attention backend: ours for every phase the user named none for.
+
+    Decided from the record's fields, which hold what the user wrote; by now the resolving view already
+    holds SGLang's defaults for the platform.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    layout = layout_of(server_args)
+    named = {
+        "--attention-backend": server_args.attention_backend,
+        "--prefill-attention-backend": server_args.prefill_attention_backend,
+        "--decode-attention-backend": server_args.decode_attention_backend,
+    }
+    if layout is None:
+        for flag, backend in named.items():
+            if backend == KVPOOL_BACKEND:
+                raise ValueError(
+                    f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add --kv-cache-layout "
+                    f"({', '.join(choices()[1:])})"
+                )
+        previous(server_args)
+        return
+    for flag, backend in named.items():
+        if backend is not None and not can_read(backend, layout):
+            raise ValueError(refusals.unreadable(flag, backend, layout))
+    if server_args.attention_backend is None:
+        declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
+    view = resolving_view(server_args)
+    refusals.check_backends(layout, view)
+    if KVPOOL_BACKEND in refusals.backends_in_use(view):
+        _disable_cuda_graphs(server_args, declare_resolution, view)
+    previous(server_args)
+
+
+def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
+    """As SGLang does for torch_native: there is nothing to capture on a CPU."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        config = with_phase(view.cuda_graph_config, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
+
+
+def _finish(server_args, previous):
+    """Last step: nothing that SGLang resolved on the way may contradict the layout."""
+    previous(server_args)
+    layout = layout_of(server_args)
+    if layout is None:
+        return
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    refusals.check_features(layout, view)
+    refusals.check_backends(layout, view)
+    shown = layout.sglang_kv_cache_dtype(is_dsa=False)
+    if view.kv_cache_dtype != shown:
+        raise ValueError(
+            f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
+            f"{shown}; another plugin or model rule changed it"
+        )
+    _install_launcher()
+
+
+# -------------------------------------------------------------------- launching
+
+
+def _install_launcher() -> None:
+    """Hook what launches schedulers and describes the server; only once a layout was asked for.
+
+    Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sgl_kvpool.sglang_plugin import seams, stop_if
+
+    launch, info = (seam.target for seam in seams.LAUNCHER)
+    if launch in HookRegistry._patched:
+        return
+    stop_if(seams.check(seams.LAUNCHER))
+    HookRegistry.register(launch, _launch_scheduler_processes, HookType.AROUND)
+    HookRegistry.register(info, _build_server_info, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    stop_if(seams.check(seams.LAUNCHER, applied=True))
+
+
+@contextmanager
+def _told_to_children(layout: MLAKVCacheLayout | None) -> Iterator[None]:
+    """Export the layout for the time of a spawn; a second Engine in this process must not see it."""
+    before = os.environ.pop(env.CHILD_LAYOUT, None)
+    if layout is not None:
+        os.environ[env.CHILD_LAYOUT] = layout.value
+    try:
+        yield
+    finally:
+        os.environ.pop(env.CHILD_LAYOUT, None)
+        if before is not None:
+            os.environ[env.CHILD_LAYOUT] = before
+
+
+def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
+    """Tell the schedulers whether to hook the pools."""
+    with _told_to_children(layout_of(server_args)):
+        return original(cls, server_args, *args, **kwargs)
+
+
+def _build_server_info(original, server_args, scheduler_info):
+    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
+    info = original(server_args, scheduler_info)
+    layout = layout_of(server_args)
+    if layout is not None:
+        info["kv_cache_layout"] = layout.value
+    return info
+
+

@@ -1,0 +1,221 @@
+"""An independent reader and writer of rows: numpy, ml_dtypes and byte offsets spelled by hand.
+
+It shares no line with the product: e2m1 and e4m3 rounding is ml_dtypes', ue5m3 is a search over all its
+values, sums are written out, sizes are literals for each geometry.
+"""
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from sgl_kvpool import MLAKVCacheLayout
+
+#: layout -> (bytes per nope value, values per scale, bytes per scale, bytes per rope value)
+SHAPES = {
+    "bf16": (2.0, 0, 0, 2),
+    "fp8": (1.0, 0, 0, 1),
+    "fp8_block_scale": (1.0, 128, 4, 2),
+    "fp4": (0.5, 16, 1, 2),
+}
+LAYOUTS = list(SHAPES)
+UE5M3 = (np.arange(0xF8, dtype=np.uint16) << 7).view(np.float16).astype(np.float64)
+BF16_MAX = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+
+
+def row_format(name, rank, rope, align=16):
+    return MLAKVCacheLayout(name).row_format(rank, rope, align_bytes=align)
+
+
+def cuts(name, rank, rope):
+    """First byte of scales, of rope, and of the padding."""
+    nope_bytes, block, scale_bytes, rope_bytes = SHAPES[name]
+    a = int(rank * nope_bytes)
+    b = a + (rank // block * scale_bytes if block else 0)
+    return a, b, b + rope * rope_bytes
+
+
+def bits_of(tensor):
+    """bf16 tensor -> numpy uint16 (the copy drops strides)."""
+    return tensor.contiguous().view(torch.uint16).numpy()
+
+
+def floats_of(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def finite(values):
+    values = np.where(np.isnan(values), np.float32(0), values)
+    return np.clip(values, -BF16_MAX, BF16_MAX).astype(np.float32)
+
+
+def to_e4m3(values):
+    return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def nearest_ue5m3(values):
+    """Byte of the nearest ue5m3 value by search; a tie goes to the even byte."""
+    exact = values.astype(np.float64)
+    above = np.searchsorted(UE5M3, exact).clip(1, len(UE5M3) - 1)
+    below = above - 1
+    up, down = UE5M3[above] - exact, exact - UE5M3[below]
+    return np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+
+
+def fp4_block(x):
+    """fp32 [n, 16] -> codes uint8 [n, 16], scale bytes [n]."""
+    largest = np.abs(x).max(-1)
+    trials = []
+    for anchor in (6, 4):
+        byte = np.maximum(nearest_ue5m3(largest / np.float32(anchor)), largest > 0)
+        scale = UE5M3[byte].astype(np.float32)
+        with np.errstate(all="ignore"):
+            y = np.where(scale[:, None] > 0, x / scale[:, None], x * 0)
+        q = np.clip(y, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        with np.errstate(over="ignore"):
+            e = (x - q.astype(np.float32) * scale[:, None]) ** 2
+            s = [e[:, i] for i in range(16)]
+            halves = [
+                ((s[k] + s[k + 1]) + (s[k + 2] + s[k + 3]))
+                + ((s[k + 4] + s[k + 5]) + (s[k + 6] + s[k + 7]))
+                for k in (0, 8)
+            ]
+            trials.append((halves[0] + halves[1], byte, q.view(np.uint8) & 15))
+    (e6, b6, q6), (e4, b4, q4) = trials
+    second = e4 < e6
+    return np.where(second[:, None], q4, q6), np.where(second, b4, b6)
+
+
+def encode(k_nope, k_rope, name, rank, rope, row_bytes, k_scale=1.0):
+    """bf16 tensors -> uint8 numpy [tokens, row_bytes]."""
+    tokens = len(k_nope)
+    a, b, end = cuts(name, rank, rope)
+    rows = np.zeros((tokens, row_bytes), np.uint8)
+    bits = bits_of(k_nope)
+    x = finite(floats_of(bits))
+    if name == "bf16":
+        rows[:, :a] = bits.view(np.uint8)
+    elif name == "fp8":
+        with np.errstate(over="ignore"):
+            rows[:, :a] = to_e4m3(x / np.float32(k_scale))
+    elif name == "fp8_block_scale":
+        tiles = x.reshape(tokens, rank // 128, 128)
+        scale = np.abs(tiles).max(-1) / np.float32(448)
+        scale = np.maximum(scale, np.finfo(np.float32).tiny)
+        rows[:, :a] = to_e4m3(tiles / scale[..., None]).reshape(tokens, -1)
+        rows[:, a:b] = np.ascontiguousarray(scale.astype("<f4")).view(np.uint8)
+    else:
+        codes, scale = fp4_block(x.reshape(-1, 16))
+        codes = codes.reshape(tokens, rank)
+        rows[:, :a] = codes[:, 0::2] + 16 * codes[:, 1::2]
+        rows[:, a:b] = scale.reshape(tokens, -1)
+    if rope:
+        bits = bits_of(k_rope)
+        if name == "fp8":
+            with np.errstate(over="ignore"):
+                rows[:, b:end] = to_e4m3(finite(floats_of(bits)) / np.float32(k_scale))
+        else:
+            rows[:, b:end] = bits.view(np.uint8)
+    return rows
+
+
+def decode(rows, name, rank, rope, k_scale=1.0):
+    """uint8 numpy [tokens, >= payload] -> float32 [tokens, rank + rope], before any cast."""
+    a, b, end = cuts(name, rank, rope)
+    tokens = len(rows)
+    part = np.ascontiguousarray
+    with np.errstate(all="ignore"):
+        if name == "bf16":
+            nope = floats_of(part(rows[:, :a]).view("<u2"))
+        elif name == "fp8":
+            nope = part(rows[:, :a]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            nope = nope * np.float32(k_scale)
+        elif name == "fp8_block_scale":
+            scale = part(rows[:, a:b]).view("<f4")
+            nope = part(rows[:, :a]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            nope = (nope.reshape(tokens, -1, 128) * scale[..., None]).reshape(tokens, -1)
+        else:
+            codes = np.stack([rows[:, :a] & 15, rows[:, :a] >> 4], -1).reshape(tokens, -1, 16)
+            scale = (rows[:, a:b].astype(np.uint16) << 7).view(np.float16).astype(np.float32)
+            nope = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale[..., None]
+            nope = nope.reshape(tokens, -1)
+        if not rope:
+            return nope
+        if name == "fp8":
+            keys = part(rows[:, b:end]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            keys = keys * np.float32(k_scale)
+        else:
+            keys = floats_of(part(rows[:, b:end]).view("<u2"))
+    return np.concatenate([nope, keys], -1)
+
+
+def cast(values, dtype):
+    """float32 numpy -> torch tensor of dtype, rounded by ml_dtypes or numpy."""
+    kinds = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: None}
+    with np.errstate(all="ignore"):
+        if kinds[dtype] is None:
+            bits = np.ascontiguousarray(values.astype(ml_dtypes.bfloat16)).view(np.uint16)
+            return torch.from_numpy(bits).view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(values.astype(kinds[dtype])))
+
+
+def assert_same_bytes(found, expected, what="rows"):
+    """Bitwise, naming the first wrong place."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    wrong = np.argwhere(found != expected)
+    if len(wrong):
+        at = tuple(wrong[0])
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {found.size} bytes differ, first at {at}: "
+            f"{found[at]:#04x}, expected {expected[at]:#04x}"
+        )
+
+
+def assert_same_values(found, expected):
+    """Bitwise equal tensors, except that any NaN equals any NaN."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    nan = torch.isnan(expected.float())
+    assert torch.equal(torch.isnan(found.float()), nan)
+    zero = torch.zeros((), dtype=found.dtype)
+    left, right = torch.where(nan, zero, found), torch.where(nan, zero, expected)
+    assert_same_bytes(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8), "values"
+    )
+
+
+# ------------------------------------------------------------------------------------------ inputs
+
+
+def every_bf16():
+    """All 65536 bit patterns, [128, 512]."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(128, 512)
+
+
+def hard_blocks(count, generator):
+    """bf16 [count, 16]: spread sigmas, ties, denormals, zeros, NaN, infinities, huge values."""
+    x = torch.randn(count, 16, generator=generator)
+    sigma = torch.exp2(torch.randint(-24, 16, (count, 1), generator=generator).float())
+    x = (x * sigma).to(torch.bfloat16)
+    kind = torch.arange(count) % 16
+    grid = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7])
+    pick = grid[torch.randint(0, 16, (count, 16), generator=generator)]
+    sign = torch.randint(0, 2, (count, 16), generator=generator) * 2.0 - 1
+    power = torch.exp2(torch.randint(-20, 16, (count, 1), generator=generator).float())
+    eighths = 1 + torch.randint(0, 8, (count, 1), generator=generator) / 8
+    x = torch.where((kind == 1)[:, None], (pick * sign * power * eighths).to(x.dtype), x)
+    raw = torch.randint(0, 65536, (count, 16), generator=generator, dtype=torch.int32)
+    raw = raw.to(torch.uint16).view(torch.bfloat16)
+    x = torch.where((kind == 2)[:, None], raw, x)  # any bits: half of these hold huge values
+    x = torch.where((kind == 3)[:, None], (raw.view(torch.int16) & -0x7F81).view(x.dtype), x)
+    rare = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 3e38, 2e-5])
+    some = rare[torch.randint(0, 8, (count, 16), generator=generator)].to(x.dtype)
+    here = torch.randint(0, 4, (count, 16), generator=generator) == 0
+    x = torch.where((kind == 4)[:, None] & here, some, x)
+    x = torch.where((kind == 5)[:, None], torch.zeros_like(x), x)
+    x = torch.where((kind == 6)[:, None], x * torch.tensor([1.0] + [1e-3] * 15).to(x.dtype), x)
+    return x
+
+
+def hard_rows(tokens, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return hard_blocks(tokens * width // 16, generator).reshape(tokens, width)

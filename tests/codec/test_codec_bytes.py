@@ -1,0 +1,147 @@
+"""Stored bytes and decoded values against the independent oracle."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from codec_oracle import (
+    LAYOUTS,
+    UE5M3,
+    assert_same_bytes,
+    assert_same_values,
+    cast,
+    decode,
+    encode,
+    every_bf16,
+    hard_rows,
+    row_format,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvpool.codec import decode_rows, encode_rows, scalars
+
+GEOMETRIES = [(512, 64, 16), (512, 0, 16), (384, 64, 16), (128, 0, 16), (256, 0, 1), (128, 64, 1)]
+
+
+def both(name, rank, rope, align, tokens, seed=0, k_scale=1.0):
+    fmt = row_format(name, rank, rope, align)
+    nope = hard_rows(tokens, rank, seed)
+    keys = hard_rows(tokens, rope, seed + 1) if rope else None
+    return fmt, nope, keys, encode(nope, keys, name, rank, rope, fmt.row_bytes, k_scale)
+
+
+@pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes(name, rank, rope, align):
+    fmt, nope, keys, expected = both(name, rank, rope, align, tokens=701)
+    assert_same_bytes(encode_rows(nope, keys, fmt), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values(name, rank, rope, align, dtype):
+    fmt, *_, rows = both(name, rank, rope, align, tokens=203)
+    expected = cast(decode(rows, name, rank, rope), dtype)
+    assert_same_values(decode_rows(torch.from_numpy(rows), fmt, dtype), expected)
+
+
+@pytest.mark.parametrize("k_scale", [1.0, 0.37, 3e-38, 1e-42, 2.5e5])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_k_scale_divides_and_multiplies_in_fp8_only(name, k_scale):
+    used = k_scale if name == "fp8" else 1.0
+    fmt, nope, keys, expected = both(name, 256, 64, 16, tokens=97, k_scale=used)
+    rows = encode_rows(nope, keys, fmt, k_scale=k_scale)
+    assert_same_bytes(rows, expected)
+    for dtype in (torch.bfloat16, torch.float32):
+        values = cast(decode(expected, name, 256, 64, used), dtype)
+        assert_same_values(decode_rows(rows, fmt, dtype, k_scale=k_scale), values)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bf16_pattern(name):
+    """All patterns side by side, and each alone in a block (where it decides the scale)."""
+    fmt = row_format(name, 512, 0)
+    alone = torch.zeros(65536, 16, dtype=torch.bfloat16)
+    alone[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
+    for nope in (every_bf16(), alone.view(-1, 512)):
+        rows = encode_rows(nope, None, fmt)
+        expected = encode(nope, None, name, 512, 0, fmt.row_bytes)
+        assert_same_bytes(rows, expected)
+        decoded = cast(decode(expected, name, 512, 0), torch.bfloat16)
+        assert_same_values(decode_rows(rows, fmt), decoded)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_bytes_decode_as_the_oracle_says(name):
+    """Rows that no encoder wrote too: reserved scale bytes, NaN codes, NaN scales."""
+    fmt = row_format(name, 128, 64)
+    rows = torch.randint(0, 256, (4099, fmt.row_bytes), dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = cast(decode(rows.numpy(), name, 128, 64), dtype)
+        assert_same_values(decode_rows(rows, fmt, dtype), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.binary(min_size=384, max_size=384))
+def test_any_bits_encode_as_the_oracle_says(name, bits):
+    values = torch.frombuffer(bytearray(bits), dtype=torch.bfloat16).view(1, 192)
+    fmt = row_format(name, 128, 64)
+    nope, keys = values[:, :128], values[:, 128:]
+    assert_same_bytes(
+        encode_rows(nope, keys, fmt), encode(nope, keys, name, 128, 64, fmt.row_bytes)
+    )
+
+
+def test_bf16_segments_keep_nan_payloads():
+    bits = every_bf16()
+    fmt = row_format("bf16", 512, 0)
+    assert_same_bytes(encode_rows(bits, None, fmt), bits.view(torch.uint8))
+    for name in ("bf16", "fp8_block_scale", "fp4"):
+        fmt = row_format(name, 128, 64)
+        keys = bits.view(1024, 64)
+        rows = encode_rows(torch.zeros(1024, 128), keys, fmt)
+        stored = rows[:, fmt.rope.offset_bytes : fmt.rope.end_bytes]
+        assert_same_bytes(stored, keys.view(torch.uint8))
+
+
+def test_flashmla_reads_the_656_byte_row():
+    """A reader after FlashMLA's description: 512 e4m3, 4 float32 scales, 64 bf16."""
+    nope = (torch.randn(300, 512) * torch.rand(300, 1).exp2() * 3).to(torch.bfloat16)
+    keys = torch.randn(300, 64).to(torch.bfloat16)
+    fmt = row_format("fp8_block_scale", 512, 64)
+    rows = encode_rows(nope, keys, fmt)
+    expected = np.zeros((300, 576), np.float32)
+    for token, row in enumerate(rows.numpy()):
+        assert len(row) == 656
+        values = np.frombuffer(row[:512].tobytes(), ml_dtypes.float8_e4m3fn)
+        scales = np.frombuffer(row[512:528].tobytes(), "<f4")
+        for tile in range(4):
+            part = slice(128 * tile, 128 * tile + 128)
+            expected[token, part] = values[part].astype(np.float32) * scales[tile]
+        expected[token, 512:] = np.frombuffer(row[528:656].tobytes(), ml_dtypes.bfloat16)
+    assert_same_values(decode_rows(rows, fmt, torch.float32), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("sigma", [0.003, 0.02, 1.0, 10.0])
+@pytest.mark.parametrize(("name", "limit"), [("fp4", 0.089), ("fp8_block_scale", 0.026)])
+def test_relative_error(name, limit, sigma):
+    nope = (torch.randn(4096, 512) * sigma).to(torch.bfloat16)
+    fmt = row_format(name, 512, 0)
+    back = decode_rows(encode_rows(nope, None, fmt), fmt, torch.float32)
+    exact = nope.double()
+    error = ((back.double() - exact).square().sum() / exact.square().sum()).sqrt().item()
+    assert 0.5 * limit < error <= limit
+
+
+def test_scalars_hold_every_value_of_their_format():
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    x = torch.from_numpy(codes.copy())
+    rounded = scalars.round_to_e2m1(x.abs())
+    assert torch.equal(rounded, x.abs())
+    assert scalars.e2m1_codes(rounded, x).tolist() == list(range(16))
+    every = torch.arange(0xF8)
+    assert scalars.ue5m3_values(every).double().tolist() == UE5M3.tolist()
+    assert torch.equal(scalars.ue5m3_bytes(scalars.ue5m3_values(every)), every.int())
+    assert UE5M3[1] == 2.0**-17 and UE5M3[0xF7] == 61440

@@ -1,0 +1,170 @@
+"""Statements about the encodings that hold for all values, beyond agreement with the oracle."""
+
+import pytest
+import torch
+from codec_oracle import LAYOUTS, UE5M3, assert_same_bytes, hard_rows, row_format
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sgl_kvpool import env
+from sgl_kvpool.codec import decode_rows, encode_rows, scalars, store_rows
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+seeds = st.integers(0, 2**31)
+
+
+def fp4_parts(rows, fmt):
+    """Codes uint8 [tokens, R] and scale bytes [tokens, R / 16]."""
+    packed = rows[:, : fmt.scale.offset_bytes]
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    return codes, rows[:, fmt.scale.offset_bytes : fmt.scale.end_bytes]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.integers(0, 0xF7), st.sampled_from([4.0, 6.0]))
+def test_fp4_keeps_what_it_can_hold(seed, scale_byte, largest):
+    """A block that is a scale times e2m1 values, 4 or 6 among them, comes back unchanged."""
+    generator = torch.Generator().manual_seed(seed)
+    x = E2M1[torch.randint(0, 8 if largest == 6 else 7, (8, 16), generator=generator)]
+    x[torch.arange(8), torch.randint(0, 16, (8,), generator=generator)] = largest
+    x *= torch.randint(0, 2, (8, 16), generator=generator) * 2.0 - 1
+    x = (x * UE5M3[scale_byte]).view(1, 128)
+    assert torch.equal(x.bfloat16().float(), x)
+    fmt = row_format("fp4", 128, 0)
+    assert torch.equal(decode_rows(encode_rows(x, None, fmt), fmt, torch.float32), x)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.integers(-12, 12))
+def test_fp4_moves_with_powers_of_two(seed, power):
+    """Times 2**k: the same codes, scale bytes 8 k higher, as long as no scale leaves the range."""
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    fmt = row_format("fp4", 128, 0)
+    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
+    moved = scales.int() + 8 * power
+    assume(bool((scales >= 8).all() and (moved >= 8).all() and (moved <= 0xF7).all()))
+    codes_moved, scales_moved = fp4_parts(encode_rows(x * 2.0**power, None, fmt), fmt)
+    assert torch.equal(codes_moved, codes) and torch.equal(scales_moved.int(), moved)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_fp4_sign_is_apart_from_size(seed):
+    x = hard_rows(4, 128, seed).nan_to_num(nan=1.0)
+    fmt = row_format("fp4", 128, 0)
+    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
+    codes_negated, scales_negated = fp4_parts(encode_rows(-x, None, fmt), fmt)
+    assert torch.equal(scales_negated, scales) and torch.equal(codes_negated, codes ^ 8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_fp4_takes_the_better_anchor(seed):
+    """In float64 no anchor gives a clearly smaller error than the one that was stored."""
+    x = hard_rows(16, 128, seed).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
+    fmt = row_format("fp4", 128, 0)
+    rows = encode_rows(x, None, fmt)
+    blocks = x.double().view(-1, 16)
+    kept = decode_rows(rows, fmt, torch.float32).double().view(-1, 16)
+    error = (blocks - kept).square().sum(-1)
+    for anchor in (6.0, 4.0):
+        scale_byte = scalars.ue5m3_bytes((blocks.abs().amax(-1).float() / anchor)).clamp(min=1)
+        scale = torch.from_numpy(UE5M3)[scale_byte.long()].unsqueeze(-1)
+        sizes = torch.cat([E2M1, -E2M1]).double() * scale.unsqueeze(-1)
+        best = (blocks.unsqueeze(-1) - sizes).abs().amin(-1)  # nearest value of this scale
+        assert bool((error <= best.square().sum(-1) * (1 + 1e-5)).all())
+
+
+def test_fp4_tie_keeps_the_first_anchor():
+    # 6 with anchor 6 (scale 1) is exact; with anchor 4 (scale 1.5) it is exact as well.
+    x = torch.zeros(1, 128)
+    x[0, 3] = 6.0
+    fmt = row_format("fp4", 128, 0)
+    codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
+    assert codes[0, 3] == 7 and scales[0].tolist() == [0x78] + [0] * 7  # 0x78: 1.0 as ue5m3
+
+
+def test_fp4_scale_range():
+    fmt = row_format("fp4", 128, 0)
+    for value, byte in [(1e-40, 1), (2.0**-17, 1), (61440.0 * 6, 0xF7), (3e38, 0xF7), (0.0, 0)]:
+        x = torch.zeros(1, 128)
+        x[0, 0] = value
+        codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
+        assert scales[0, 0] == byte and not scales[0, 1:].any()
+        assert codes[0, 0] == (7 if value > 1 else 2 if value == 2.0**-17 else 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_zeros_decode_to_zeros(name):
+    fmt = row_format(name, 256, 64)
+    x = torch.zeros(3, 320)
+    x[1] = -0.0
+    x[2, 17::2] = -0.0
+    rows = encode_rows(x[:, :256], x[:, 256:], fmt)
+    assert not decode_rows(rows, fmt).any()
+    if name == "fp4":
+        assert not fp4_parts(rows, fmt)[1].any()
+
+
+def test_block_scale_floor():
+    """A tile below the smallest normal fp32 times 448 keeps that scale, never 0."""
+    fmt = row_format("fp8_block_scale", 128, 0)
+    x = torch.full((1, 128), 1e-39).bfloat16()
+    rows = encode_rows(x, None, fmt)
+    scale = rows[:, 128:132].contiguous().view(torch.float32)
+    assert scale.item() == torch.finfo(torch.float32).tiny
+    step = scale.item() * 2.0**-9  # of e4m3 below 2**-6
+    assert (decode_rows(rows, fmt, torch.float32) - x.float()).abs().max() <= step / 2
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block_scale", "fp4"])
+def test_nan_is_zero_and_infinity_the_largest_value(name):
+    fmt = row_format(name, 128, 0)
+    x = torch.randn(5, 128).bfloat16()
+    x[0, 5] = float("nan")
+    x[1, 6], x[2, 7] = float("inf"), -float("inf")
+    plain = x.clone()
+    plain[0, 5] = 0
+    plain[1, 6] = torch.finfo(torch.bfloat16).max
+    plain[2, 7] = torch.finfo(torch.bfloat16).min
+    assert_same_bytes(encode_rows(x, None, fmt), encode_rows(plain, None, fmt))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_check_finite_raises_for_encoded_segments_only(name, monkeypatch):
+    monkeypatch.setenv(env.CHECK_FINITE, "1")
+    fmt = row_format(name, 128, 64)
+    good = torch.ones(3, 192)
+    encode_rows(good[:, :128], good[:, 128:], fmt)
+    for column, part, encoded in ((7, "k_nope", name != "bf16"), (130, "k_rope", name == "fp8")):
+        bad = good.clone()
+        bad[1, column] = float("nan")
+        pool = torch.zeros(4, fmt.row_bytes, dtype=torch.uint8)
+        if not encoded:
+            encode_rows(bad[:, :128], bad[:, 128:], fmt)
+            continue
+        with pytest.raises(ValueError, match=rf"{part}\[1, {column % 128 }\] is nan.*{env.CHECK_FINITE}"):
+            encode_rows(bad[:, :128], bad[:, 128:], fmt)
+        with pytest.raises(ValueError, match=part):
+            store_rows(pool, torch.tensor([0, 1, 2]), bad[:, :128], bad[:, 128:], fmt)
+        assert not pool.any()
+        # A padded token may hold anything.
+        store_rows(pool, torch.tensor([0, -1, 2]), bad[:, :128], bad[:, 128:], fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_inputs_are_rounded_to_bf16_first(name, dtype):
+    fmt = row_format(name, 128, 64)
+    x = (torch.randn(50, 192) * 3).to(dtype)
+    y = x.float().bfloat16()
+    assert_same_bytes(
+        encode_rows(x[:, :128], x[:, 128:], fmt), encode_rows(y[:, :128], y[:, 128:], fmt)
+    )
+
+
+def test_sums_are_trees_in_index_order():
+    x = torch.tensor([2.0**24, 1.0, 1.0, 0.0])
+    assert scalars.pairwise_sum(x) == 2.0**24  # (2^24 + 1) + (1 + 0), each rounded to even
+    assert scalars.pairwise_sum(x[[3, 2, 1, 0]]) == 2.0**24
+    assert scalars.pairwise_sum(x[[1, 2, 0, 3]]) == 2.0**24 + 2  # (1 + 1) + 2^24

@@ -1,0 +1,53 @@
+"""Shared by all tests: Triton's interpreter without a GPU, GPU tests skipped and counted, bounded threads."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# The oracle of the codec serves the pool's tests too.
+sys.path.insert(0, str(ROOT / "tests" / "codec"))
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+
+
+HAS_GPU = _has_gpu()
+if not HAS_GPU:
+    # Before anything imports triton: kernels then run on CPU tensors, in numpy.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if "gpu" in getattr(report, "keywords", {})
+    ]
+    terminalreporter.write_line(
+        f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped"
+    )
+
+
+@pytest.fixture(scope="session")
+def published():
+    """SGLang's runtime context in this process, as a scheduler on a CPU has it."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="dummy", device="cpu")
+    publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    return args

@@ -1,0 +1,174 @@
+"""The byte tables, spelled by hand: nothing here is computed the way layout.py computes it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sgl_kvpool import FORMAT_VERSION, MLAKVCacheLayout
+from sgl_kvpool.layout import Encoding
+
+BF16 = MLAKVCacheLayout.BF16
+FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+FP4 = MLAKVCacheLayout.FP4
+
+# (layout, R, P): segments as (name, encoding, count, first byte, end byte), payload, row bytes at 16
+TABLE = {
+    (BF16, 128, 0): ([("nope", "bf16", 128, 0, 256)], 256, 256),
+    (BF16, 128, 64): ([("nope", "bf16", 128, 0, 256), ("rope", "bf16", 64, 256, 384)], 384, 384),
+    (BF16, 256, 0): ([("nope", "bf16", 256, 0, 512)], 512, 512),
+    (BF16, 256, 64): ([("nope", "bf16", 256, 0, 512), ("rope", "bf16", 64, 512, 640)], 640, 640),
+    (BF16, 512, 0): ([("nope", "bf16", 512, 0, 1024)], 1024, 1024),
+    (BF16, 512, 64): (
+        [("nope", "bf16", 512, 0, 1024), ("rope", "bf16", 64, 1024, 1152)],
+        1152,
+        1152,
+    ),
+    (FP8, 128, 0): ([("nope", "e4m3", 128, 0, 128)], 128, 128),
+    (FP8, 128, 64): ([("nope", "e4m3", 128, 0, 128), ("rope", "e4m3", 64, 128, 192)], 192, 192),
+    (FP8, 256, 0): ([("nope", "e4m3", 256, 0, 256)], 256, 256),
+    (FP8, 256, 64): ([("nope", "e4m3", 256, 0, 256), ("rope", "e4m3", 64, 256, 320)], 320, 320),
+    (FP8, 512, 0): ([("nope", "e4m3", 512, 0, 512)], 512, 512),
+    (FP8, 512, 64): ([("nope", "e4m3", 512, 0, 512), ("rope", "e4m3", 64, 512, 576)], 576, 576),
+    (BLOCK, 128, 0): ([("nope", "e4m3", 128, 0, 128), ("scale", "fp32", 1, 128, 132)], 132, 144),
+    (BLOCK, 128, 64): (
+        [
+            ("nope", "e4m3", 128, 0, 128),
+            ("scale", "fp32", 1, 128, 132),
+            ("rope", "bf16", 64, 132, 260),
+        ],
+        260,
+        272,
+    ),
+    (BLOCK, 256, 0): ([("nope", "e4m3", 256, 0, 256), ("scale", "fp32", 2, 256, 264)], 264, 272),
+    (BLOCK, 256, 64): (
+        [
+            ("nope", "e4m3", 256, 0, 256),
+            ("scale", "fp32", 2, 256, 264),
+            ("rope", "bf16", 64, 264, 392),
+        ],
+        392,
+        400,
+    ),
+    (BLOCK, 512, 0): ([("nope", "e4m3", 512, 0, 512), ("scale", "fp32", 4, 512, 528)], 528, 528),
+    (BLOCK, 512, 64): (
+        [
+            ("nope", "e4m3", 512, 0, 512),
+            ("scale", "fp32", 4, 512, 528),
+            ("rope", "bf16", 64, 528, 656),
+        ],
+        656,
+        656,
+    ),
+    (FP4, 128, 0): ([("nope", "e2m1", 128, 0, 64), ("scale", "ue5m3", 8, 64, 72)], 72, 80),
+    (FP4, 128, 64): (
+        [
+            ("nope", "e2m1", 128, 0, 64),
+            ("scale", "ue5m3", 8, 64, 72),
+            ("rope", "bf16", 64, 72, 200),
+        ],
+        200,
+        208,
+    ),
+    (FP4, 256, 0): ([("nope", "e2m1", 256, 0, 128), ("scale", "ue5m3", 16, 128, 144)], 144, 144),
+    (FP4, 256, 64): (
+        [
+            ("nope", "e2m1", 256, 0, 128),
+            ("scale", "ue5m3", 16, 128, 144),
+            ("rope", "bf16", 64, 144, 272),
+        ],
+        272,
+        272,
+    ),
+    (FP4, 512, 0): ([("nope", "e2m1", 512, 0, 256), ("scale", "ue5m3", 32, 256, 288)], 288, 288),
+    (FP4, 512, 64): (
+        [
+            ("nope", "e2m1", 512, 0, 256),
+            ("scale", "ue5m3", 32, 256, 288),
+            ("rope", "bf16", 64, 288, 416),
+        ],
+        416,
+        416,
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "rank", "rope"), TABLE, ids=lambda value: str(value))
+def test_byte_table(layout, rank, rope):
+    segments, payload, row = TABLE[layout, rank, rope]
+    fmt = layout.row_format(rank, rope)
+    found = [
+        (s.name, s.encoding.value[0], s.count, s.offset_bytes, s.end_bytes) for s in fmt.segments
+    ]
+    assert found == segments
+    assert [s.size_bytes for s in fmt.segments] == [end - first for *_, first, end in segments]
+    assert (fmt.payload_bytes, fmt.row_bytes, fmt.padding_bytes) == (payload, row, row - payload)
+    assert fmt.head_dim == rank + rope
+    assert (fmt.rope is None) == (rope == 0)
+    assert (fmt.scale is None) == (layout in (BF16, FP8))
+    unpadded = layout.row_format(rank, rope, align_bytes=1)
+    assert unpadded.row_bytes == unpadded.payload_bytes == payload
+    assert unpadded.padding_bytes == 0
+
+
+def test_dsa_rows_without_rope_keep_sglangs_sizes():
+    assert BLOCK.row_format(256, 0, align_bytes=1).row_bytes == 264
+    assert BLOCK.row_format(512, 0, align_bytes=1).row_bytes == 528
+
+
+def test_predicates():
+    assert [m.value for m in MLAKVCacheLayout] == ["bf16", "fp8", "fp8_block_scale", "fp4"]
+    assert [m.is_packed for m in (BF16, FP8, BLOCK, FP4)] == [False, False, True, True]
+    assert [m.uses_k_scale for m in (BF16, FP8, BLOCK, FP4)] == [False, True, False, False]
+    blocks = [m.row_format(512, 64).scale_block_values for m in (BF16, FP8, BLOCK, FP4)]
+    assert blocks == [0, 0, 128, 16]
+    dense = [m.sglang_kv_cache_dtype() for m in (BF16, FP8, BLOCK, FP4)]
+    assert dense == ["bfloat16", "fp8_e4m3", "bfloat16", "bfloat16"]
+    dsa = [m.sglang_kv_cache_dtype(is_dsa=True) for m in (BF16, FP8, BLOCK, FP4)]
+    assert dsa == ["bfloat16", "fp8_e4m3", "fp8_e4m3", "bfloat16"]
+    assert FP4.accepted_kv_cache_dtypes() == ("auto", "bfloat16", "bf16")
+    assert BLOCK.accepted_kv_cache_dtypes(is_dsa=True) == ("auto", "fp8_e4m3")
+    assert [e.bits for e in Encoding] == [16, 8, 4, 32, 8]
+
+
+def test_parse():
+    assert MLAKVCacheLayout.parse("fp4") is FP4 and MLAKVCacheLayout.parse(FP4) is FP4
+    assert str(BLOCK) == "fp8_block_scale"
+    with pytest.raises(ValueError, match="'nvfp4'.*bf16, fp8, fp8_block_scale, fp4"):
+        MLAKVCacheLayout.parse("nvfp4")
+
+
+@pytest.mark.parametrize("rank", [0, -128, 64, 192, 576])
+def test_refuses_rank(rank):
+    with pytest.raises(ValueError, match=f"kv_lora_rank={rank} .*128.*--kv-cache-layout"):
+        FP4.row_format(rank, 64)
+
+
+@pytest.mark.parametrize("rope", [-64, 32, 128])
+def test_refuses_rope(rope):
+    with pytest.raises(ValueError, match=f"qk_rope_head_dim={rope} .*--kv-cache-layout"):
+        FP4.row_format(512, rope)
+
+
+@pytest.mark.parametrize("align", [0, -16, 3, 24])
+def test_refuses_alignment(align):
+    with pytest.raises(ValueError, match=f"align_bytes={align} is not a power of two"):
+        FP4.row_format(512, 64, align_bytes=align)
+
+
+def test_tag_names_the_bytes():
+    assert FP4.row_format(512, 64).tag == f"fp4-r512-p64-b416-v{FORMAT_VERSION}"
+    tags = {m.row_format(r, p, align_bytes=a).tag for m, r, p in TABLE for a in (1, 16)}
+    padded = sum(row != payload for _, payload, row in TABLE.values())
+    assert len(tags) == len(TABLE) + padded
+
+
+def test_same_format_is_the_same_object():
+    assert FP4.row_format(512, 64) is FP4.row_format(kv_lora_rank=512, qk_rope_head_dim=64)
+
+
+def test_import_needs_neither_torch_nor_sglang():
+    code = "import sys, sgl_kvpool; print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
