@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 
 __all__ = [
     "FORMAT_VERSION",
@@ -158,9 +158,7 @@ class MLAKVCacheLayout(str, Enum):
         """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
         return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
 
-    def row_format(
-        self, kv_lora_rank: int, qk_rope_head_dim: int, *, align_bytes: int = 16
-    ) -> RowFormat:
+    def row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, align_bytes: int = 16) -> RowFormat:
         """Byte table of a row for one geometry.
 
         Parameters
@@ -275,7 +273,7 @@ class RowFormat:
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _row_format(
     layout: MLAKVCacheLayout, kv_lora_rank: int, qk_rope_head_dim: int, align_bytes: int
 ) -> RowFormat:

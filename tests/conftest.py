@@ -35,9 +35,7 @@ def pytest_terminal_summary(terminalreporter):
         for report in terminalreporter.stats.get("skipped", [])
         if "gpu" in getattr(report, "keywords", {})
     ]
-    terminalreporter.write_line(
-        f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped"
-    )
+    terminalreporter.write_line(f"GPU: {'present' if HAS_GPU else 'none'}; {len(skipped)} GPU tests skipped")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
 FP4 = MLAKVCacheLayout.FP4
 
-# (layout, R, P): segments as (name, encoding, count, first byte, end byte), payload, row bytes at 16
+# (layout, R, P): segments (name, encoding, count, first byte, end byte), payload, row bytes at 16
 TABLE = {
     (BF16, 128, 0): ([("nope", "bf16", 128, 0, 256)], 256, 256),
     (BF16, 128, 64): ([("nope", "bf16", 128, 0, 256), ("rope", "bf16", 64, 256, 384)], 384, 384),
@@ -98,9 +98,7 @@ TABLE = {
 def test_byte_table(layout, rank, rope):
     segments, payload, row = TABLE[layout, rank, rope]
     fmt = layout.row_format(rank, rope)
-    found = [
-        (s.name, s.encoding.value[0], s.count, s.offset_bytes, s.end_bytes) for s in fmt.segments
-    ]
+    found = [(s.name, s.encoding.value[0], s.count, s.offset_bytes, s.end_bytes) for s in fmt.segments]
     assert found == segments
     assert [s.size_bytes for s in fmt.segments] == [end - first for *_, first, end in segments]
     assert (fmt.payload_bytes, fmt.row_bytes, fmt.padding_bytes) == (payload, row, row - payload)
@@ -133,9 +131,10 @@ def test_predicates():
 
 
 def test_parse():
-    assert MLAKVCacheLayout.parse("fp4") is FP4 and MLAKVCacheLayout.parse(FP4) is FP4
+    assert MLAKVCacheLayout.parse("fp4") is FP4
+    assert MLAKVCacheLayout.parse(FP4) is FP4
     assert str(BLOCK) == "fp8_block_scale"
-    with pytest.raises(ValueError, match="'nvfp4'.*bf16, fp8, fp8_block_scale, fp4"):
+    with pytest.raises(ValueError, match=r"'nvfp4'.*bf16, fp8, fp8_block_scale, fp4"):
         MLAKVCacheLayout.parse("nvfp4")
 
 

@@ -124,9 +124,7 @@ def attend(
     return out, lse
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
     """Merge attention over other rows into `out` and `lse`, in place; shapes as `attend` returns.
 
     With weights `exp(lse)` of both sides; a side that saw no row has lse -inf and counts nothing.

@@ -1,7 +1,7 @@
-"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA and by torch elsewhere.
+"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA, by torch elsewhere.
 
-Shapes: T tokens, S slots of a pool, R latent ("nope") and P rotary ("rope") values per token. Sizes and
-offsets come from a `sgl_kvpool.layout.RowFormat`; ``docs/rows.md`` states the arithmetic.
+Shapes: T tokens, S slots of a pool, R latent ("nope") and P rotary ("rope") values per token. Sizes
+and offsets come from a `sgl_kvpool.layout.RowFormat`; ``docs/rows.md`` states the arithmetic.
 
 Examples
 --------
@@ -212,9 +212,7 @@ def gather_parts(
     checks.output(nope_out, "nope_out", len(slots), fmt.kv_lora_rank, nope_out.dtype, pool)
     rope_out = checks.optional_rope(rope_out, fmt, name="rope_out")
     if rope_out is not None:
-        checks.output(
-            rope_out, "rope_out", len(slots), fmt.qk_rope_head_dim, nope_out.dtype, pool
-        )
+        checks.output(rope_out, "rope_out", len(slots), fmt.qk_rope_head_dim, nope_out.dtype, pool)
     _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
 
 

@@ -44,8 +44,8 @@ def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None
     of = f" for {fmt.tag}" if fmt is not None else ""
     if tensor.dim() != 2 or tensor.shape[1] != columns:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}){of}; reshape it, or "
-            "build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
+            f"{name} has shape {tuple(tensor.shape)}, expected (rows, {columns}){of}; reshape it, "
+            "or build the RowFormat of this geometry with MLAKVCacheLayout.row_format"
         )
     if columns > 1 and tensor.stride(1) != 1:
         raise ValueError(
@@ -56,14 +56,10 @@ def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None
 
 def same_device(a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> None:
     if a.device != b.device:
-        raise ValueError(
-            f"{b_name} is on {b.device} and {a_name} on {a.device}; move one of them with .to()"
-        )
+        raise ValueError(f"{b_name} is on {b.device} and {a_name} on {a.device}; move one of them with .to()")
 
 
-def optional_rope(
-    tensor: torch.Tensor | None, fmt: RowFormat, name: str
-) -> torch.Tensor | None:
+def optional_rope(tensor: torch.Tensor | None, fmt: RowFormat, name: str) -> torch.Tensor | None:
     """The rope tensor, None if the format has none; ValueError if it and the format disagree."""
     width = fmt.qk_rope_head_dim
     if tensor is None and width:
@@ -93,7 +89,7 @@ def values(
         _matrix(k_rope, "k_rope", fmt.qk_rope_head_dim, fmt)
         if len(k_rope) != len(k_nope):
             raise ValueError(
-                f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one of each per token"
+                f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one each per token"
             )
         same_device(k_nope, "k_nope", k_rope, "k_rope")
         k_rope = k_rope.to(torch.bfloat16)
@@ -115,16 +111,14 @@ def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None
     if indices.dim() != 1 or (tokens is not None and len(indices) != tokens):
         expected = "(tokens,)" if tokens is None else f"({tokens},)"
         raise ValueError(
-            f"slots has shape {tuple(indices.shape)}, expected {expected}; flatten it, one slot "
-            "per token"
+            f"slots has shape {tuple(indices.shape)}, expected {expected}; flatten it, one slot per token"
         )
     same_device(rows, "pool", indices, "slots")
     if indices.device.type == "cpu" and len(indices):
         largest = int(indices.max())
         if largest >= len(rows):
             raise IndexError(
-                f"slot {largest} is outside of a pool of {len(rows)} rows; mark tokens without a "
-                "row by -1"
+                f"slot {largest} is outside of a pool of {len(rows)} rows; mark tokens without a row by -1"
             )
 
 
@@ -152,8 +146,7 @@ def output(
     _matrix(tensor, name, columns, None)
     if len(tensor) != tokens:
         raise ValueError(
-            f"{name} has {len(tensor)} rows for {tokens} slots; pass {name}[:{tokens}] or allocate "
-            "that many"
+            f"{name} has {len(tensor)} rows for {tokens} slots; pass {name}[:{tokens}] or allocate that many"
         )
     same_device(rows, "pool", tensor, name)
 
@@ -163,8 +156,8 @@ def scale(k_scale: float, fmt: RowFormat) -> float:
     rounded = ctypes.c_float(k_scale).value
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(
-            f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; pass "
-            "the layer's scale, or 1.0 for a model without KV scales"
+            f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; "
+            "pass the layer's scale, or 1.0 for a model without KV scales"
         )
     return rounded if fmt.layout.uses_k_scale else 1.0
 

@@ -1,14 +1,15 @@
 """Rows in torch: the reference of the Triton kernels, and what runs on a CPU.
 
 Callers have been checked by ``sgl_kvpool.codec``; nothing here validates. Work goes in pieces of
-`_PIECE_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes between
-reading a row and writing its values would otherwise each travel through memory. A new encoding is
-one entry in `_ENCODERS` and one in `_DECODERS`.
+`_PIECE_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes
+between reading a row and writing its values would otherwise each travel through memory. A new
+encoding is one entry in `_ENCODERS` and one in `_DECODERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,9 +21,27 @@ __all__ = ["encode_rows", "gather_parts", "store_rows"]
 #: Rows handled at a time on a CPU: 1 MB of fp32 for a latent of 512.
 _PIECE_ROWS = 512
 
+
+class _Scratch:
+    """Buffers that the pieces of one call share: fresh memory costs more than the arithmetic."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor that shares memory with earlier ones of this name."""
+        count = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[name] = torch.empty(count, dtype=dtype, device=self._device)
+        return buffer[:count].view(shape)
+
+
 # --------------------------------------------------------------------------------------- encoding
-# An encoder takes bf16 [tokens, count], values per stored scale (0: none) and k_scale (1.0 where the
-# layout has none); it returns the values' bytes and the scales' bytes, uint8 [tokens, size_bytes].
+# An encoder takes bf16 [tokens, count], values per stored scale (0: none) and k_scale (1.0 where
+# the layout has none); it returns the bytes of the values and of the scales (None: none), uint8
+# [tokens, size_bytes].
 
 _Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -32,43 +51,42 @@ def _encode_bf16(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
 
 
 def _encode_e4m3(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
-    # Division by an fp32 tensor: a Python float would be converted in double precision.
-    divisor = torch.tensor(k_scale, dtype=torch.float32, device=values.device)
-    scaled = scalars.finite_fp32(values).div_(divisor)
-    return scalars.round_to_e4m3(scaled).view(torch.uint8), None
+    scaled = scalars.divide_(scalars.finite_fp32(values), k_scale)
+    return scalars.round_to_e4m3_(scaled).view(torch.uint8), None
 
 
 def _encode_e4m3_fp32(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
     tiles = scalars.finite_fp32(values).unflatten(-1, (-1, block))  # [tokens, tiles, block]
-    largest = tiles.abs().amax(-1, keepdim=True)
-    scale = largest.div_(scalars.E4M3_MAX).clamp_(min=scalars.FP32_TINY)  # [tokens, tiles, 1]
-    codes = scalars.round_to_e4m3(tiles.div_(scale)).view(torch.uint8).flatten(-2)
+    largest = tiles.abs().amax(-1, keepdim=True)  # [tokens, tiles, 1]
+    scale = scalars.divide_(largest, scalars.E4M3_MAX).clamp_(min=scalars.FP32_TINY)
+    codes = scalars.round_to_e4m3_(tiles.div_(scale)).view(torch.uint8).flatten(-2)
     return codes, scale.flatten(-2).view(torch.uint8)
 
 
 def _encode_e2m1_ue5m3(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
     signed = scalars.finite_fp32(values).unflatten(-1, (-1, block))  # [tokens, blocks, block]
     sizes = signed.abs()
-    largest = sizes.amax(-1, keepdim=True)
-    lowest_byte = (largest > 0).to(torch.int32)  # a block with values never gets scale 0
-    best_byte = best_rounded = best_error = None
-    for anchor in scalars.E2M1_ANCHORS:
-        scale_byte = torch.maximum(scalars.ue5m3_bytes(largest / anchor), lowest_byte)
-        scale = scalars.ue5m3_values(scale_byte)
-        divisor = torch.where(scale > 0, scale, 1.0)  # 0 / 1 where all values are 0
-        rounded = scalars.round_to_e2m1(sizes / divisor)
-        # rounded * scale is exact; difference, square and sums round once each.
-        difference = sizes - rounded * scale
-        error = scalars.pairwise_sum(difference * difference).unsqueeze(-1)
-        if best_byte is None:
-            best_byte, best_rounded, best_error = scale_byte, rounded, error
-        else:
-            better = error < best_error  # strictly: a tie keeps the first anchor
-            best_byte = torch.where(better, scale_byte, best_byte)
-            best_rounded = torch.where(better, rounded, best_rounded)
-    codes = scalars.e2m1_codes(best_rounded, signed).flatten(-2)  # [tokens, count]
+    largest = sizes.amax(-1, keepdim=True)  # [tokens, blocks, 1]
+    first, second = (_try_anchor(sizes, largest, anchor) for anchor in scalars.E2M1_ANCHORS)
+    better = second[2] < first[2]  # strictly: a tie keeps the first anchor
+    scale_byte = torch.where(better, second[0], first[0]).flatten(-2)
+    codes = scalars.e2m1_codes(torch.where(better, second[1], first[1]), signed).flatten(-2)
     packed = codes[:, 0::2] | (codes[:, 1::2] << 4)  # even element in the low nibble
-    return packed, best_byte.flatten(-2).to(torch.uint8)
+    return packed, scale_byte.to(torch.uint8)
+
+
+def _try_anchor(
+    sizes: torch.Tensor, largest: torch.Tensor, anchor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale byte [tokens, blocks, 1], e2m1 magnitudes like `sizes`, error [tokens, blocks, 1]."""
+    scale_byte = scalars.ue5m3_bytes(scalars.divide_(largest.clone(), anchor))
+    scale_byte = torch.maximum(scale_byte, (largest > 0).int())  # values never get scale 0
+    scale = scalars.ue5m3_values(scale_byte)
+    divisor = torch.where(scale > 0, scale, 1.0)  # 0 / 1 where all values are 0
+    rounded = scalars.round_to_e2m1(sizes / divisor)
+    # rounded * scale is exact; difference, square and sums round once each.
+    difference = sizes - rounded * scale
+    return scale_byte, rounded, scalars.pairwise_sum(difference.mul_(difference)).unsqueeze(-1)
 
 
 _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
@@ -79,65 +97,70 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
 }
 
 # --------------------------------------------------------------------------------------- decoding
-# A decoder takes the bytes of the values and of the scales, uint8 [tokens, size_bytes] views of whole
-# rows, values per stored scale and k_scale; it writes [tokens, count] into `out` (any float dtype).
+# A decoder takes the bytes of the values and of the scales (None: none), uint8 [tokens, size_bytes]
+# views of dense rows, and k_scale; it writes `out`, [tokens, count] of any float dtype.
 
 
 def _decode_bf16(
-    codes: torch.Tensor, scales: torch.Tensor | None, block: int, k_scale: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    k_scale: float,
+    out: torch.Tensor,
+    scratch: _Scratch,
 ) -> None:
     out.copy_(codes.view(torch.bfloat16))
 
 
-def _e4m3_values(codes: torch.Tensor) -> torch.Tensor:
-    """bf16 [tokens, count] of e4m3 bytes. Two at a time by table: torch's cast is 5x slower."""
-    table = scalars.e4m3_pairs_table(codes.device)
-    index = codes.view(torch.uint16).to(torch.int32)
-    pairs = torch.empty_like(index)
-    torch.index_select(table, 0, index.view(-1), out=pairs.view(-1))
+def _look_up(table: torch.Tensor, index: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+    """bf16 [tokens, 2 n]: the pairs that int16 [tokens, n], read as unsigned, finds in a table."""
+    wide = scratch("wide index", index.shape, torch.int32).copy_(index.view(torch.uint16))
+    pairs = scratch("pairs", index.shape, torch.int32)
+    torch.index_select(table, 0, wide.view(-1), out=pairs.view(-1))
     return pairs.view(torch.bfloat16)
 
 
 def _decode_e4m3(
-    codes: torch.Tensor, scales: torch.Tensor | None, block: int, k_scale: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    k_scale: float,
+    out: torch.Tensor,
+    scratch: _Scratch,
 ) -> None:
-    values = _e4m3_values(codes)
-    if k_scale == 1.0:
+    # Two bytes at a time by table: torch's own cast from e4m3 is several times slower on a CPU.
+    values = _look_up(scalars.e4m3_pairs_table(codes.device), codes.view(torch.int16), scratch)
+    if scales is None and k_scale == 1.0:
         out.copy_(values)
         return
-    factor = torch.tensor(k_scale, dtype=torch.float32, device=codes.device)
-    # float() first: a product of a bf16 and an fp32 tensor takes a slow mixed path on a CPU.
-    out.copy_(values.float().mul_(factor))
-
-
-def _decode_e4m3_fp32(
-    codes: torch.Tensor, scales: torch.Tensor | None, block: int, k_scale: float, out: torch.Tensor
-) -> None:
-    assert scales is not None
-    factors = scales.contiguous().view(torch.float32).unsqueeze(-1)  # [tokens, tiles, 1]
-    values = _e4m3_values(codes).float()
-    values.unflatten(-1, (-1, block)).mul_(factors)
-    out.copy_(values)
+    # A product of a bf16 and an fp32 tensor takes a slow mixed path on a CPU, hence the copy.
+    x = scratch("fp32", values.shape, torch.float32).copy_(values)
+    if scales is None:
+        x.mul_(k_scale)  # an fp32 number already
+    else:
+        factors = scales.contiguous().view(torch.float32).unsqueeze(-1)  # [tokens, tiles, 1]
+        x.unflatten(-1, (factors.shape[1], -1)).mul_(factors)
+    out.copy_(x)
 
 
 def _decode_e2m1_ue5m3(
-    codes: torch.Tensor, scales: torch.Tensor | None, block: int, k_scale: float, out: torch.Tensor
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    k_scale: float,
+    out: torch.Tensor,
+    scratch: _Scratch,
 ) -> None:
-    assert scales is not None and block == 16  # 8 code bytes share a scale: one int64 of copies
-    table = scalars.e2m1_pairs_table(codes.device)
-    spread = (scales.to(torch.int64) * 0x0101010101010101).view(torch.uint8)  # [tokens, count / 2]
-    # int16 is the widest type in which these passes stay cheap; the sum wraps into the sign bit.
-    index = codes.to(torch.int16).add_(spread.to(torch.int16), alpha=256)
-    index = index.view(torch.uint16).to(torch.int32)
-    pairs = torch.empty_like(index)
-    torch.index_select(table, 0, index.view(-1), out=pairs.view(-1))
-    out.copy_(pairs.view(torch.bfloat16))  # exact in bf16, see the table
+    assert scales is not None
+    # The 8 code bytes of a block share a scale byte: an int64 holds its copies.
+    spread = scratch("spread", scales.shape, torch.int64).copy_(scales).mul_(0x0101010101010101)
+    # Passes over int16 are the cheapest here; the sum wraps into the sign bit.
+    high = scratch("high", codes.shape, torch.int16).copy_(spread.view(torch.uint8))
+    index = scratch("index", codes.shape, torch.int16).copy_(codes).add_(high, alpha=256)
+    out.copy_(_look_up(scalars.e2m1_pairs_table(codes.device), index, scratch))
 
 
 _DECODERS: dict[tuple[Encoding, Encoding | None], Callable[..., None]] = {
     (Encoding.BF16, None): _decode_bf16,
     (Encoding.E4M3, None): _decode_e4m3,
-    (Encoding.E4M3, Encoding.FP32): _decode_e4m3_fp32,
+    (Encoding.E4M3, Encoding.FP32): _decode_e4m3,
     (Encoding.E2M1, Encoding.UE5M3): _decode_e2m1_ue5m3,
 }
 
@@ -153,11 +176,11 @@ def encode_rows(
 ) -> None:
     """Write rows, uint8 [tokens, row_bytes], of bf16 [tokens, R] and [tokens, P] or None."""
     rows[:, fmt.payload_bytes :] = 0
-    encode_nope = _ENCODERS[fmt.nope.encoding, fmt.scale and fmt.scale.encoding]
+    encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
     for piece in _pieces(rows):
         codes, scales = encode_nope(k_nope[piece], fmt.scale_block_values, k_scale)
         _bytes_of(rows[piece], fmt.nope).copy_(codes)
-        if fmt.scale is not None:
+        if fmt.scale is not None and scales is not None:
             _bytes_of(rows[piece], fmt.scale).copy_(scales)
         if fmt.rope is not None and k_rope is not None:
             codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[piece], 0, k_scale)
@@ -199,20 +222,24 @@ def gather_parts(
         if rope_out is not None:
             rope_out.zero_()
         return
-    decode_nope = _DECODERS[fmt.nope.encoding, fmt.scale and fmt.scale.encoding]
-    words = pool.view(_widest_word(pool))
+    decode_nope = _DECODERS[fmt.nope.encoding, _scale_encoding(fmt)]
+    word = _widest_word(pool)
+    words = pool.view(word)
+    scratch = _Scratch(pool.device)
     for piece in _pieces(nope_out):
         # Whole rows in one dense piece: what follows may then view bytes as any wider type.
+        tokens = len(nope_out[piece])
+        dense = scratch("rows", (tokens, words.shape[1]), word)
         if slots is None:
-            rows = pool[piece].contiguous()
+            dense.copy_(words[piece])
         else:
-            rows = words.index_select(0, slots[piece].clamp(min=0)).view(torch.uint8)
+            torch.index_select(words, 0, slots[piece].clamp(min=0), out=dense)
+        rows = dense.view(torch.uint8)
         scales = None if fmt.scale is None else _bytes_of(rows, fmt.scale)
-        codes = _bytes_of(rows, fmt.nope)
-        decode_nope(codes, scales, fmt.scale_block_values, k_scale, nope_out[piece])
+        decode_nope(_bytes_of(rows, fmt.nope), scales, k_scale, nope_out[piece], scratch)
         if fmt.rope is not None and rope_out is not None:
             codes = _bytes_of(rows, fmt.rope)
-            _DECODERS[fmt.rope.encoding, None](codes, None, 0, k_scale, rope_out[piece])
+            _DECODERS[fmt.rope.encoding, None](codes, None, k_scale, rope_out[piece], scratch)
     if slots is not None:
         absent = (slots < 0).nonzero().squeeze(-1)
         if len(absent):
@@ -226,6 +253,10 @@ def _pieces(rows: torch.Tensor) -> Iterator[slice]:
     step = _PIECE_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
     for first in range(0, len(rows), step):
         yield slice(first, first + step)
+
+
+def _scale_encoding(fmt: RowFormat) -> Encoding | None:
+    return None if fmt.scale is None else fmt.scale.encoding
 
 
 def _bytes_of(rows: torch.Tensor, segment: Segment) -> torch.Tensor:

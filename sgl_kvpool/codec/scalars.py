@@ -16,7 +16,7 @@ bytes, so no expression here may be rewritten into one that rounds differently.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -25,13 +25,14 @@ __all__ = [
     "E4M3_MAX",
     "FP32_TINY",
     "UE5M3_MAX_BYTE",
+    "divide_",
     "e2m1_codes",
     "e2m1_pairs_table",
     "e4m3_pairs_table",
     "finite_fp32",
     "pairwise_sum",
     "round_to_e2m1",
-    "round_to_e4m3",
+    "round_to_e4m3_",
     "ue5m3_bytes",
     "ue5m3_values",
 ]
@@ -51,6 +52,14 @@ _BF16_MAX = float(torch.finfo(torch.bfloat16).max)
 def finite_fp32(values: torch.Tensor) -> torch.Tensor:
     """bf16 values as fp32; NaN becomes 0 and infinities the largest finite bf16."""
     return values.float().nan_to_num_(nan=0.0, posinf=_BF16_MAX, neginf=-_BF16_MAX)
+
+
+def divide_(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divide in place, rounded once.
+
+    The divisor becomes a tensor: by a Python number, torch multiplies by the reciprocal on CUDA.
+    """
+    return values.div_(torch.full((), divisor, dtype=values.dtype, device=values.device))
 
 
 def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
@@ -92,8 +101,8 @@ def ue5m3_values(scale_bytes: torch.Tensor) -> torch.Tensor:
 def round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
     """Nearest e2m1 magnitude of non-negative fp32 values, as fp32; above 6 gives 6."""
     magnitudes = magnitudes.clamp(max=E2M1_MAX)
-    # e2m1 steps are half of the value's power of two, and 0.5 below 1. 2**22 times that power of two
-    # is a number whose fp32 spacing is exactly the step, so adding it rounds and subtracting it
+    # e2m1 steps are half of the value's power of two, and 0.5 below 1. 2**22 times that power of
+    # two is a number whose fp32 spacing is exactly the step, so adding it rounds and subtracting it
     # gives the rounded value back.
     power = magnitudes.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
     spacer = (power + (22 << 23)).view(torch.float32)
@@ -107,7 +116,7 @@ def e2m1_codes(rounded: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
     return (((bits >> 9) & 7) | ((bits >> 12) & 8)).to(torch.uint8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
     """Decoder of packed e2m1: ``table[scale byte * 256 + code byte]`` is two bf16 in one int32.
 
@@ -126,12 +135,12 @@ def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------- e4m3
 
 
-def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Nearest e4m3 of fp32 values, clamped to +-448 first, as `torch.float8_e4m3fn`."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
+    """`torch.float8_e4m3fn` nearest to fp32 values, which are clamped to +-448 in place."""
+    return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-@lru_cache(maxsize=None)
+@cache
 def e4m3_pairs_table(device: torch.device) -> torch.Tensor:
     """Decoder of e4m3: ``table[two bytes as uint16]`` is two bf16 (exact) in one int32, [65536]."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)

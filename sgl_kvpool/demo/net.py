@@ -56,9 +56,7 @@ class ByteMLAConfig:
         if self.vocab_size <= SPECIAL_TOKEN_ID:
             raise ValueError(f"vocab_size must exceed {SPECIAL_TOKEN_ID}, got {self.vocab_size}")
         if self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}"
-            )
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
 
     @property
     def scale(self) -> float:
@@ -103,9 +101,7 @@ def rotation(positions: Tensor, config: ByteMLAConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float64, ``[..., P/2]``, for `positions` of any shape."""
     width = config.qk_rope_head_dim
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
-    angle = positions.to(torch.float64)[..., None] * config.rope_theta ** -(
-        exponent / max(width, 1)
-    )
+    angle = positions.to(torch.float64)[..., None] * config.rope_theta ** -(exponent / max(width, 1))
     return angle.cos(), angle.sin()
 
 
@@ -136,9 +132,7 @@ class LatentAttention(nn.Module):
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.heads, -1))
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
-            [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
-        )
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         if c.qk_rope_head_dim:
             q_rope = rotate(q_rope, cos[..., None, :], sin[..., None, :])
             k_rope = rotate(k_rope, cos, sin)
@@ -247,9 +241,7 @@ class ByteMLA(nn.Module):
 
 
 @torch.no_grad()
-def initialise(
-    net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1
-) -> ByteMLA:
+def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: float = 0.1) -> ByteMLA:
     """Fill the parameters from `seed` and return `net`. The defaults suit training.
 
     Parameters

@@ -201,9 +201,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     # ---------------------------------------------------------------- writing
 
-    def set_kv_buffer(
-        self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None
-    ) -> None:
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; `cache_v` is part of it and ignored."""
         if self.kv_cache_layout is MLAKVCacheLayout.BF16:
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
@@ -219,13 +217,9 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         `loc_info` is a `KVWriteLoc` or a tensor of slots; `layer` may be None with `layer_id_override`.
         """
         if self.kv_cache_layout is MLAKVCacheLayout.BF16:
-            super().set_mla_kv_buffer(
-                layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override
-            )
+            super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
             return
-        self._store(
-            layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override, "set_mla_kv_buffer"
-        )
+        self._store(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override, "set_mla_kv_buffer")
 
     def _store(self, layer, loc_info, nope, rope, layer_id_override, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)

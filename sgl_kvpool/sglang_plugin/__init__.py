@@ -70,6 +70,4 @@ def _asked_for() -> bool:
 
 def _exported() -> bool:
     """Whether the environment asks for a layout: the user's, or the server that spawned this process."""
-    return env.text(env.CHILD_LAYOUT) is not None or (
-        env.text(env.KV_CACHE_LAYOUT) or "auto"
-    ) != "auto"
+    return env.text(env.CHILD_LAYOUT) is not None or (env.text(env.KV_CACHE_LAYOUT) or "auto") != "auto"

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
 from sgl_kvpool.sglang_plugin.server_args import layout_of, require_decided
 
@@ -20,20 +21,14 @@ _GB = 1 << 30  # as in SGLang's own log lines
 def install() -> None:
     """Register and apply the hooks of a scheduler process that was asked for a layout."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    around = {
-        f"{configurator}._resolve_kv_pool_class": _resolve_kv_pool_class,
-        f"{configurator}._build_token_to_kv_pool": _build_token_to_kv_pool,
-        f"{sizes}._compute_cell_size": _compute_cell_size,
-        f"{sizes}.__init__": _init_pool_configurator,
-    }
-    for target, hook in around.items():
-        if target not in HookRegistry._patched:
-            HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
+    seams.wrap(f"{configurator}._build_token_to_kv_pool", _build_token_to_kv_pool)
+    seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
+    seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
+    seams.wrap("sglang.srt.managers.scheduler.Scheduler.get_init_info", _get_init_info)
     register_attention_backend(KVPOOL_BACKEND)(_create_backend)
 
 
@@ -142,6 +137,15 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         " (draft model)" if self.is_draft_worker else "",
     )
     return pool
+
+
+def _get_init_info(original, self):
+    """What the scheduler says of itself when it is ready; `/server_info` and the Engine show it."""
+    info = original(self)
+    layout = layout_of(self.server_args)
+    if layout is not None:
+        info["kv_cache_layout"] = layout.value
+    return info
 
 
 # -------------------------------------------------------------------- the budget

@@ -204,3 +204,8 @@ def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
             f"--speculative-algorithm {view.speculative_algorithm} does not work with attention backend "
             f"{KVPOOL_BACKEND} yet; leave it out"
         )
+    if view.enable_deterministic_inference:
+        raise ValueError(
+            f"--enable-deterministic-inference does not work with attention backend {KVPOOL_BACKEND}, which "
+            "does not promise the same bits for every batch; leave it out"
+        )

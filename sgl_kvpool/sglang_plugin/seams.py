@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sgl_kvpool import env
 
-__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "Seam", "check", "version_problem"]
+__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "Seam", "check", "version_problem", "wrap"]
+
+#: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
+_MARK = "_sgl_kvpool_hook"
 
 #: Versions of SGLang this release was tested with, as [lowest, first that is out).
 TESTED = ((0, 5, 23), (0, 5, 24))
@@ -52,6 +55,11 @@ _HOOK = "sglang.srt.arg_groups"
 SERVER_ARGS = (
     Seam(f"{_ARGS}.add_cli_args", ("parser",)),
     Seam(f"{_ARGS}.from_cli_args", ("args",)),
+    Seam(
+        "sglang.srt.plugins.hook_registry.HookRegistry._apply_target",
+        ("target", "hooks"),
+        hooked=False,
+    ),
     Seam(f"{_HOOK}.resolution_hooks.register_resolution_hook", ("name",), hooked=False),
     Seam(f"{_HOOK}.overrides.declare_resolution", ("server_args", "source"), hooked=False),
     Seam(f"{_HOOK}.overrides.resolving_view", ("server_args",), hooked=False),
@@ -66,7 +74,6 @@ LAUNCHER = (
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
         ("server_args", "port_args", "run_scheduler_process_func"),
     ),
-    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
 )
 
 #: Used in the scheduler processes of such a server.
@@ -75,6 +82,7 @@ SCHEDULER = (
     Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
     Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
     Seam(f"{_SIZES}.__init__", ("self", "kvc")),
+    Seam("sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",)),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
         ("model_config", "kv_cache_dtype"),
@@ -87,8 +95,10 @@ SCHEDULER = (
     ),
     Seam(
         f"{_POOL}.__init__",
-        ("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num")
-        + ("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+        (
+            *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
+            *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+        ),
         hooked=False,
     ),
     Seam(f"{_POOL}._create_buffers", ("self",), hooked=False),
@@ -157,7 +167,7 @@ def check(seams: Iterable[Seam], *, applied: bool = False) -> list[str]:
         missing = _missing_parameters(found, seam.parameters)
         if missing:
             problems.append(f"{seam.target}: takes no {', '.join(missing)} in the expected order")
-        if applied and seam.hooked and not _is_patched(seam.target):
+        if applied and seam.hooked and not hasattr(found, _MARK):
             problems.append(f"{seam.target}: the hook was not applied")
     return problems
 
@@ -170,7 +180,20 @@ def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
     return [name for name in expected if name not in names]
 
 
-def _is_patched(target: str) -> bool:
-    from sglang.srt.plugins.hook_registry import HookRegistry
+def wrap(target: str, hook: Callable) -> None:
+    """Put `hook(original, *args, **kwargs)` around a function of SGLang; once per process.
 
-    return target in HookRegistry._patched
+    Done with SGLang's own machinery, which keeps static and class methods and reaches modules that have
+    imported the function by name. Not through `HookRegistry.register`: that applies all hooks of a target
+    at once and swallows errors, so a plugin that is loaded after ours would lose its hook on the same
+    target, and a hook of ours that fails would be a line in the log.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    if hasattr(pkgutil.resolve_name(target), _MARK):
+        return
+
+    source = HookSource(plugin_name="sgl_kvpool", dist_name="sgl-kvpool")
+    HookRegistry._apply_target(target, [(HookType.AROUND, hook, source)])
+    wrapped = pkgutil.resolve_name(target)
+    setattr(getattr(wrapped, "__func__", wrapped), _MARK, True)

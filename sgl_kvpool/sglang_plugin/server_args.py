@@ -6,7 +6,6 @@ into every process of the server. Decisions are declared in SGLang's own resolut
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import refusals
-
-logger = logging.getLogger(__name__)
+from sgl_kvpool.sglang_plugin import refusals, seams
 
 __all__ = ["AUTO", "choices", "install", "layout_of", "require_decided"]
 
@@ -65,13 +62,9 @@ def install() -> None:
     _installed = True
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AROUND)
-    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
-    HookRegistry.apply_hooks()
-
+    seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
+    seams.wrap("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args)
     add_attention_backend_choices([KVPOOL_BACKEND])
     register_resolution_hook("handle_deprecated_dp_attention")(_decide)
     register_resolution_hook("handle_model_specific_adjustments")(_check_model)
@@ -79,7 +72,7 @@ def install() -> None:
     register_resolution_hook("validate_deepep_v2_dispatch_token_budget")(_finish)
 
     # An Engine is being constructed, or may be; the command line has not imported it yet and does not
-    # need this. Not a REPLACE hook, which would reach every binding of ServerArgs.
+    # need this. Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = _engine_server_args(engine.Engine.server_args_class)
@@ -151,9 +144,7 @@ def _decide(server_args, previous):
         refusals.check_dtype(layout, server_args.kv_cache_dtype)
         refusals.check_features(layout, server_args)
         # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
-        declare_resolution(
-            server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False)
-        )
+        declare_resolution(server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False))
     previous(server_args)
 
 
@@ -193,7 +184,8 @@ def _choose_backend(server_args, previous):
     for flag, backend in named.items():
         if backend is not None and not can_read(backend, layout):
             raise ValueError(refusals.unreadable(flag, backend, layout))
-    if server_args.attention_backend is None:
+    phases = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
+    if server_args.attention_backend is None and None in phases:
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     view = resolving_view(server_args)
     refusals.check_backends(layout, view)
@@ -235,21 +227,14 @@ def _finish(server_args, previous):
 
 
 def _install_launcher() -> None:
-    """Hook what launches schedulers and describes the server; only once a layout was asked for.
+    """Hook what launches schedulers; only once a layout was asked for.
 
     Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sgl_kvpool.sglang_plugin import stop_if
 
-    from sgl_kvpool.sglang_plugin import seams, stop_if
-
-    launch, info = (seam.target for seam in seams.LAUNCHER)
-    if launch in HookRegistry._patched:
-        return
     stop_if(seams.check(seams.LAUNCHER))
-    HookRegistry.register(launch, _launch_scheduler_processes, HookType.AROUND)
-    HookRegistry.register(info, _build_server_info, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    seams.wrap(seams.LAUNCHER[0].target, _launch_scheduler_processes)
     stop_if(seams.check(seams.LAUNCHER, applied=True))
 
 
@@ -271,14 +256,3 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Tell the schedulers whether to hook the pools."""
     with _told_to_children(layout_of(server_args)):
         return original(cls, server_args, *args, **kwargs)
-
-
-def _build_server_info(original, server_args, scheduler_info):
-    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
-    info = original(server_args, scheduler_info)
-    layout = layout_of(server_args)
-    if layout is not None:
-        info["kv_cache_layout"] = layout.value
-    return info
-
-

@@ -70,9 +70,7 @@ def test_decode_and_prefill_of_unequal_lengths(layout, workspace_tokens, index_d
     for request in requests:
         own = slice(request.query_start, request.query_start + request.query_count)
         rows = ids[request.rows_start : request.rows_start + request.rows_count].numpy()
-        wanted, wanted_lse = oracle_attention(
-            q[own].numpy(), decoded[rows], rank, request.first_position
-        )
+        wanted, wanted_lse = oracle_attention(q[own].numpy(), decoded[rows], rank, request.first_position)
         np.testing.assert_allclose(out[own].numpy(), wanted, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(lse[own].numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
 
@@ -103,7 +101,7 @@ def test_prefix_and_fresh_chunk_merge_to_the_whole():
     """A stored prefix and the keys of the chunk, attended apart and merged, as a prefill does."""
     rank, rope, heads, prefix, chunk = 128, 64, 2, 33, 10
     fmt, pool, decoded = make_pool("bf16", 100, rank, rope)
-    requests, ids, _ = batch([prefix + chunk], [chunk], 100)
+    _, ids, _ = batch([prefix + chunk], [chunk], 100)
     q = torch.randn(chunk, heads, rank + rope)
     stored_only = [Request(0, chunk, prefix, 0, prefix)]
     reader = RowReader(fmt, 16)

@@ -1,4 +1,4 @@
-"""Makes `codec_oracle` importable whatever the import mode, and keeps this shared machine usable."""
+"""Makes `codec_oracle` importable whatever the import mode; few threads, fixed random numbers."""
 
 import os
 import sys
@@ -12,10 +12,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads():
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
 
 
 @pytest.fixture(autouse=True)
 def _fresh_random_numbers():
     torch.manual_seed(1234)
-    yield

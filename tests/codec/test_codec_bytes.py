@@ -7,6 +7,7 @@ import torch
 from codec_oracle import (
     LAYOUTS,
     UE5M3,
+    assert_same_bits,
     assert_same_bytes,
     assert_same_values,
     cast,
@@ -89,21 +90,22 @@ def test_any_bits_encode_as_the_oracle_says(name, bits):
     values = torch.frombuffer(bytearray(bits), dtype=torch.bfloat16).view(1, 192)
     fmt = row_format(name, 128, 64)
     nope, keys = values[:, :128], values[:, 128:]
-    assert_same_bytes(
-        encode_rows(nope, keys, fmt), encode(nope, keys, name, 128, 64, fmt.row_bytes)
-    )
+    assert_same_bytes(encode_rows(nope, keys, fmt), encode(nope, keys, name, 128, 64, fmt.row_bytes))
 
 
 def test_bf16_segments_keep_nan_payloads():
     bits = every_bf16()
     fmt = row_format("bf16", 512, 0)
-    assert_same_bytes(encode_rows(bits, None, fmt), bits.view(torch.uint8))
+    rows = encode_rows(bits, None, fmt)
+    assert_same_bytes(rows, bits.view(torch.uint8))
+    assert_same_bits(decode_rows(rows, fmt), bits)
     for name in ("bf16", "fp8_block_scale", "fp4"):
         fmt = row_format(name, 128, 64)
         keys = bits.view(1024, 64)
         rows = encode_rows(torch.zeros(1024, 128), keys, fmt)
         stored = rows[:, fmt.rope.offset_bytes : fmt.rope.end_bytes]
         assert_same_bytes(stored, keys.view(torch.uint8))
+        assert_same_bits(decode_rows(rows, fmt)[:, 128:], keys)
 
 
 def test_flashmla_reads_the_656_byte_row():
@@ -144,4 +146,5 @@ def test_scalars_hold_every_value_of_their_format():
     every = torch.arange(0xF8)
     assert scalars.ue5m3_values(every).double().tolist() == UE5M3.tolist()
     assert torch.equal(scalars.ue5m3_bytes(scalars.ue5m3_values(every)), every.int())
-    assert UE5M3[1] == 2.0**-17 and UE5M3[0xF7] == 61440
+    assert UE5M3[1] == 2.0**-17
+    assert UE5M3[0xF7] == 61440

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from codec_oracle import LAYOUTS, UE5M3, assert_same_bytes, hard_rows, row_format
+from codec_oracle import (
+    LAYOUTS,
+    UE5M3,
+    assert_same_bytes,
+    encode,
+    hard_rows,
+    order_decides,
+    row_format,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +52,8 @@ def test_fp4_moves_with_powers_of_two(seed, power):
     moved = scales.int() + 8 * power
     assume(bool((scales >= 8).all() and (moved >= 8).all() and (moved <= 0xF7).all()))
     codes_moved, scales_moved = fp4_parts(encode_rows(x * 2.0**power, None, fmt), fmt)
-    assert torch.equal(codes_moved, codes) and torch.equal(scales_moved.int(), moved)
+    assert torch.equal(codes_moved, codes)
+    assert torch.equal(scales_moved.int(), moved)
 
 
 @settings(max_examples=25, deadline=None)
@@ -54,7 +63,8 @@ def test_fp4_sign_is_apart_from_size(seed):
     fmt = row_format("fp4", 128, 0)
     codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
     codes_negated, scales_negated = fp4_parts(encode_rows(-x, None, fmt), fmt)
-    assert torch.equal(scales_negated, scales) and torch.equal(codes_negated, codes ^ 8)
+    assert torch.equal(scales_negated, scales)
+    assert torch.equal(codes_negated, codes ^ 8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -68,7 +78,7 @@ def test_fp4_takes_the_better_anchor(seed):
     kept = decode_rows(rows, fmt, torch.float32).double().view(-1, 16)
     error = (blocks - kept).square().sum(-1)
     for anchor in (6.0, 4.0):
-        scale_byte = scalars.ue5m3_bytes((blocks.abs().amax(-1).float() / anchor)).clamp(min=1)
+        scale_byte = scalars.ue5m3_bytes(blocks.abs().amax(-1).float() / anchor).clamp(min=1)
         scale = torch.from_numpy(UE5M3)[scale_byte.long()].unsqueeze(-1)
         sizes = torch.cat([E2M1, -E2M1]).double() * scale.unsqueeze(-1)
         best = (blocks.unsqueeze(-1) - sizes).abs().amin(-1)  # nearest value of this scale
@@ -81,7 +91,8 @@ def test_fp4_tie_keeps_the_first_anchor():
     x[0, 3] = 6.0
     fmt = row_format("fp4", 128, 0)
     codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-    assert codes[0, 3] == 7 and scales[0].tolist() == [0x78] + [0] * 7  # 0x78: 1.0 as ue5m3
+    assert codes[0, 3] == 7
+    assert scales[0].tolist() == [0x78] + [0] * 7
 
 
 def test_fp4_scale_range():
@@ -90,7 +101,8 @@ def test_fp4_scale_range():
         x = torch.zeros(1, 128)
         x[0, 0] = value
         codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
-        assert scales[0, 0] == byte and not scales[0, 1:].any()
+        assert scales[0, 0] == byte
+        assert not scales[0, 1:].any()
         assert codes[0, 0] == (7 if value > 1 else 2 if value == 2.0**-17 else 0)
 
 
@@ -143,7 +155,7 @@ def test_check_finite_raises_for_encoded_segments_only(name, monkeypatch):
         if not encoded:
             encode_rows(bad[:, :128], bad[:, 128:], fmt)
             continue
-        with pytest.raises(ValueError, match=rf"{part}\[1, {column % 128 }\] is nan.*{env.CHECK_FINITE}"):
+        with pytest.raises(ValueError, match=rf"{part}\[1, {column % 128}\] is nan.*{env.CHECK_FINITE}"):
             encode_rows(bad[:, :128], bad[:, 128:], fmt)
         with pytest.raises(ValueError, match=part):
             store_rows(pool, torch.tensor([0, 1, 2]), bad[:, :128], bad[:, 128:], fmt)
@@ -158,9 +170,13 @@ def test_other_inputs_are_rounded_to_bf16_first(name, dtype):
     fmt = row_format(name, 128, 64)
     x = (torch.randn(50, 192) * 3).to(dtype)
     y = x.float().bfloat16()
-    assert_same_bytes(
-        encode_rows(x[:, :128], x[:, 128:], fmt), encode_rows(y[:, :128], y[:, 128:], fmt)
-    )
+    assert_same_bytes(encode_rows(x[:, :128], x[:, 128:], fmt), encode_rows(y[:, :128], y[:, 128:], fmt))
+
+
+def test_the_order_of_sums_decides_as_written():
+    fmt = row_format("fp4", 128, 0)
+    expected = encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
+    assert_same_bytes(encode_rows(order_decides(), None, fmt), expected)
 
 
 def test_sums_are_trees_in_index_order():

@@ -202,7 +202,7 @@ def test_refuses(case):
 
 @pytest.mark.parametrize("k_scale", [0.0, -1.0, float("nan"), float("inf"), 1e-46, 1e39])
 def test_refuses_k_scale(k_scale):
-    with pytest.raises(ValueError, match="k_scale=.*finite and positive"):
+    with pytest.raises(ValueError, match=r"k_scale=.*finite and positive"):
         encode_rows(NOPE, ROPE, FMT, k_scale=k_scale)
-    with pytest.raises(ValueError, match="k_scale=.*finite and positive"):
+    with pytest.raises(ValueError, match=r"k_scale=.*finite and positive"):
         gather_rows(POOL, SLOT, FMT, k_scale=k_scale)

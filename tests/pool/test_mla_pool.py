@@ -101,9 +101,7 @@ def test_unpacked_rows_are_sglangs_own_tensors(layout):
 
     pool = make_pool(layout)
     stock = MLATokenToKVPool(SIZE, 1, pool.dtype, 512, 64, LAYERS, "cpu", False, START, START + 2)
-    assert [(t.shape, t.dtype) for t in pool.kv_buffer] == [
-        (t.shape, t.dtype) for t in stock.kv_buffer
-    ]
+    assert [(t.shape, t.dtype) for t in pool.kv_buffer] == [(t.shape, t.dtype) for t in stock.kv_buffer]
     assert pool.get_key_buffer(6).dtype == stock.get_key_buffer(6).dtype
     assert pool.get_value_buffer(6).shape == stock.get_value_buffer(6).shape
 

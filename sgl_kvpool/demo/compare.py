@@ -1,0 +1,93 @@
+"""`sgl-kvpool demo`: real SGLang serves the demo model once per layout; one table says what came out."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["compare"]
+
+#: Tokens that bf16 gets; every layout gets as many as fit into the same bytes.
+_BF16_TOKENS = 16384
+
+_PROMPTS = (
+    "def parse(text, *, strict=False):\n    lines = text.splitlines()\n    for line in",
+    "import os\n\nclass Reader:\n    def __init__(self, path):\n        self.path =",
+)
+_NEW_TOKENS = 48
+
+
+def compare(layouts: Sequence[MLAKVCacheLayout]) -> int:
+    """Serve every layout in turn and print a table; returns the exit status.
+
+    The model has random weights, so its text means nothing: what the table shows is the size of a row, how
+    many tokens the same memory holds, and how many greedy tokens equal those of the first layout.
+    """
+    from sgl_kvpool.demo.checkpoint import write_random_model
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="sgl-kvpool-demo-") as folder:
+        model_path = write_random_model(Path(folder) / "model")
+        print("model: 3 layers of MLA (latent 512, rope 64), random weights; device: cpu", flush=True)
+        for number, layout in enumerate(layouts, 1):
+            print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
+            try:
+                rows.append(_serve(layout, model_path, Path(folder) / f"{layout}.log"))
+            except ServerFailed as error:
+                print(f"failed\n{error}")
+                return 1
+            print(f"served after {rows[-1]['start_seconds']:.0f} s", flush=True)
+    _print(rows)
+    return 0
+
+
+def _serve(layout: MLAKVCacheLayout, model_path: Path, log: Path) -> dict[str, Any]:
+    fmt = layout.row_format(512, 64)
+    bf16 = MLAKVCacheLayout.BF16.row_format(512, 64)
+    tokens = _BF16_TOKENS * bf16.row_bytes // fmt.row_bytes
+    arguments = cpu_arguments(model_path, free_port(), max_total_tokens=tokens)
+    began = time.monotonic()
+    with Server(
+        [*arguments, "--kv-cache-layout", layout.value], log, {env.PREFILL_READS_ROWS: "1"}
+    ) as server:
+        started = time.monotonic() - began
+        info = server.info()
+        sampling = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+        answers = server.generate(text=list(_PROMPTS), sampling_params=sampling)
+    return {
+        "layout": info["kv_cache_layout"],
+        "row_bytes": fmt.row_bytes,
+        "tokens": info["max_total_num_tokens"],
+        "backend": info["attention_backend"],
+        "output_ids": [answer["output_ids"] for answer in answers],
+        "text": answers[0]["text"],
+        "start_seconds": started,
+    }
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    first = rows[0]
+    total = sum(map(len, first["output_ids"]))
+    print()
+    print(
+        f"{'layout':16} {'bytes per token':>15} {'tokens in the':>14} {'attention':>11} "
+        f"{'greedy tokens':>14}  sample"
+    )
+    print(f"{'':16} {'and layer':>15} {'same memory':>14} {'backend':>11} {'as ' + first['layout']:>14}")
+    for row in rows:
+        same = sum(
+            a == b
+            for mine, theirs in zip(row["output_ids"], first["output_ids"], strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        )
+        print(
+            f"{row['layout']:16} {row['row_bytes']:15} {row['tokens']:14} {row['backend']:>11} "
+            f"{f'{same} of {total}':>14}  {row['text'][:24]!r}"
+        )

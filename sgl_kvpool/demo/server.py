@@ -1,0 +1,168 @@
+"""A real SGLang server as a child process: started, waited for, asked over HTTP, stopped.
+
+Imports neither torch nor SGLang, so that it runs beside a server at no cost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
+
+#: Package in which SGLang finds the demo model's class.
+DEMO_MODELS = "sgl_kvpool.demo.models"
+
+
+class ServerFailed(RuntimeError):
+    """A server ended or hung before it answered; the message ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:
+    """Arguments with which SGLang serves the demo model on a CPU."""
+    return [
+        *("--model-path", str(model_path)),
+        *("--port", str(port)),
+        *("--device", "cpu"),
+        # There is no GPU memory to profile: the pool is as large as it is told to be.
+        *("--mem-fraction-static", "0.3"),
+        *("--max-total-tokens", str(max_total_tokens)),
+        # SGLang's overlap scheduling needs streams.
+        "--disable-overlap-schedule",
+        # An idle scheduler otherwise spins on a core that the next server needs.
+        "--sleep-on-idle",
+    ]
+
+
+class Server:
+    """`python -m sglang.launch_server` with some arguments.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        After ``sglang.launch_server``; must name a port.
+    log : path
+        File for the server's output.
+    environment : mapping, optional
+        Added to this process's.
+    wait_seconds : float
+        How long a start may take.
+
+    Raises
+    ------
+    ServerFailed
+        On entering, if the server ends or does not answer in time.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: str | Path,
+        environment: Mapping[str, str] | None = None,
+        wait_seconds: float = 600.0,
+    ):
+        self.arguments = list(arguments)
+        self.port = int(self.arguments[self.arguments.index("--port") + 1])
+        self.log = Path(log)
+        self.environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS, **(environment or {})}
+        self.wait_seconds = wait_seconds
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The command line."""
+        return [sys.executable, "-m", "sglang.launch_server", *self.arguments]
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                # Its own process group: stopping it stops the schedulers too.
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + self.wait_seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerFailed(
+                    f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
+                )
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.5)
+        raise ServerFailed(f"no answer in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """End the server and everything it started."""
+        if self.process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+        self.process = None
+
+    def log_tail(self, lines: int = 15) -> str:
+        """Last lines of the server's output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    # ---------------------------------------------------------------- requests
+
+    def get(self, path: str) -> bytes:
+        """Body of a GET request."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read()
+
+    def info(self) -> dict[str, Any]:
+        """`/server_info`."""
+        return json.loads(self.get("/server_info"))
+
+    def generate(self, **fields: Any) -> Any:
+        """Answer of SGLang's native `/generate` to the given fields of a request."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate",
+            data=json.dumps(fields).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.loads(answer.read())

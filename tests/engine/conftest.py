@@ -1,0 +1,149 @@
+"""Real SGLang servers on this machine, each started once and put through the same requests.
+
+A server start takes over a minute, so tests do not hold servers: `record("fp4")` returns what the server of
+that configuration answered. Servers that the selected tests name run two at a time, in the background,
+from the start of the session.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tiny_model import NEW_TOKENS, PROMPTS
+
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+
+HERE = Path(__file__).resolve().parent
+
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+
+LAYOUT = "--kv-cache-layout"
+READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+
+#: name: (arguments, environment). "{tmp}" is a folder of the server's own.
+CONFIGURATIONS = {
+    # SGLang as it is: without the plugin, with it, and on another version of SGLang with it.
+    "disabled": ([], {"SGLANG_PLUGINS": "nothing"}),
+    "stock": ([], {}),
+    "foreign": ([], {"PYTHONPATH": "{tmp}/foreign"}),
+    # One layout each, asked for in each of the ways there are.
+    "bf16": ([LAYOUT, "bf16"], {}),
+    "bf16-rows": ([LAYOUT, "bf16"], READS_ROWS),
+    "fp8": ([], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
+    "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
+    "fp4": ([LAYOUT, "fp4"], READS_ROWS),
+    "fp4-paged": (["--config", "{tmp}/server.yaml"], {}),
+    # Our pool, read by a stock backend.
+    "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
+    "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
+    # A codec that stores wrong values, to see that stored rows are what is attended.
+    "damaged": (
+        [LAYOUT, "fp4"],
+        {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},
+    ),
+}
+#: Page size 64, prefill in chunks of 64 tokens, given as YAML.
+YAML = "kv-cache-layout: fp4\npage-size: 64\nchunked-prefill-size: 64\n"
+
+
+def clean_environment():
+    """This process's environment without what tests set for themselves; one thread per server."""
+    drop = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
+    env = {k: None for k in os.environ if "KVPOOL" in k or k in drop}
+    return {**{k: "" for k in env if k != "TRITON_INTERPRET"}, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    import tiny_model
+
+    return tiny_model.write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def serve(name, model_path, folder):
+    """Start one configuration, ask it everything, stop it; returns the answers."""
+    folder.mkdir()
+    (folder / "server.yaml").write_text(YAML)
+    foreign = folder / "foreign" / "sglang-0.6.1.dist-info"
+    foreign.mkdir(parents=True)
+    (foreign / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    arguments, environment = CONFIGURATIONS[name]
+    arguments = [a.replace("{tmp}", str(folder)) for a in arguments]
+    environment = {k: v.replace("{tmp}", str(folder)) for k, v in environment.items()}
+    if os.environ.get("PYTHONPATH") and "PYTHONPATH" in environment:
+        environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    log = folder / "server.log"
+    began = time.monotonic()
+    with Server(
+        [*cpu_arguments(model_path, free_port()), *arguments],
+        log,
+        {**clean_environment(), **environment},
+    ) as server:
+        started = time.monotonic() - began
+        answers = {
+            "start_seconds": started,
+            "info": server.info(),
+            # One request after the other: the second finds a part of the first in the radix cache.
+            "first": [
+                server.generate(text=prompt, sampling_params=GREEDY, return_logprob=True)
+                for prompt in PROMPTS
+            ],
+        }
+        # All at once, of unequal lengths, now with the whole prompts cached.
+        answers["batch"] = server.generate(text=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+        # Log-probabilities of a prompt: one prefill without a cached prefix.
+        answers["prompt"] = server.generate(
+            text=PROMPTS[3],
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+    answers["log"] = log.read_text(errors="replace")
+    return answers
+
+
+def engines(model_path, folder):
+    """Two Engines in one process, the first with a layout; see engines_script.py."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sgl_kvpool.demo.models"
+    done = subprocess.run(
+        [sys.executable, HERE / "engines_script.py", model_path],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.rpartition("\n@@@")[2])
+
+
+def pytest_configure(config):
+    config._kvpool_names = []
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        marker = item.get_closest_marker("engine")
+        if marker is not None:
+            config._kvpool_names += [n for n in marker.args if n not in config._kvpool_names]
+
+
+@pytest.fixture(scope="session")
+def record(request, model_path, tmp_path_factory):
+    """`record(name)`: the answers of one configuration, waiting for them."""
+    root = tmp_path_factory.mktemp("servers")
+    with ThreadPoolExecutor(2) as pool:
+        futures = {}
+        for name in request.config._kvpool_names:
+            job = (engines,) if name == "engines" else (serve, name)
+            futures[name] = pool.submit(*job, model_path, root / name)
+        yield lambda name: futures[name].result()
+        for future in futures.values():
+            future.cancel()

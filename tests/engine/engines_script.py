@@ -1,0 +1,43 @@
+"""Two Engines one after the other in one process: the second must not know of the first one's layout."""
+
+import json
+import os
+import sys
+
+from tiny_model import TEXT
+
+ARGUMENTS = {
+    "device": "cpu",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 4096,
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "log_level": "info",
+}
+PROMPT = TEXT[:60]
+SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+def main(model_path):
+    import sglang
+
+    answers = []
+    for extra in ({"kv_cache_layout": "fp4"}, {"attention_backend": "torch_native"}):
+        engine = sglang.Engine(model_path=model_path, **ARGUMENTS, **extra)
+        text = engine.generate(PROMPT, SAMPLING)
+        info = engine.get_server_info()
+        answers.append(
+            {
+                "output_ids": text["output_ids"],
+                "layout": info.get("kv_cache_layout"),
+                "attention_backend": info["attention_backend"],
+                "tokens": info["max_total_num_tokens"],
+                "environment": [k for k in os.environ if "KVPOOL" in k and os.environ[k]],
+            }
+        )
+        engine.shutdown()
+    print("\n@@@" + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,182 @@
+"""Layouts through real SGLang servers on the CPU."""
+
+import math
+
+import pytest
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+LAYERS, TOKENS = 3, 16384
+
+
+def tokens(answers):
+    return [answer["output_ids"] for answer in answers]
+
+
+def cached(answers):
+    return [answer["meta_info"]["cached_tokens"] for answer in answers]
+
+
+def logprobs(answer):
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def mean_distance(one, other):
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+# ------------------------------------------------------------------ SGLang as it is
+
+
+@pytest.mark.engine("disabled", "stock", "foreign")
+@pytest.mark.parametrize("name", ["stock", "foreign"])
+def test_installed_but_not_asked_for_changes_nothing(record, name):
+    plain, found = record("disabled"), record(name)
+    assert tokens(found["first"]) == tokens(plain["first"])
+    assert logprobs(found["prompt"]) == logprobs(plain["prompt"])
+    # Everything the server says of itself but ports, paths, times and seeds.
+    volatile = {
+        key
+        for key in plain["info"]
+        if any(word in key for word in ("port", "seed", "launch", "internal_states", "time", "nccl"))
+    }
+    for key in plain["info"].keys() - volatile:
+        assert found["info"][key] == plain["info"][key], key
+    assert found["info"].keys() == plain["info"].keys()
+    assert found["info"]["max_total_num_tokens"] == TOKENS
+    assert "sgl-kvpool: KV cache layout" not in found["log"]
+    # SGLang's own pool: its log line names dtype and size.
+    line = "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 16384, KV size: 0.05 GB"
+    assert line in plain["log"]
+    assert line in found["log"]
+
+
+@pytest.mark.engine("stock", "foreign")
+def test_another_sglang_version_warns_and_serves(record):
+    warning = "sgl-kvpool does nothing: SGLang 0.6.1 is not a version"
+    assert warning in record("foreign")["log"]
+    assert "sgl-kvpool" not in record("stock")["log"].replace("sgl-kvpool, dist=", "")
+
+
+# ------------------------------------------------------------------ every layout serves
+
+
+@pytest.mark.engine(*LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_server_says_what_it_serves(record, layout):
+    answers = record(layout)
+    info = answers["info"]
+    assert info["kv_cache_layout"] == layout
+    assert info["attention_backend"] == "kvpool_mla"
+    assert info["max_total_num_tokens"] == TOKENS
+    gigabytes = (TOKENS + 1) * LAYERS * ROW_BYTES[layout] / 2**30
+    line = (
+        f"sgl-kvpool: KV cache layout {layout}: {ROW_BYTES[layout]} bytes per token and layer, "
+        f"{LAYERS} layers, {TOKENS} tokens, {gigabytes:.2f} GB"
+    )
+    assert answers["log"].count(line) == 1
+
+
+@pytest.mark.engine(*LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefix_cache_hits(record, layout):
+    answers = record(layout)
+    first, again = cached(answers["first"]), cached(answers["batch"])
+    assert first[0] == 0
+    assert first[1] >= 40  # the bytes that the first two prompts share
+    assert all(hit >= answer["meta_info"]["prompt_tokens"] - 1
+               for hit, answer in zip(again, answers["batch"], strict=True))  # fmt: skip
+
+
+@pytest.mark.engine("bf16-rows", "fp8", "fp8_block_scale", "fp4")
+@pytest.mark.parametrize("name", ["bf16-rows", "fp8", "fp8_block_scale", "fp4"])
+def test_stored_rows_give_the_same_tokens_with_and_without_a_hit(record, name):
+    """Prefill reads stored rows for its own chunk too, so a hit and a cold prefill read the same bytes."""
+    answers = record(name)
+    assert tokens(answers["first"]) == tokens(answers["batch"])
+
+
+# ------------------------------------------------------------------ what the layouts store is attended
+
+
+@pytest.mark.engine("disabled")
+def test_the_model_knows_its_text(record):
+    """So the tokens compared below are decided by wide margins, not by rounding."""
+    from tiny_model import KNOWN
+
+    found = [bytes(ids).decode() for ids in tokens(record("disabled")["first"])]
+    assert sum(a == b for a, b in zip(found, KNOWN, strict=True)) >= 3
+
+
+@pytest.mark.engine("disabled", "bf16", "bf16-rows", "bf16-native")
+@pytest.mark.parametrize("name", ["bf16", "bf16-rows", "bf16-native"])
+def test_bf16_gives_the_tokens_of_stock_sglang(record, name):
+    stock, found = record("disabled"), record(name)
+    assert tokens(found["first"]) == tokens(stock["first"])
+    assert tokens(found["batch"]) == tokens(stock["batch"])
+    # Same rows, another order of summation.
+    assert mean_distance(logprobs(found["prompt"]), logprobs(stock["prompt"])) < 0.02
+
+
+@pytest.mark.engine("fp8", "fp8-native")
+def test_stock_backend_reads_our_fp8_rows(record):
+    ours, stock = record("fp8"), record("fp8-native")
+    assert stock["info"]["kv_cache_layout"] == "fp8"
+    assert stock["info"]["attention_backend"] == "torch_native"
+    assert mean_distance(logprobs(ours["prompt"]), logprobs(stock["prompt"])) < 0.02
+
+
+@pytest.mark.engine("bf16-rows", "fp8", "fp8_block_scale", "fp4", "damaged")
+def test_log_probabilities_show_the_layout(record):
+    """Each layout moves them, a little; a damaged codec moves them much more."""
+    exact = logprobs(record("bf16-rows")["prompt"])
+    distance = {
+        name: mean_distance(logprobs(record(name)["prompt"]), exact)
+        for name in ("fp8", "fp8_block_scale", "fp4", "damaged")
+    }
+    assert all(math.isfinite(value) for value in distance.values())
+    assert 0 < distance["fp8_block_scale"] < distance["fp4"] < 0.3
+    assert 0 < distance["fp8"] < 0.3
+    assert distance["damaged"] > 4 * distance["fp4"]
+
+
+@pytest.mark.engine("bf16", "bf16-rows")
+def test_prefill_reads_rows_only_if_asked(record):
+    line = "prefill attends stored rows (SGL_KVPOOL_PREFILL_READS_ROWS=1)"
+    assert line in record("bf16-rows")["log"]
+    assert line not in record("bf16")["log"]
+
+
+# ------------------------------------------------------------------ pages, chunks, YAML, Engine
+
+
+@pytest.mark.engine("fp4", "fp4-paged")
+def test_pages_of_64_and_chunked_prefill(record):
+    answers, whole = record("fp4-paged"), record("fp4")
+    assert answers["info"]["kv_cache_layout"] == "fp4"
+    assert answers["info"]["page_size"] == 64
+    assert answers["info"]["chunked_prefill_size"] == 64
+    prompt = answers["first"][3]["meta_info"]["prompt_tokens"]
+    assert prompt > 5 * 64
+    assert cached(answers["batch"])[3] == (prompt - 1) // 64 * 64
+    # The last chunk's own rows are attended as they were computed, so tokens may differ from a prefill
+    # that reads all rows, and log-probabilities lie between those and bf16's.
+    assert mean_distance(logprobs(answers["prompt"]), logprobs(whole["prompt"])) < 0.3
+    assert all(len(ids) == 24 for ids in tokens(answers["first"]))
+
+
+@pytest.mark.engine("engines")
+def test_engine_keyword_and_a_second_engine_without_it(record):
+    first, second = record("engines")
+    assert first["layout"] == "fp4"
+    assert first["attention_backend"] == "kvpool_mla"
+    assert second["layout"] is None
+    assert second["attention_backend"] == "torch_native"
+    assert first["environment"] == second["environment"] == []
+    assert len(first["output_ids"]) == len(second["output_ids"]) == 24
+
+
+@pytest.mark.engine("engines", "disabled")
+def test_the_second_engine_is_stock(record):
+    _, second = record("engines")
+    assert second["output_ids"] == record("disabled")["first"][1]["output_ids"]

@@ -1,0 +1,199 @@
+"""The codec on a GPU against the torch reference on the CPU, bit for bit; needs no SGLang."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "codec"))
+
+from codec_oracle import (
+    LAYOUTS,
+    assert_same_bits,
+    assert_same_bytes,
+    assert_same_values,
+    every_bf16,
+    hard_rows,
+    order_decides,
+    row_format,
+)
+
+from sgl_kvpool.codec import (
+    decode_rows,
+    encode_rows,
+    gather_parts,
+    gather_rows,
+    store_rows,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FILL = 0xEE
+GEOMETRIES = [(512, 64, 16), (384, 64, 16), (128, 0, 16), (256, 0, 1)]
+
+
+def cuda(tensor):
+    return None if tensor is None else tensor.to("cuda")
+
+
+def same_values(found, expected):
+    assert_same_values(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ten_million_blocks(name):
+    """312512 rows of 512: 10000384 blocks of 16. Encode, then decode to every type."""
+    fmt = row_format(name, 512, 64)
+    for seed in range(19):
+        nope, keys = hard_rows(16448, 512, seed), hard_rows(16448, 64, seed + 100)
+        expected = encode_rows(nope, keys, fmt)
+        rows = encode_rows(cuda(nope), cuda(keys), fmt)
+        assert_same_bytes(rows.cpu(), expected)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 1 if seed else 3]:
+            same_values(decode_rows(rows, fmt, dtype), decode_rows(expected, fmt, dtype))
+
+
+def test_the_order_of_sums_decides_as_written():
+    fmt = row_format("fp4", 128, 0)
+    rows = encode_rows(cuda(order_decides()), None, fmt)
+    assert_same_bytes(rows.cpu(), encode_rows(order_decides(), None, fmt))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bf16_pattern(name):
+    fmt = row_format(name, 512, 0)
+    alone = torch.zeros(65536, 16, dtype=torch.bfloat16)
+    alone[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
+    generator = torch.Generator().manual_seed(5)
+    among = torch.randn(65536, 16, generator=generator).bfloat16()
+    among[torch.arange(65536), torch.arange(65536) % 16] = every_bf16().view(-1)
+    for nope in (every_bf16(), alone.view(-1, 512), among.view(-1, 512)):
+        expected = encode_rows(nope, None, fmt)
+        rows = encode_rows(cuda(nope), None, fmt)
+        assert_same_bytes(rows.cpu(), expected)
+        same_values(decode_rows(rows, fmt), decode_rows(expected, fmt))
+        if name == "bf16":  # NaN payloads too
+            assert_same_bits(decode_rows(rows, fmt).cpu(), nope)
+
+
+@pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_that_no_encoder_wrote(name, rank, rope, align):
+    fmt = row_format(name, rank, rope, align)
+    rows = torch.randint(0, 256, (5003, fmt.row_bytes), dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        same_values(decode_rows(cuda(rows), fmt, dtype), decode_rows(rows, fmt, dtype))
+
+
+@pytest.mark.parametrize("k_scale", [0.37, 3e-38, 1e-42, 2.5e5])
+def test_k_scale(k_scale):
+    fmt = row_format("fp8", 256, 64)
+    nope, keys = hard_rows(4097, 256), hard_rows(4097, 64, 1)
+    expected = encode_rows(nope, keys, fmt, k_scale)
+    rows = encode_rows(cuda(nope), cuda(keys), fmt, k_scale)
+    assert_same_bytes(rows.cpu(), expected)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = decode_rows(rows, fmt, dtype, k_scale)
+        same_values(found, decode_rows(expected, fmt, dtype, k_scale))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", ["dense", "layer", "odd"])
+@pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_store_and_gather(name, rank, rope, align, kind, index):
+    """`odd` rows start at odd addresses: the torch code serves them on the GPU as well."""
+    fmt = row_format(name, rank, rope, align)
+    tokens, slots_count = 269, 1021
+    slots = torch.randperm(slots_count)[:tokens].to(index)
+    slots[::7] = -1
+    wide = hard_rows(tokens, rank + rope + 48)
+    nope, keys = wide[:, 3 : rank + 3], wide[:, rank + 5 : rank + 5 + rope] if rope else None
+    if kind == "odd":
+        base = torch.full((slots_count * (fmt.row_bytes + 13) + 9,), FILL, dtype=torch.uint8)
+        shape, strides, first = (slots_count, fmt.row_bytes), (fmt.row_bytes + 13, 1), 9
+    else:
+        layers = 3 if kind == "layer" else 1
+        base = torch.full((slots_count * layers * fmt.row_bytes,), FILL, dtype=torch.uint8)
+        first = fmt.row_bytes if kind == "layer" else 0
+        shape, strides = (slots_count, fmt.row_bytes), (layers * fmt.row_bytes, 1)
+    device_base, device_wide = cuda(base), cuda(wide)
+    pool = base.as_strided(shape, strides, first)
+    device_pool = device_base.as_strided(shape, strides, first)
+    device_nope = device_wide[:, 3 : rank + 3]
+    device_keys = device_wide[:, rank + 5 : rank + 5 + rope] if rope else None
+
+    store_rows(device_pool, cuda(slots), device_nope, device_keys, fmt)
+    store_rows(pool, slots, nope, keys, fmt)
+    assert_same_bytes(device_base.cpu(), base)  # what is between and around the rows too
+
+    expected = gather_rows(pool, slots, fmt)
+    same_values(gather_rows(device_pool, cuda(slots), fmt), expected)
+    out = torch.full((tokens, rank + rope + 7), -3.0, dtype=torch.bfloat16, device="cuda")
+    parts = out[:, :rank], out[:, rank + 2 : rank + 2 + rope] if rope else None
+    gather_parts(device_pool, cuda(slots), fmt, *parts)
+    same_values(parts[0], expected[:, :rank])
+    if rope:
+        same_values(parts[1], expected[:, rank:])
+    assert bool((out[:, -5:] == -3).all())
+    assert bool((out[:, rank : rank + 2] == -3).all() or not rope)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pool_beyond_31_bits(name):
+    fmt = row_format(name, 512, 64)
+    count = 2**32 // fmt.row_bytes + 1000  # rows from byte 0 to beyond 4 GiB
+    free, _ = torch.cuda.mem_get_info()
+    if free < 6 * 2**30:
+        pytest.skip(f"needs 6 GiB of GPU memory, {free / 2**30:.1f} are free")
+    pool = torch.full((count, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
+    slots = torch.tensor([count - 1, 0, 2**31 // fmt.row_bytes, 7, count - 500])
+    nope, keys = hard_rows(5, 512), hard_rows(5, 64)
+    for index in (torch.int32, torch.int64):
+        store_rows(pool, cuda(slots.to(index)), cuda(nope), cuda(keys), fmt)
+        expected = encode_rows(nope, keys, fmt)
+        assert_same_bytes(pool[cuda(slots)].cpu(), expected)
+        found = gather_rows(pool, cuda(slots.to(index)), fmt)
+        same_values(found, decode_rows(expected, fmt))
+    pool[cuda(slots)] = FILL
+    assert bool((pool.view(-1)[: 2**31] == FILL).all())
+    assert bool((pool[-2000:] == FILL).all())
+
+
+def test_slots_beyond_the_pool_touch_nothing():
+    fmt = row_format("fp4", 512, 64)
+    base = torch.full((9, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
+    slots = torch.tensor([4, 3, 2**31 - 1], device="cuda")
+    store_rows(base[:4], slots, cuda(hard_rows(3, 512)), cuda(hard_rows(3, 64)), fmt)
+    assert bool((base[4:] == FILL).all())
+    assert bool((base[:3] == FILL).all())
+    found = gather_rows(base[:4], slots, fmt)
+    assert not found[0].any()
+    assert not found[2].any()
+    assert found[1].any()
+
+
+def test_captured_graph():
+    """Neither direction waits for the device, so both may be captured and replayed."""
+    fmt = row_format("fp4", 512, 64)
+    pool = torch.full((64, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
+    nope = torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
+    keys = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(8, device="cuda")
+    store_rows(pool, slots, nope, keys, fmt)  # compiles
+    out = gather_rows(pool, slots, fmt)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store_rows(pool, slots, nope, keys, fmt)
+        gather_rows(pool, slots, fmt, out=out)
+    new_nope, new_keys = hard_rows(8, 512), hard_rows(8, 64)
+    nope.copy_(new_nope)
+    keys.copy_(new_keys)
+    slots.copy_(torch.tensor([9, -1, 11, 40, 2, 3, -1, 63]))
+    graph.replay()
+    expected = decode_rows(encode_rows(new_nope, new_keys, fmt), fmt)
+    expected[[1, 6]] = 0
+    same_values(out, expected)

@@ -1,0 +1,80 @@
+"""Small checkpoints' configurations, and SGLang's argument resolution with the plugin loaded."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Folders with a config.json each: MLA, DSA, hybrid, MHA and odd geometries. No weights."""
+    from sgl_kvpool.demo.checkpoint import write_random_model
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    mla = root / "mla"
+    write_random_model(mla, layers=1)
+    base = json.loads((mla / "config.json").read_text())
+
+    def variant(name, **changes):
+        folder = root / name
+        folder.mkdir()
+        for file in mla.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file)
+        (folder / "config.json").write_text(json.dumps({**base, **changes}))
+        return str(folder)
+
+    return {
+        "mla": str(mla),
+        "mla3": variant("mla3", num_hidden_layers=3, first_k_dense_replace=3),
+        "norope": variant("norope", qk_rope_head_dim=0),
+        "rank256": variant("rank256", kv_lora_rank=256),
+        "rank448": variant("rank448", kv_lora_rank=448),
+        "rope32": variant("rope32", qk_rope_head_dim=32),
+        "dsa": variant(
+            "dsa",
+            architectures=["DeepseekV32ForCausalLM"],
+            model_type="deepseek_v32",
+            q_lora_rank=128,
+            index_topk=64,
+            index_head_dim=128,
+            index_n_heads=4,
+        ),
+        "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),
+        "hybrid": variant(
+            "hybrid",
+            architectures=["KimiLinearForCausalLM"],
+            model_type="kimi_linear",
+            num_nextn_predict_layers=0,
+            linear_attn_config={
+                "full_attn_layers": [1],
+                "kda_layers": [],
+                "head_dim": 128,
+                "num_heads": 2,
+                "short_conv_kernel_size": 4,
+            },
+        ),
+    }
+
+
+@pytest.fixture
+def resolve(monkeypatch):
+    """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
+    for name in ("SGL_KVPOOL_KV_CACHE_LAYOUT", "SGLANG_KVPOOL_KV_CACHE_LAYOUT"):
+        monkeypatch.delenv(name, raising=False)
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import restore_context, snapshot_context
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    before = snapshot_context()
+
+    def run(model, *argv, device="cpu"):
+        args = ["--model-path", model, "--device", device, "--mem-fraction-static", "0.3", *argv]
+        server_args = prepare_server_args(args)
+        server_args.resolve_once()
+        return server_args
+
+    yield run
+    restore_context(before)

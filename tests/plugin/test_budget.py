@@ -1,0 +1,132 @@
+"""Bytes per token as SGLang's memory profiling counts them, against hand arithmetic."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+LAYERS = 3
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+#: 32768 rows of 576 float32 values, which attention decodes into.
+WORKSPACE = 32768 * 576 * 4
+
+
+@pytest.fixture
+def configurator(published, resolve, checkpoints):
+    """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, hooked."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sgl_kvpool.sglang_plugin import pools, seams
+
+    assert seams.check(seams.SCHEDULER) == []
+    pools.install()
+    assert seams.check(seams.SCHEDULER, applied=True) == []
+
+    def build(layout, *, backend=None, model="mla3", draft=False, eagle=0):
+        named = ["--attention-backend", backend] if backend else []
+        args = resolve(checkpoints[model], "--kv-cache-layout", layout, *named)
+        kvc = object.__new__(KVCacheConfigurator)
+        kvc.server_args = args
+        kvc.model_config = model_config_of(args)
+        kvc.kv_cache_dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+        kvc.kv_cache_dtype_str = None
+        kvc.use_mla_backend = True
+        kvc.is_draft_worker = draft
+        kvc.token_to_kv_pool_allocator = None
+        kvc.pp_size = 1
+        kvc.kv_shard_spec = None
+        kvc.is_hybrid_swa = False
+        kvc.mambaish_config = None
+        kvc.spec_algorithm = SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE
+        kvc.spec_aux_config = SimpleNamespace(eagle_draft_num_layers=eagle)
+        kvc.layer_info = SimpleNamespace(start_layer=0, end_layer=LAYERS, num_effective_layers=LAYERS)
+        return DefaultPoolConfigurator(kvc)
+
+    return build
+
+
+@pytest.mark.parametrize("layout", ROW_BYTES)
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_tokens_agree_with_hand_arithmetic(configurator, layout, page_size):
+    available = 1_000_000_007
+    sizes = configurator(layout)
+    wanted = (available - WORKSPACE) // (LAYERS * ROW_BYTES[layout]) // page_size * page_size
+    assert sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens == wanted
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_a_stock_backend_needs_no_workspace(configurator, layout):
+    sizes = configurator(layout, backend="torch_native")
+    tokens = sizes.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens
+    assert tokens == 10_000_000 // (LAYERS * ROW_BYTES[layout])
+
+
+def test_sglang_as_it_is_keeps_its_numbers(configurator):
+    sizes = configurator("auto")
+    tokens = sizes.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens
+    assert tokens == 10_000_000 // (LAYERS * 1152)
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "rope", "row_bytes"), [("norope", 512, 0, 288), ("rank256", 256, 64, 272)]
+)
+def test_other_geometries(configurator, model, rank, rope, row_bytes):
+    sizes = configurator("fp4", model=model)
+    workspace = 32768 * (rank + rope) * 4
+    tokens = sizes.calculate_pool_sizes(500_000_000, 1).max_total_num_tokens
+    assert tokens == (500_000_000 - workspace) // (LAYERS * row_bytes)
+
+
+def test_a_draft_pays_no_workspace_and_eagle_scales_by_rows(configurator):
+    draft = configurator("fp4", draft=True)
+    assert draft.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == 10_000_000 // (3 * 416)
+    target = configurator("bf16", backend="torch_native", eagle=1)
+    wanted = 10_000_000 // (4 * 1152)  # three target layers and one of the draft, same rows
+    assert target.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == wanted
+
+
+def test_k_scales_come_from_attn_mqa_once():
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+
+    def layer(number, mqa, mha):
+        module = torch.nn.Module()
+        module.attn_mqa = RadixAttention(2, 576, 1.0, 1, number, v_head_dim=512)
+        module.attn_mha = RadixAttention(2, 192, 1.0, 2, number, v_head_dim=128)
+        module.attn_mqa.k_scale_float, module.attn_mha.k_scale_float = mqa, mha
+        return module
+
+    model = torch.nn.ModuleList([layer(0, 0.5, None), layer(1, None, None), layer(2, 2.0, 1.0)])
+    assert collect_k_scales(model) == {0: 0.5, 2: 2.0}
+    model.append(layer(2, 4.0, None))
+    with pytest.raises(ValueError, match=r"layer 2 have k_scale 2\.0 and 4\.0"):
+        collect_k_scales(model)
+    # A model that names its attention otherwise.
+    plain = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 7, v_head_dim=512)])
+    plain[0].k_scale_float = 0.25
+    assert collect_k_scales(plain) == {7: 0.25}
+
+
+def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin import pools
+
+    model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
+    model[0].k_scale_float = 0.5
+    kvc = SimpleNamespace(model=model)
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
+    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
+        pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8"))
+    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("bf16")) == {}
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
+    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 0.5}
+    model[0].k_scale_float = 1.0
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
+    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 1.0}

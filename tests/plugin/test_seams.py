@@ -1,0 +1,164 @@
+"""The seams in the installed SGLang, and what happens on another one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What SGLang does with plugins first, in a process of its own.
+LOAD = "import sys; sys.argv = {argv!r}; from sglang.srt.plugins import load_plugins; load_plugins(); "
+
+
+def run(code, *, pythonpath=None, **environment):
+    env = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
+    env.update(environment)
+    if pythonpath:
+        env["PYTHONPATH"] = str(pythonpath)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, cwd=ROOT
+    )
+
+
+@pytest.fixture
+def other_sglang(tmp_path):
+    """A folder that makes Python's metadata say that SGLang 0.6.1 is installed."""
+    info = tmp_path / "sglang-0.6.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    return tmp_path
+
+
+def test_all_seams_hold_in_this_sglang():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "check_seams.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SGLang 0.5.23" in done.stdout
+    assert "all seams hold" in done.stdout
+
+
+def test_check_names_what_differs():
+    from sgl_kvpool.sglang_plugin.seams import Seam, check
+
+    problems = check(
+        [
+            Seam("sglang.srt.server_args.ServerArgs.gone"),
+            Seam("sglang.srt.not_there.thing"),
+            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "gone")),
+            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("source", "server_args")),
+            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source")),
+        ]
+    )
+    assert len(problems) == 4
+    assert "ServerArgs.gone: not there" in problems[0]
+    assert "sglang.srt.not_there.thing: not there" in problems[1]
+    assert "takes no gone" in problems[2]
+    assert "takes no server_args" in problems[3]  # there, but before `source`
+
+
+def test_a_hook_that_was_not_applied_is_noticed():
+    from sgl_kvpool.sglang_plugin.seams import Seam, check
+
+    seam = Seam("sglang.srt.server_args.ServerArgs.check_server_args")
+    assert check([seam]) == []
+    assert check([seam], applied=True) == [f"{seam.target}: the hook was not applied"]
+
+
+def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(other_sglang):
+    code = LOAD.format(argv=["x"]) + (
+        "from sglang.srt.server_args import ServerArgs as S;"
+        "from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES as C;"
+        "from sglang.srt.arg_groups.resolution_hooks import _HOOKS as H;"
+        "marks = [hasattr(f, '_sgl_kvpool_hook') for f in (S.add_cli_args, S.from_cli_args)];"
+        "print('hooked', marks, 'kvpool_mla' in C, [f for v in H.values() for f in v])"
+    )
+    done = run(code, pythonpath=other_sglang)
+    assert done.returncode == 0, done.stderr
+    assert "hooked [False, False] False []" in done.stdout
+    assert done.stderr.count("sgl-kvpool does nothing: SGLang 0.6.1 is not a version") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment"),
+    [
+        (["x", "--kv-cache-layout", "fp4"], {}),
+        (["x", "--kv-cache-layout=fp4"], {}),
+        (["x"], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp4"}),
+    ],
+)
+def test_another_version_with_a_layout_is_refused(other_sglang, argv, environment):
+    done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang, **environment)
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert "SGLang 0.6.1" in done.stderr
+    assert "sglang>=0.5.23,<0.5.24" in done.stderr
+    assert "SGL_KVPOOL_ALLOW_UNTESTED=1" in done.stderr
+
+
+def test_untested_versions_can_be_tried(other_sglang):
+    code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
+    done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="1")
+    assert done.returncode == 0, done.stderr
+    assert "went on" in done.stdout
+
+
+def test_a_scheduler_stops_if_a_seam_is_gone():
+    """As a child process of a server that was asked for a layout; SGLang swallows other exceptions."""
+    code = (
+        "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
+        "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
+    )
+    done = run(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    assert done.returncode == 1, done.stderr
+    assert "went on" not in done.stdout
+    assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
+
+
+def test_nothing_but_arguments_is_hooked_unless_asked_for():
+    """In a scheduler process: our seams there are unmarked, and our backend is not registered."""
+    code = (
+        "import sglang.srt.mem_cache.memory_pool;"
+        + LOAD.format(argv=["x"])
+        + "from sgl_kvpool.sglang_plugin.seams import SERVER_ARGS, SCHEDULER, LAUNCHER, check;"
+        "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as A;"
+        "print(len(check(SERVER_ARGS, applied=True)), len(check(SCHEDULER, applied=True)),"
+        " len(check(LAUNCHER, applied=True)), 'kvpool_mla' in A)"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 5 1 False\n"
+    done = run(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    assert done.stdout == "0 0 1 True\n", done.stderr
+
+
+def test_plugins_loaded_after_ours_keep_their_hooks(tmp_path):
+    """Hooks of several plugins on one target, whichever comes first."""
+    (tmp_path / "zz_other.py").write_text(
+        "from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
+        "def register():\n"
+        "    HookRegistry.register('sglang.srt.server_args.ServerArgs.add_cli_args', hook,"
+        " HookType.AROUND)\n"
+        "def hook(original, parser):\n"
+        "    original(parser)\n"
+        "    parser.add_argument('--zz-other')\n"
+    )
+    info = tmp_path / "zz_other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zz-other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nzz_other = zz_other:register\n")
+    code = LOAD.format(argv=["x"]) + (
+        "import argparse; from sglang.srt.server_args import ServerArgs;"
+        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
+        "flags = parser._option_string_actions;"
+        "print('--zz-other' in flags, '--kv-cache-layout' in flags)"
+    )
+    for order in ("sgl_kvpool,zz_other", "zz_other,sgl_kvpool"):
+        done = run(code, pythonpath=tmp_path, SGLANG_PLUGINS=order)
+        assert done.stdout == "True True\n", done.stderr

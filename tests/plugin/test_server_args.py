@@ -1,0 +1,278 @@
+"""--kv-cache-layout through SGLang's own argument parsing and resolution."""
+
+import os
+import pickle
+
+import pytest
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "bfloat16", "fp4": "bfloat16"}
+
+
+def view(server_args):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def asked(server_args):
+    from sgl_kvpool.sglang_plugin.server_args import layout_of
+
+    layout = layout_of(server_args)
+    return layout and layout.value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_decides_dtype_and_backend(resolve, checkpoints, layout):
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout)
+    assert asked(args) == layout
+    assert view(args).kv_cache_dtype == SHOWN[layout]
+    assert view(args).attention_backend == "kvpool_mla"
+    assert args.kv_cache_dtype == "auto"  # what the user wrote stays as written
+
+
+@pytest.mark.parametrize("argv", [(), ("--kv-cache-layout", "auto")])
+def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
+    args = resolve(checkpoints["mla"], *argv)
+    assert asked(args) is None
+    assert view(args).kv_cache_dtype == "auto"
+    assert view(args).attention_backend in ("intel_amx", "torch_native")  # by the CPU
+
+
+def test_the_layout_travels_to_other_processes(resolve, checkpoints):
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    assert asked(pickle.loads(pickle.dumps(args))) == "fp4"
+
+
+def test_environment_and_yaml(resolve, checkpoints, monkeypatch, tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-cache-layout: fp8\n")
+    assert asked(resolve(checkpoints["mla"], "--config", str(config))) == "fp8"
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    assert asked(resolve(checkpoints["mla"])) == "fp4"
+    assert asked(resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")) == "fp4"
+
+
+@pytest.mark.parametrize("written", ["fp8", "auto"])
+def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    with pytest.raises(ValueError, match=rf"'{written}' as argument.*'fp4' in the environment"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", written)
+
+
+def test_unknown_names(resolve, checkpoints, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        resolve(checkpoints["mla"], "--kv-cache-layout", "int4")
+    message = capsys.readouterr().err
+    assert "'int4'" in message
+    assert "fp8_block_scale" in message
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "int4")
+    with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4"):
+        resolve(checkpoints["mla"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("bf16", "bf16"), ("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp4", "bfloat16")],
+)
+def test_agreeing_dtypes_pass(resolve, checkpoints, layout, dtype):
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
+    assert view(args).kv_cache_dtype == SHOWN[layout]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("bf16", "fp8_e4m3"),
+        ("fp8", "fp8_e5m2"),
+        ("fp8", "bfloat16"),
+        ("fp8_block_scale", "fp8_e4m3"),
+        ("fp4", "fp4_mx_block16"),
+        ("fp4", "nvfp4"),
+    ],
+)
+def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype {dtype} contradicts") as error:
+        resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
+    # The table of what each layout accepts.
+    assert "bf16: auto, bfloat16, bf16; fp8: auto, fp8_e4m3; fp8_block_scale: auto" in str(error.value)
+
+
+FEATURES = {
+    "--enable-unified-memory": (),
+    "--enable-hisparse": (),
+    "--enable-kv-cache-sharding": (),
+    "--enable-dsa-cache-layer-split": (),
+    "--enable-page-major-kv-layout": (),
+    "--dcp-size": ("2",),
+    "--enable-unified-cache-external-linker": (),
+    "--enable-linker-mla-dedup": (),
+    "--enable-lmcache": (),
+    "--enable-flexkv": (),
+    "--radix-cache-backend": ("other",),
+    "--use-ray": (),
+    "--disaggregation-mode": ("prefill",),
+    "--enable-hierarchical-cache": (),
+}
+
+
+@pytest.mark.parametrize("flag", FEATURES)
+@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
+def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, layout):
+    with pytest.raises(ValueError, match=f"^{flag}.* does not work with --kv-cache-layout {layout}"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", layout, flag, *FEATURES[flag])
+
+
+def test_every_refused_feature_is_tested():
+    from sgl_kvpool.sglang_plugin.refusals import FEATURES as TABLE
+
+    assert {feature.flag for feature in TABLE} == set(FEATURES)
+
+
+def test_refused_fields_exist_in_sglang():
+    """A renamed field would be refused never."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.refusals import FEATURES as TABLE
+
+    assert {feature.field for feature in TABLE} <= {f.name for f in record_fields(ServerArgs)}
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("mha", "LlamaForCausalLM uses MHA"),
+        ("dsa", "DeepseekV32ForCausalLM uses sparse attention"),
+        ("hybrid", "KimiLinearForCausalLM is a hybrid"),
+        ("rank448", "kv_lora_rank=448 is not a positive multiple of 128"),
+        ("rope32", r"qk_rope_head_dim=32 is not one of \(0, 64\)"),
+    ],
+)
+def test_models_that_are_not_dense_mla(resolve, checkpoints, model, text):
+    with pytest.raises(ValueError, match=f"{text}.*without --kv-cache-layout"):
+        resolve(checkpoints[model], "--kv-cache-layout", "fp4")
+
+
+@pytest.mark.parametrize("flag", ["", "prefill-", "decode-"])
+@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
+def test_stock_backends_cannot_read_packed_rows(resolve, checkpoints, flag, layout):
+    flag = f"--{flag}attention-backend"
+    with pytest.raises(ValueError, match=f"^{flag} triton cannot read.*{layout}.*kvpool_mla"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", layout, flag, "triton")
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_stock_backends_may_read_sglangs_own_rows(resolve, checkpoints, layout):
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--attention-backend", "torch_native")
+    assert view(args).attention_backend == "torch_native"
+    args = resolve(
+        checkpoints["mla"],
+        *("--kv-cache-layout", layout, "--decode-attention-backend", "torch_native"),
+    )
+    assert view(args).attention_backend == "kvpool_mla"
+    assert view(args).decode_attention_backend == "torch_native"
+
+
+def test_our_backend_needs_a_layout(resolve, checkpoints):
+    with pytest.raises(ValueError, match="kvpool_mla reads pools of sgl-kvpool; add"):
+        resolve(checkpoints["mla"], "--attention-backend", "kvpool_mla")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_our_backend_does_not_run_on_cuda_yet(layout):
+    """The check itself: no CUDA device can be resolved on a machine without one."""
+    from types import SimpleNamespace
+
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.refusals import check_backends
+
+    fields = {
+        "attention_backend": "kvpool_mla",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "device": "cuda",
+        "speculative_algorithm": None,
+        "enable_deterministic_inference": False,
+    }
+    with pytest.raises(ValueError, match="--device cpu only.*device is cuda"):
+        check_backends(MLAKVCacheLayout(layout), SimpleNamespace(**fields))
+    if layout in ("bf16", "fp8"):
+        fields["attention_backend"] = "flashmla"
+        check_backends(MLAKVCacheLayout(layout), SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_speculative_decoding_is_refused(resolve, checkpoints, layout):
+    with pytest.raises(ValueError, match="--speculative-algorithm NGRAM does not work"):
+        resolve(
+            checkpoints["mla"],
+            *("--kv-cache-layout", layout, "--speculative-algorithm", "NGRAM"),
+        )
+
+
+def test_deterministic_inference_is_refused(resolve, checkpoints):
+    with pytest.raises(ValueError, match="--enable-deterministic-inference does not work"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", "--enable-deterministic-inference")
+
+
+def test_engine_keyword(resolve, checkpoints, monkeypatch):
+    """`Engine(kv_cache_layout=...)` goes through this attribute of the Engine class."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.server_args import _engine_server_args
+
+    # This process loaded the plugin before the Engine; a process that calls Engine() has it the other
+    # way round, which tests/engine shows.
+    monkeypatch.setattr(Engine, "server_args_class", _engine_server_args(ServerArgs))
+    args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
+    args.resolve_once()
+    assert asked(args) == "fp4"
+    with pytest.raises(ValueError, match="unknown KV cache layout 'int4'; choose one of"):
+        Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
+    plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
+    plain.resolve_once()
+    assert asked(plain) is None
+
+
+def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
+    from sgl_kvpool import env
+    from sgl_kvpool.sglang_plugin.server_args import _launch_scheduler_processes
+
+    seen = []
+
+    def spawn(cls, server_args, *args, **kwargs):
+        seen.append(os.environ.get(env.CHILD_LAYOUT))
+
+    packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    plain = resolve(checkpoints["mla"])
+    _launch_scheduler_processes(spawn, object, packed, None, None)
+    assert env.CHILD_LAYOUT not in os.environ
+    monkeypatch.setenv(env.CHILD_LAYOUT, "left over")
+    _launch_scheduler_processes(spawn, object, plain, None, None)
+    assert seen == ["fp4", None]
+    assert os.environ[env.CHILD_LAYOUT] == "left over"
+
+
+def test_a_record_resolved_without_the_plugin_is_refused():
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.server_args import require_decided
+
+    with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
+        require_decided(ServerArgs(model_path="dummy"))
+
+
+def test_a_dtype_changed_on_the_way_is_noticed(resolve, checkpoints, monkeypatch):
+    """As a model rule or another plugin might; SGLang would write rows of another dtype."""
+    from sglang.srt.arg_groups import overrides, resolution_hooks
+
+    def meddle(server_args, previous):
+        previous(server_args)
+        overrides.declare_resolution(server_args, "other plugin", kv_cache_dtype="fp8_e4m3")
+
+    hooks = {**resolution_hooks._HOOKS, "handle_other_validations": [meddle]}
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", hooks)
+    with pytest.raises(ValueError, match=r"fp8_e4m3, but layout fp4 is shown as bfloat16"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
