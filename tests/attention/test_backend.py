@@ -1,0 +1,199 @@
+"""kvpool_mla as SGLang drives it: real pools, request table, batches and layers, without a server."""
+
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from test_host_attention import oracle_attention
+
+pytestmark = pytest.mark.usefixtures("published")
+
+RANK, ROPE, HEADS, LAYER, SCALE = 128, 64, 3, 6, 0.07
+SLOTS = 200
+
+
+def radix_attention(**changes):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    fields = {
+        "num_heads": HEADS,
+        "head_dim": RANK + ROPE,
+        "scaling": SCALE,
+        "num_kv_heads": 1,
+        "layer_id": LAYER,
+        "v_head_dim": RANK,
+    }
+    return RadixAttention(**{**fields, **changes})
+
+
+def runner(pool, *layers, device="cpu"):
+    """What a backend's constructor looks at of SGLang's ModelRunner."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    return SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=ReqToTokenPool(8, 128, "cpu", False),
+        device=device,
+        model=torch.nn.ModuleList(layers or [radix_attention()]),
+    )
+
+
+def make_pool(layout, k_scales=None):
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales)(
+        SLOTS, 1, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER
+    )
+    for tensor in pool.kv_buffer:
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: nobody may read it
+    return pool
+
+
+class Case:
+    """Requests with random keys at random slots; row `i` of a request is at position `i`."""
+
+    def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0):
+        from sgl_kvpool.attention.backend import KVPoolMLABackend
+
+        monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
+        self.layout, self.lengths, self.prefixes, self.k_scale = layout, lengths, prefixes, k_scale
+        self.pool = make_pool(layout, {LAYER: k_scale})
+        self.runner = runner(self.pool)
+        self.layer = self.runner.model[0]
+        self.backend = KVPoolMLABackend(self.runner)
+        generator = torch.Generator().manual_seed(7)
+        slots = torch.randperm(SLOTS - 1, generator=generator)[: sum(lengths)] + 1
+        self.slots = list(slots.split(lengths))
+        self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        for row, own in zip(self.rows, self.slots, strict=True):
+            self.runner.req_to_token_pool.req_to_token[row, : len(own)] = own.int()
+        for own, keys, prefix in zip(self.slots, self.keys, prefixes, strict=True):
+            if prefix:
+                nope, rope = keys[:prefix, :, :RANK], keys[:prefix, :, RANK:]
+                self.pool.set_mla_kv_buffer(self.layer, own[:prefix], nope, rope)
+
+    def batch(self, mode):
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
+        lengths = torch.tensor(self.lengths)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode],
+            batch_size=len(self.lengths),
+            input_ids=torch.zeros(sum(map(len, fresh)), dtype=torch.int64),
+            req_pool_indices=torch.tensor(self.rows),
+            seq_lens=lengths,
+            out_cache_loc=torch.cat(fresh),
+            seq_lens_sum=int(lengths.sum()),
+            seq_lens_cpu=lengths,
+        )
+        if mode != "DECODE":
+            batch.extend_prefix_lens_cpu = list(self.prefixes)
+            batch.extend_seq_lens_cpu = list(map(len, fresh))
+        return batch
+
+    def run(self, mode, *, split=False):
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
+        tokens = len(keys)
+        self.q = torch.randn(tokens, HEADS, RANK + ROPE).bfloat16()
+        q, k, extra = self.q.reshape(tokens, -1), keys, {}
+        if split:
+            extra = {"q_rope": self.q[..., RANK:], "k_rope": keys[..., RANK:]}
+            q, k = self.q[..., :RANK].reshape(tokens, -1), keys[..., :RANK]
+        return self.backend.forward(q, k, k[..., :RANK], self.layer, batch, **extra)
+
+    def stored(self, keys):
+        """Values of keys after a trip through the pool, by the oracle; float64 [tokens, R + P]."""
+        row_bytes = self.pool.row_format.row_bytes
+        nope, rope = keys[:, 0, :RANK], keys[:, 0, RANK:]
+        rows = oracle.encode(nope, rope, self.layout, RANK, ROPE, row_bytes, self.k_scale)
+        return oracle.decode(rows, self.layout, RANK, ROPE, self.k_scale).astype(np.float64)
+
+    def wanted(self, *, fresh_as_computed):
+        out, start = [], 0
+        for keys, prefix in zip(self.keys, self.prefixes, strict=True):
+            values = self.stored(keys)
+            if fresh_as_computed:
+                values[prefix:] = keys[prefix:, 0].double().numpy()
+            q = self.q[start : start + len(keys) - prefix].float().numpy()
+            start += len(keys) - prefix
+            out.append(oracle_attention(q, values, RANK, prefix)[0])
+        return np.concatenate(out).reshape(start, -1)
+
+
+def assert_attends(found, wanted):
+    assert found.dtype == torch.bfloat16
+    np.testing.assert_allclose(found.float().numpy(), wanted, rtol=1e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("split", [False, True])
+def test_decode_of_unequal_lengths(layout, split, monkeypatch):
+    case = Case(layout, [1, 40, 7, 65], [0, 39, 6, 64], monkeypatch)
+    assert_attends(case.run("DECODE", split=split), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("reads_rows", [False, True])
+@pytest.mark.parametrize("mode", ["EXTEND", "MIXED"])
+def test_prefill_with_and_without_prefix(layout, reads_rows, mode, monkeypatch):
+    case = Case(layout, [9, 40, 5, 33], [0, 30, 4, 0], monkeypatch, reads_rows=reads_rows)
+    assert_attends(case.run(mode), case.wanted(fresh_as_computed=not reads_rows))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_prefill_over_a_prefix_longer_than_the_workspace(split, monkeypatch):
+    from sgl_kvpool.attention.host import RowReader
+
+    case = Case("fp4", [50, 61], [43, 20], monkeypatch)
+    case.backend.reader = RowReader(case.pool.row_format, workspace_tokens=16)
+    assert_attends(case.run("EXTEND", split=split), case.wanted(fresh_as_computed=True))
+
+
+def test_k_scale_of_the_layer_is_applied_on_the_way_back(monkeypatch):
+    case = Case("fp8", [20, 3], [12, 2], monkeypatch, reads_rows=True, k_scale=0.25)
+    assert_attends(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
+
+
+def test_nothing_is_written_without_save_kv_cache(monkeypatch):
+    case = Case("fp4", [6], [5], monkeypatch)
+    before = [tensor.clone() for tensor in case.pool.kv_buffer]
+    batch = case.batch("EXTEND")
+    case.backend.init_forward_metadata(batch)
+    q = torch.randn(1, HEADS * (RANK + ROPE)).bfloat16()
+    case.backend.forward(q, case.keys[0][5:], None, case.layer, batch, save_kv_cache=False)
+    assert all(map(torch.equal, before, case.pool.kv_buffer))
+
+
+def test_the_load_fence_of_the_host_tier_is_waited_for(monkeypatch):
+    waited = []
+    case = Case("fp4", [6, 9], [5, 8], monkeypatch)
+    case.pool.layer_transfer_counter = SimpleNamespace(wait_until=waited.append)
+    case.run("DECODE")
+    assert waited == [1]  # the layer's index in the pool
+
+
+def test_servers_it_cannot_serve_are_refused():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from sgl_kvpool.attention.backend import KVPoolMLABackend
+
+    stock = MLATokenToKVPool(8, 1, torch.bfloat16, RANK, ROPE, 1, "cpu", False)
+    with pytest.raises(ValueError, match="pool is MLATokenToKVPool; start it with --kv-cache-layout"):
+        KVPoolMLABackend(runner(stock))
+    pool = make_pool("fp4")
+    with pytest.raises(ValueError, match="does not run on cuda yet"):
+        KVPoolMLABackend(runner(pool, device="cuda"))
+    with pytest.raises(ValueError, match="sliding window of 128"):
+        KVPoolMLABackend(runner(pool, radix_attention(sliding_window_size=128)))
+    with pytest.raises(ValueError, match=r"caps its logits at 30\.0"):
+        KVPoolMLABackend(runner(pool, radix_attention(logit_cap=30.0)))
+    with pytest.raises(ValueError, match="no attention layer of ModuleList is 192 wide"):
+        KVPoolMLABackend(runner(pool, radix_attention(head_dim=128)))
