@@ -57,13 +57,15 @@ class Server:
     Parameters
     ----------
     arguments : sequence of str
-        After ``sglang.launch_server``; must name a port.
+        After the program; must name a port.
     log : path
         File for the server's output.
     environment : mapping, optional
         Added to this process's.
     wait_seconds : float
         How long a start may take.
+    program : sequence of str
+        What to run; `sglang serve` is the other way to start SGLang.
 
     Raises
     ------
@@ -77,7 +79,9 @@ class Server:
         log: str | Path,
         environment: Mapping[str, str] | None = None,
         wait_seconds: float = 600.0,
+        program: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
     ):
+        self.program = list(program)
         self.arguments = list(arguments)
         self.port = int(self.arguments[self.arguments.index("--port") + 1])
         self.log = Path(log)
@@ -88,7 +92,7 @@ class Server:
     @property
     def command(self) -> list[str]:
         """The command line."""
-        return [sys.executable, "-m", "sglang.launch_server", *self.arguments]
+        return [*self.program, *self.arguments]
 
     def __enter__(self) -> Server:
         with self.log.open("wb") as output:

@@ -47,6 +47,8 @@ CONFIGURATIONS = {
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
 }
+#: Started by `sglang serve` instead of `python -m sglang.launch_server`.
+SERVED = {"fp8_block_scale": (str(Path(sys.executable).parent / "sglang"), "serve")}
 #: Page size 64, prefill in chunks of 64 tokens, given as YAML.
 YAML = "kv-cache-layout: fp4\npage-size: 64\nchunked-prefill-size: 64\n"
 
@@ -83,6 +85,7 @@ def serve(name, model_path, folder):
         [*cpu_arguments(model_path, free_port()), *arguments],
         log,
         {**clean_environment(), **environment},
+        **({"program": SERVED[name]} if name in SERVED else {}),
     ) as server:
         started = time.monotonic() - began
         answers = {
@@ -124,15 +127,11 @@ def engines(model_path, folder):
     return json.loads(done.stdout.rpartition("\n@@@")[2])
 
 
-def pytest_configure(config):
-    config._kvpool_names = []
-
-
-def pytest_collection_modifyitems(config, items):
-    for item in items:
-        marker = item.get_closest_marker("engine")
-        if marker is not None:
-            config._kvpool_names += [n for n in marker.args if n not in config._kvpool_names]
+def pytest_collection_finish(session):
+    """Names that the tests to be run ask for, after -k and the like have picked them."""
+    markers = [item.get_closest_marker("engine") for item in session.items]
+    names = [name for marker in markers if marker for name in marker.args]
+    session.config._kvpool_names = list(dict.fromkeys(names))
 
 
 @pytest.fixture(scope="session")
