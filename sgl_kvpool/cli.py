@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME[,NAME...]",
         help=f"which layouts, of {', '.join(m.value for m in MLAKVCacheLayout)} (all)",
     )
+    demo.add_argument(
+        "--write-model", metavar="FOLDER", help="only write the demo's model there, to serve it yourself"
+    )
     demo.set_defaults(run=_demo)
 
     arguments = parser.parse_args(argv)
@@ -72,6 +75,11 @@ def _layouts(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.write_model:
+        from sgl_kvpool.demo.checkpoint import write_random_model
+
+        print(write_random_model(arguments.write_model))
+        return 0
     from sgl_kvpool.demo.compare import compare
 
     return compare(arguments.layouts)

@@ -38,6 +38,9 @@ KV_LORA_RANK_MULTIPLE = 128
 #: Rope widths the codecs know. 0 is a model without rotary embedding on its keys.
 QK_ROPE_HEAD_DIMS = (0, 64)
 
+#: What rows may be padded to. Kernels move at most 16 bytes at a time, so more would buy nothing.
+ALIGNMENTS_BYTES = (1, 2, 4, 8, 16)
+
 
 class Encoding(Enum):
     """How one value of a segment is stored; the enum's value is (name, bits per value)."""
@@ -234,6 +237,10 @@ class RowFormat:
     scale: Segment | None
     rope: Segment | None
 
+    def __hash__(self) -> int:
+        """The rest follows from these; kernels look up what they need by format, at every call."""
+        return hash((self.layout, self.kv_lora_rank, self.qk_rope_head_dim, self.align_bytes))
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments that exist, in the order of their offsets."""
@@ -287,8 +294,8 @@ def _row_format(
             f"qk_rope_head_dim={qk_rope_head_dim} is not one of {QK_ROPE_HEAD_DIMS}; no layout of "
             "sgl-kvpool stores such a rope, serve the model without --kv-cache-layout"
         )
-    if align_bytes <= 0 or align_bytes & (align_bytes - 1):
-        raise ValueError(f"align_bytes={align_bytes} is not a power of two")
+    if align_bytes not in ALIGNMENTS_BYTES:
+        raise ValueError(f"align_bytes={align_bytes} is not one of {ALIGNMENTS_BYTES}")
 
     row = layout._row
     nope = Segment("nope", row.nope, kv_lora_rank, 0)

@@ -176,23 +176,27 @@ def _check_layers(model: torch.nn.Module, pool: LayoutMLATokenToKVPool) -> None:
     """Refuse, at start, models with layers whose attention is not what `_forward` computes."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    absorbed = 0
+    width = pool.row_format.head_dim
+    found = 0
     for name, module in model.named_modules():
         if not isinstance(module, RadixAttention):
             continue
-        if module.sliding_window_size is not None and module.sliding_window_size > -1:
+        found += 1
+        problem = None
+        if module.head_dim != width:
+            # SGLang's own DeepSeek classes have such layers beside the absorbed ones and pick per batch.
+            problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
+        elif module.sliding_window_size is not None and module.sliding_window_size > -1:
+            problem = f"has a sliding window of {module.sliding_window_size}"
+        elif module.logit_cap:
+            problem = f"caps its logits at {module.logit_cap}"
+        if problem:
             raise ValueError(
-                f"layer {name} has a sliding window of {module.sliding_window_size}, which attention "
-                f"backend {KVPOOL_BACKEND} does not compute; serve the model without --kv-cache-layout"
+                f"layer {name} of {type(model).__name__} {problem}, which attention backend "
+                f"{KVPOOL_BACKEND} does not compute on a CPU; serve the model without --kv-cache-layout"
             )
-        if module.logit_cap:
-            raise ValueError(
-                f"layer {name} caps its logits at {module.logit_cap}, which attention backend "
-                f"{KVPOOL_BACKEND} does not compute; serve the model without --kv-cache-layout"
-            )
-        absorbed += module.head_dim == pool.row_format.head_dim
-    if not absorbed:
+    if not found:
         raise ValueError(
-            f"no attention layer of {type(model).__name__} is {pool.row_format.head_dim} wide, so none "
-            f"attends latent rows; serve the model without --kv-cache-layout"
+            f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
+            "without --kv-cache-layout"
         )

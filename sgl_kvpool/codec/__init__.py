@@ -229,6 +229,10 @@ def _backend(rows: torch.Tensor):
         # Imported on first use: a machine without a GPU need not have Triton.
         from sgl_kvpool.codec import triton
 
-        if triton.can_address(rows):
-            return triton
+        if not triton.can_address(rows):
+            raise ValueError(
+                f"rows at address {rows.data_ptr():#x} with a stride of {rows.stride(0)} bytes; on CUDA "
+                "both have to be multiples of 4, allocate the pool so"
+            )
+        return triton
     return reference

@@ -10,7 +10,7 @@ e4m3    8     ``torch.float8_e4m3fn``; largest 448
 ======  ====  ==========================================================================
 
 Rounding is to nearest, ties to even, everywhere. Inputs are fp32 and have been made finite by
-`finite_fp32`. ``triton_values.py`` states the same arithmetic for the GPU; both must store the same
+`finite_fp32`. ``triton_scalars.py`` states the same arithmetic for the GPU; both must store the same
 bytes, so no expression here may be rewritten into one that rounds differently.
 """
 

@@ -11,6 +11,7 @@ How a segment is read and written is in ``triton_segments.py``, the arithmetic i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,10 +151,11 @@ def gather_kernel(
 
 
 def can_address(rows: torch.Tensor) -> bool:
-    """False for rows at odd addresses, which the torch code handles."""
+    """False for rows that do not start at multiples of 4 bytes."""
     return not (rows.data_ptr() % _ROW_ALIGNMENT_BYTES or rows.stride(0) % _ROW_ALIGNMENT_BYTES)
 
 
+@cache
 def geometry(fmt: RowFormat) -> dict[str, Any]:
     """The constexpr arguments of both kernels that follow from a row format."""
     rank = fmt.kv_lora_rank
@@ -180,6 +182,7 @@ def geometry(fmt: RowFormat) -> dict[str, Any]:
     }
 
 
+@cache
 def _is_native(device: torch.device) -> bool:
     """Whether this device converts to and from e4m3 and bf16 by itself, as IEEE asks."""
     if device.type != "cuda" or torch.version.hip:
@@ -234,6 +237,11 @@ def _launch(
 ) -> None:
     tokens = len(nope)
     if tokens == 0:
+        return
+    if pool.is_cuda and pool.device.index != torch.cuda.current_device():
+        # Triton launches on the current device, whatever its arguments are on.
+        with torch.cuda.device(pool.device):
+            _launch(kernel, tokens_per_program, pool, slots, nope, rope, fmt, k_scale)
         return
     kernel[(triton.cdiv(tokens, tokens_per_program),)](
         pool,

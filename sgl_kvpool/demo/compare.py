@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def _serve(layout: MLAKVCacheLayout, model_path: Path, log: Path) -> dict[str, A
     ) as server:
         started = time.monotonic() - began
         info = server.info()
+        gigabytes = re.search(r"sgl-kvpool: KV cache layout .* ([0-9.]+) GB", log.read_text(errors="replace"))
         sampling = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
         answers = server.generate(text=list(_PROMPTS), sampling_params=sampling)
     return {
@@ -66,6 +68,7 @@ def _serve(layout: MLAKVCacheLayout, model_path: Path, log: Path) -> dict[str, A
         "row_bytes": fmt.row_bytes,
         "tokens": info["max_total_num_tokens"],
         "backend": info["attention_backend"],
+        "pool_gb": gigabytes[1] if gigabytes else "?",
         "output_ids": [answer["output_ids"] for answer in answers],
         "text": answers[0]["text"],
         "start_seconds": started,
@@ -77,10 +80,10 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     total = sum(map(len, first["output_ids"]))
     print()
     print(
-        f"{'layout':16} {'bytes per token':>15} {'tokens in the':>14} {'attention':>11} "
+        f"{'layout':16} {'bytes per token':>15} {'pool':>8} {'tokens it':>10} {'attention':>11} "
         f"{'greedy tokens':>14}  sample"
     )
-    print(f"{'':16} {'and layer':>15} {'same memory':>14} {'backend':>11} {'as ' + first['layout']:>14}")
+    print(f"{'':16} {'and layer':>15} {'GB':>8} {'holds':>10} {'backend':>11} {'as ' + first['layout']:>14}")
     for row in rows:
         same = sum(
             a == b
@@ -88,6 +91,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             for a, b in zip(mine, theirs, strict=True)
         )
         print(
-            f"{row['layout']:16} {row['row_bytes']:15} {row['tokens']:14} {row['backend']:>11} "
+            f"{row['layout']:16} {row['row_bytes']:15} {row['pool_gb']:>8} {row['tokens']:10} "
+            f"{row['backend']:>11} "
             f"{f'{same} of {total}':>14}  {row['text'][:24]!r}"
         )

@@ -18,10 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool import env
+
 __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
 
 #: Package in which SGLang finds the demo model's class.
 DEMO_MODELS = "sgl_kvpool.demo.models"
+
+
+#: Variables of the user's that would change what a server here is compared for.
+_NOT_INHERITED = (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, "SGLANG_PLUGINS")
 
 
 class ServerFailed(RuntimeError):
@@ -95,13 +101,15 @@ class Server:
         return [*self.program, *self.arguments]
 
     def __enter__(self) -> Server:
+        # What the caller's environment asks of SGLang servers is not meant for this one.
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
+                env={**inherited, **self.environment},
                 # Its own process group: stopping it stops the schedulers too.
                 start_new_session=True,
             )

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
+from sgl_kvpool import env
 from sgl_kvpool.codec import gather_parts, store_rows
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
@@ -63,6 +64,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         # Before the base class: its constructor calls _create_buffers.
         self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
         self._k_scales = dict(k_scales or {})
+        env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
         for layer_id, k_scale in self._k_scales.items():
             if not 0.0 < k_scale < float("inf"):
                 raise ValueError(

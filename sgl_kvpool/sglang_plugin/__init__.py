@@ -8,6 +8,7 @@ for a layout, and only then hooks the pools.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 
 from sgl_kvpool import env
@@ -23,19 +24,31 @@ def register() -> None:
     Raises
     ------
     SystemExit
-        A layout was asked for and this SGLang cannot serve it. SGLang swallows every other exception of
-        a plugin, and would go on with a pool of another layout.
+        A layout was asked for and this SGLang cannot serve it. SGLang logs and swallows every other
+        exception of a plugin, and would go on with a pool of another layout.
     """
+    try:
+        _install()
+    except Exception as error:
+        if _asked_for():
+            raise SystemExit(
+                f"sgl-kvpool: a KV cache layout was asked for, but the plugin failed: {error!r}"
+            ) from error
+        raise
+
+
+def _install() -> None:
     from sgl_kvpool.sglang_plugin import seams
 
     problem = seams.version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         if _asked_for():
             raise SystemExit(f"sgl-kvpool: a KV cache layout was asked for, but {problem}")
-        logger.warning("sgl-kvpool does nothing: %s", problem)
+        _warn(f"sgl-kvpool does nothing, --kv-cache-layout and kv_cache_layout= are unknown: {problem}")
         return
 
-    stop_if(seams.check(seams.SERVER_ARGS), fatal=_asked_for())
+    if stop_if(seams.check(seams.SERVER_ARGS), fatal=_asked_for()):
+        return
     from sgl_kvpool.sglang_plugin import server_args
 
     server_args.install()
@@ -51,21 +64,32 @@ def register() -> None:
         stop_if(seams.check(seams.SCHEDULER, applied=True))
 
 
-def stop_if(problems: list[str], *, fatal: bool = True) -> None:
-    """Stop the process if seams do not hold, or only say so where nothing was asked for."""
+def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
+    """Stop the process if seams do not hold; where nothing was asked for, say so and return True."""
     if not problems:
-        return
+        return False
     text = "sgl-kvpool: this SGLang differs where the plugin takes hold:\n  " + "\n  ".join(problems)
     if fatal:
         raise SystemExit(text)
-    logger.warning(text)
+    _warn(text)
+    return True
+
+
+def _warn(text: str) -> None:
+    """Warn once per server: its children load plugins too."""
+    if multiprocessing.parent_process() is None:
+        logger.warning(text)
 
 
 def _asked_for() -> bool:
     """Whether a layout was asked for, as far as it shows before arguments are parsed."""
-    return _exported() or any(
-        word == "--kv-cache-layout" or word.startswith("--kv-cache-layout=") for word in sys.argv
-    )
+    words = [word.partition("=") for word in sys.argv]
+    flags = [
+        value or following
+        for (flag, _, value), following in zip(words, [*sys.argv[1:], ""], strict=True)
+        if flag == "--kv-cache-layout"
+    ]
+    return _exported() or any(value != "auto" for value in flags)
 
 
 def _exported() -> bool:

@@ -9,7 +9,7 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
-from sgl_kvpool.sglang_plugin.server_args import layout_of, require_decided
+from sgl_kvpool.sglang_plugin.server_args import build_server_info, layout_of, require_decided
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,19 @@ def install() -> None:
     seams.wrap(f"{configurator}._build_token_to_kv_pool", _build_token_to_kv_pool)
     seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
     seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
-    seams.wrap("sglang.srt.managers.scheduler.Scheduler.get_init_info", _get_init_info)
+    seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
     register_attention_backend(KVPOOL_BACKEND)(_create_backend)
 
 
 def _layout(configurator: Any) -> MLAKVCacheLayout | None:
     """Layout of a KVCacheConfigurator's server, for models the layout applies to."""
     require_decided(configurator.server_args)
-    return layout_of(configurator.server_args) if configurator.use_mla_backend else None
+    layout = layout_of(configurator.server_args)
+    if layout is None or configurator.use_mla_backend:
+        return layout
+    if not configurator.is_draft_worker:
+        raise RuntimeError(f"--kv-cache-layout {layout} was asked for, but SGLang serves no MLA model")
+    return None  # a draft model of another kind keeps its own pool
 
 
 def _row_format(configurator: Any, layout: MLAKVCacheLayout):
@@ -137,15 +142,6 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         " (draft model)" if self.is_draft_worker else "",
     )
     return pool
-
-
-def _get_init_info(original, self):
-    """What the scheduler says of itself when it is ready; `/server_info` and the Engine show it."""
-    info = original(self)
-    layout = layout_of(self.server_args)
-    if layout is not None:
-        info["kv_cache_layout"] = layout.value
-    return info
 
 
 # -------------------------------------------------------------------- the budget

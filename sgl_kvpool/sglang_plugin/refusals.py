@@ -94,6 +94,8 @@ FEATURES = (
         in_use=lambda value: value is not None,
     ),
     Feature("use_ray", "--use-ray", "Ray actors do not load SGLang plugins"),
+    Feature("grpc_mode", "--grpc-mode", "its launcher does not tell the schedulers of the layout"),
+    Feature("smg_grpc_mode", "--smg-grpc-mode", "its launcher does not tell the schedulers of the layout"),
     Feature(
         "disaggregation_mode",
         "--disaggregation-mode",
@@ -126,7 +128,7 @@ def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str) -> None:
 def check_features(layout: MLAKVCacheLayout, view: Any) -> None:
     """Refuse server arguments that do not go with the layout; `view` has ServerArgs' fields."""
     for feature in FEATURES:
-        value = getattr(view, feature.field, None)
+        value = getattr(view, feature.field)
         if feature.layouts(layout) and feature.in_use(value):
             text = feature.flag if value is True else f"{feature.flag} {value}"
             raise ValueError(

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sgl_kvpool import env
+from sgl_kvpool.sglang_plugin.refusals import FEATURES
 
-__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "Seam", "check", "version_problem", "wrap"]
+__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "STEPS", "Seam", "check", "version_problem", "wrap"]
 
 #: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
@@ -38,11 +39,14 @@ class Seam:
         not called by us with arguments.
     hooked : bool
         True if we wrap it, so that it must be found wrapped afterwards.
+    members : tuple of str
+        Names a collection must contain.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
     hooked: bool = True
+    members: tuple[str, ...] = ()
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
@@ -51,10 +55,28 @@ _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 _HOOK = "sglang.srt.arg_groups"
 
+#: Steps of SGLang's argument resolution that we wrap, in the order in which they run.
+STEPS = (
+    "handle_deprecated_dp_attention",
+    "handle_model_specific_adjustments",
+    "handle_attention_backend_compatibility",
+    "validate_deepep_v2_dispatch_token_budget",
+)
+
+#: Fields of ServerArgs that are read.
+FIELDS = (
+    *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
+    *(feature.field for feature in FEATURES),
+)
+
 #: Used in every process that loads plugins.
 SERVER_ARGS = (
     Seam(f"{_ARGS}.add_cli_args", ("parser",)),
     Seam(f"{_ARGS}.from_cli_args", ("args",)),
+    Seam(f"{_ARGS}._NS_BY_FIELD", hooked=False, members=FIELDS),
+    Seam("sglang.srt.plugins.load_plugins"),
+    Seam(f"{_HOOK}.resolution_hooks._OVERRIDABLE_HOOKS", hooked=False, members=STEPS),
     Seam(
         "sglang.srt.plugins.hook_registry.HookRegistry._apply_target",
         ("target", "hooks"),
@@ -74,6 +96,8 @@ LAUNCHER = (
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
         ("server_args", "port_args", "run_scheduler_process_func"),
     ),
+    Seam("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
+    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
 )
 
 #: Used in the scheduler processes of such a server.
@@ -82,7 +106,8 @@ SCHEDULER = (
     Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
     Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
     Seam(f"{_SIZES}.__init__", ("self", "kvc")),
-    Seam("sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",)),
+    # SGLang's Rust server describes itself from inside a scheduler.
+    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
         ("model_config", "kv_cache_dtype"),
@@ -164,6 +189,9 @@ def check(seams: Iterable[Seam], *, applied: bool = False) -> list[str]:
         except (ImportError, AttributeError) as error:
             problems.append(f"{seam.target}: not there ({type(error).__name__}: {error})")
             continue
+        absent = [name for name in seam.members if name not in found]
+        if absent:
+            problems.append(f"{seam.target}: has no {', '.join(absent)}")
         missing = _missing_parameters(found, seam.parameters)
         if missing:
             problems.append(f"{seam.target}: takes no {', '.join(missing)} in the expected order")

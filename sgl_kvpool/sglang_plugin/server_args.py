@@ -17,7 +17,7 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import refusals, seams
 
-__all__ = ["AUTO", "choices", "install", "layout_of", "require_decided"]
+__all__ = ["AUTO", "build_server_info", "choices", "install", "layout_of", "require_decided"]
 
 #: SGLang as it is.
 AUTO = "auto"
@@ -63,19 +63,14 @@ def install() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
+    for step, hook in zip(seams.STEPS, (_decide, _check_model, _choose_backend, _finish), strict=True):
+        register_resolution_hook(step)(hook)
+    add_attention_backend_choices([KVPOOL_BACKEND])
+    # The ways to ask come last: whatever fails before leaves the argument unknown, never ignored.
     seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
     seams.wrap("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args)
-    add_attention_backend_choices([KVPOOL_BACKEND])
-    register_resolution_hook("handle_deprecated_dp_attention")(_decide)
-    register_resolution_hook("handle_model_specific_adjustments")(_check_model)
-    register_resolution_hook("handle_attention_backend_compatibility")(_choose_backend)
-    register_resolution_hook("validate_deepep_v2_dispatch_token_budget")(_finish)
-
-    # An Engine is being constructed, or may be; the command line has not imported it yet and does not
-    # need this. Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
-    engine = sys.modules.get("sglang.srt.entrypoints.engine")
-    if engine is not None:
-        engine.Engine.server_args_class = _engine_server_args(engine.Engine.server_args_class)
+    seams.wrap("sglang.srt.plugins.load_plugins", _load_plugins)
+    _extend_engine()
 
 
 # -------------------------------------------------------------------- three ways to ask
@@ -99,6 +94,24 @@ def _from_cli_args(original, cls, args):
     return server_args
 
 
+def _load_plugins(original):
+    """Every Engine calls this before it looks for its class of arguments."""
+    original()
+    _extend_engine()
+
+
+def _extend_engine() -> None:
+    """Let `Engine(...)` take the keyword, once its module is imported; the command line does not need it.
+
+    Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
+    """
+    module = sys.modules.get("sglang.srt.entrypoints.engine")
+    if module is None or hasattr(module.Engine.server_args_class, _ATTRIBUTE):
+        return
+    build = _engine_server_args(module.Engine.server_args_class)
+    module.Engine.server_args_class = staticmethod(build)
+
+
 def _engine_server_args(previous):
     """`ServerArgs(**kwargs)` that also takes `kv_cache_layout`."""
 
@@ -110,7 +123,8 @@ def _engine_server_args(previous):
         setattr(server_args, _ATTRIBUTE, value)
         return server_args
 
-    return staticmethod(build)
+    setattr(build, _ATTRIBUTE, None)
+    return build
 
 
 def _requested(server_args: Any) -> MLAKVCacheLayout | None:
@@ -227,14 +241,20 @@ def _finish(server_args, previous):
 
 
 def _install_launcher() -> None:
-    """Hook what launches schedulers; only once a layout was asked for.
+    """Hook what launches schedulers and describes the server; only once a layout was asked for.
 
     Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
     """
     from sgl_kvpool.sglang_plugin import stop_if
 
     stop_if(seams.check(seams.LAUNCHER))
-    seams.wrap(seams.LAUNCHER[0].target, _launch_scheduler_processes)
+    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER)
+    seams.wrap(launch, _launch_scheduler_processes)
+    seams.wrap(engine_info, _get_server_info)
+    seams.wrap(info, build_server_info)
+    if "sglang.srt.ray.engine" in sys.modules:
+        ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
+        seams.wrap(ray, _launch_scheduler_actors)
     stop_if(seams.check(seams.LAUNCHER, applied=True))
 
 
@@ -256,3 +276,28 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Tell the schedulers whether to hook the pools."""
     with _told_to_children(layout_of(server_args)):
         return original(cls, server_args, *args, **kwargs)
+
+
+def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
+    """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
+    layout = layout_of(server_args)
+    if layout is not None:
+        raise ValueError(
+            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
+            "use sglang.Engine, or leave out the layout"
+        )
+    return original(self_or_cls, server_args, *args, **kwargs)
+
+
+def build_server_info(original, server_args, scheduler_info):
+    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
+    info = original(server_args, scheduler_info)
+    layout = layout_of(server_args)
+    return info if layout is None else {**info, "kv_cache_layout": layout.value}
+
+
+def _get_server_info(original, self):
+    """The Engine describes itself without `build_server_info`."""
+    info = original(self)
+    layout = layout_of(self.tokenizer_manager.server_args)
+    return info if layout is None else {**info, "kv_cache_layout": layout.value}

@@ -10,7 +10,7 @@ from test_host_attention import oracle_attention
 
 pytestmark = pytest.mark.usefixtures("published")
 
-RANK, ROPE, HEADS, LAYER, SCALE = 128, 64, 3, 6, 0.07
+RANK, ROPE, HEADS, LAYER, SCALE = 128, 64, 3, 6, 0.07  # a test without rope sets ROPE to 0
 SLOTS = 200
 
 
@@ -157,6 +157,16 @@ def test_prefill_over_a_prefix_longer_than_the_workspace(split, monkeypatch):
     assert_attends(case.run("EXTEND", split=split), case.wanted(fresh_as_computed=True))
 
 
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
+def test_models_without_rope(layout, mode, monkeypatch):
+    monkeypatch.setitem(globals(), "ROPE", 0)
+    case = Case(layout, [9, 30], [8, 29], monkeypatch)
+    found = case.run(mode)
+    assert case.pool.row_format.rope is None
+    assert_attends(found, case.wanted(fresh_as_computed=mode == "EXTEND"))
+
+
 def test_k_scale_of_the_layer_is_applied_on_the_way_back(monkeypatch):
     case = Case("fp8", [20, 3], [12, 2], monkeypatch, reads_rows=True, k_scale=0.25)
     assert_attends(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
@@ -195,5 +205,10 @@ def test_servers_it_cannot_serve_are_refused():
         KVPoolMLABackend(runner(pool, radix_attention(sliding_window_size=128)))
     with pytest.raises(ValueError, match=r"caps its logits at 30\.0"):
         KVPoolMLABackend(runner(pool, radix_attention(logit_cap=30.0)))
-    with pytest.raises(ValueError, match="no attention layer of ModuleList is 192 wide"):
-        KVPoolMLABackend(runner(pool, radix_attention(head_dim=128)))
+    # As in SGLang's own DeepSeek classes, where attn_mha stands beside attn_mqa.
+    with pytest.raises(ValueError, match="layer 1 of ModuleList attends keys 128 wide and not rows of 192"):
+        KVPoolMLABackend(runner(pool, radix_attention(), radix_attention(head_dim=128)))
+    without = runner(pool)
+    without.model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="Linear has no attention layer"):
+        KVPoolMLABackend(without)

@@ -25,23 +25,26 @@ GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 LAYOUT = "--kv-cache-layout"
 READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
 
+#: The demo model, saying what pool it is served from.
+WATCHED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "watched_models", "PYTHONPATH": str(HERE)}
+
 #: name: (arguments, environment). "{tmp}" is a folder of the server's own.
 CONFIGURATIONS = {
     # SGLang as it is: without the plugin, with it, and on another version of SGLang with it.
-    "disabled": ([], {"SGLANG_PLUGINS": "nothing"}),
-    "stock": ([], {}),
-    "foreign": ([], {"PYTHONPATH": "{tmp}/foreign"}),
+    "disabled": ([], {"SGLANG_PLUGINS": "nothing", **WATCHED}),
+    "stock": ([], WATCHED),
+    "foreign": ([], {**WATCHED, "PYTHONPATH": "{tmp}/foreign" + os.pathsep + str(HERE)}),
     # One layout each, asked for in each of the ways there are.
     "bf16": ([LAYOUT, "bf16"], {}),
     "bf16-rows": ([LAYOUT, "bf16"], READS_ROWS),
     "fp8": ([], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
     "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
-    "fp4-paged": (["--config", "{tmp}/server.yaml"], {}),
+    "fp4-paged": (["--config", "{tmp}/server.yaml"], READS_ROWS),
     # Our pool, read by a stock backend.
     "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
-    # A codec that stores wrong values, to see that stored rows are what is attended.
+    # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},

@@ -45,16 +45,19 @@ def test_installed_but_not_asked_for_changes_nothing(record, name):
     assert found["info"].keys() == plain["info"].keys()
     assert found["info"]["max_total_num_tokens"] == TOKENS
     assert "sgl-kvpool: KV cache layout" not in found["log"]
-    # SGLang's own pool: its log line names dtype and size.
-    line = "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 16384, KV size: 0.05 GB"
-    assert line in plain["log"]
-    assert line in found["log"]
+    # SGLang's own pool, of the same size.
+    for line in (
+        "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 16384, KV size: 0.05 GB",
+        "served from sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+    ):
+        assert line in plain["log"]
+        assert line in found["log"]
 
 
 @pytest.mark.engine("stock", "foreign")
 def test_another_sglang_version_warns_and_serves(record):
-    warning = "sgl-kvpool does nothing: SGLang 0.6.1 is not a version"
-    assert warning in record("foreign")["log"]
+    log = record("foreign")["log"]
+    assert log.count("sgl-kvpool does nothing") == log.count("SGLang 0.6.1 is not a version") == 1
     assert "sgl-kvpool" not in record("stock")["log"].replace("sgl-kvpool, dist=", "")
 
 
@@ -159,10 +162,10 @@ def test_pages_of_64_and_chunked_prefill(record):
     prompt = answers["first"][3]["meta_info"]["prompt_tokens"]
     assert prompt > 5 * 64
     assert cached(answers["batch"])[3] == (prompt - 1) // 64 * 64
-    # The last chunk's own rows are attended as they were computed, so tokens may differ from a prefill
-    # that reads all rows, and log-probabilities lie between those and bf16's.
-    assert mean_distance(logprobs(answers["prompt"]), logprobs(whole["prompt"])) < 0.3
-    assert all(len(ids) == 24 for ids in tokens(answers["first"]))
+    # The same rows are read, in other pieces.
+    assert tokens(answers["first"]) == tokens(whole["first"])
+    assert tokens(answers["batch"]) == tokens(whole["batch"])
+    assert mean_distance(logprobs(answers["prompt"]), logprobs(whole["prompt"])) < 0.02
 
 
 @pytest.mark.engine("engines")

@@ -61,8 +61,7 @@ def checkpoints(tmp_path_factory):
 def resolve(monkeypatch):
     """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
-    for name in ("SGL_KVPOOL_KV_CACHE_LAYOUT", "SGLANG_KVPOOL_KV_CACHE_LAYOUT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import restore_context, snapshot_context
     from sglang.srt.server_args import prepare_server_args

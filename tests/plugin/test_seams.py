@@ -82,7 +82,7 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(oth
     done = run(code, pythonpath=other_sglang)
     assert done.returncode == 0, done.stderr
     assert "hooked [False, False] False []" in done.stdout
-    assert done.stderr.count("sgl-kvpool does nothing: SGLang 0.6.1 is not a version") == 1
+    assert done.stderr.count("SGLang 0.6.1 is not a version") == 1
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,59 @@ def test_a_scheduler_stops_if_a_seam_is_gone():
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
 
 
+def test_a_step_or_field_that_is_gone_is_named():
+    from sgl_kvpool.sglang_plugin.seams import Seam, check
+
+    steps = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
+    assert check([Seam(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
+        f"{steps}: has no gone, left"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("breakage", "text"),
+    [
+        # A resolution step that SGLang renamed.
+        (
+            "import sglang.srt.arg_groups.resolution_hooks as r;"
+            "r._OVERRIDABLE_HOOKS = r._OVERRIDABLE_HOOKS - {'handle_deprecated_dp_attention'};",
+            "has no handle_deprecated_dp_attention",
+        ),
+        # Anything else that goes wrong in the plugin.
+        (
+            "import sglang.srt.arg_groups.choices as c; c.add_attention_backend_choices = None;",
+            "the plugin failed: TypeError",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(breakage, text):
+    code = breakage + LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
+    done = run(code)
+    assert done.returncode == 1, done.stderr
+    assert "went on" not in done.stdout
+    assert text in done.stderr
+    # And leaves the argument unknown where it was not to be seen, as in YAML.
+    code = (
+        breakage + LOAD.format(argv=["x"]) + "import argparse; from sglang.srt.server_args import ServerArgs;"
+        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
+        "print('--kv-cache-layout' in parser._option_string_actions)"
+    )
+    assert run(code).stdout == "False\n"
+
+
+def test_a_flag_of_the_environment_that_is_neither_yes_nor_no(other_sglang):
+    code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"])
+    done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="maybe")
+    assert done.returncode == 1
+    assert "SGL_KVPOOL_ALLOW_UNTESTED='maybe' is neither" in done.stderr
+
+
+def test_auto_is_not_asking_for_a_layout(other_sglang):
+    for argv in (["x", "--kv-cache-layout", "auto"], ["x", "--kv-cache-layout=auto"]):
+        done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang)
+        assert "went on" in done.stdout, done.stderr
+
+
 def test_nothing_but_arguments_is_hooked_unless_asked_for():
     """In a scheduler process: our seams there are unmarked, and our backend is not registered."""
     code = (
@@ -133,9 +186,9 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for():
     )
     done = run(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 5 1 False\n"
+    assert done.stdout == "0 5 3 False\n"
     done = run(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
-    assert done.stdout == "0 0 1 True\n", done.stderr
+    assert done.stdout == "0 0 2 True\n", done.stderr
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(tmp_path):

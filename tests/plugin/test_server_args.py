@@ -111,6 +111,8 @@ FEATURES = {
     "--enable-flexkv": (),
     "--radix-cache-backend": ("other",),
     "--use-ray": (),
+    "--grpc-mode": (),
+    "--smg-grpc-mode": (),
     "--disaggregation-mode": ("prefill",),
     "--enable-hierarchical-cache": (),
 }
@@ -212,25 +214,44 @@ def test_speculative_decoding_is_refused(resolve, checkpoints, layout):
 
 
 def test_deterministic_inference_is_refused(resolve, checkpoints):
-    with pytest.raises(ValueError, match="--enable-deterministic-inference does not work"):
+    """By us wherever SGLang lets it through; on a CPU it refuses by itself."""
+    from types import SimpleNamespace
+
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.refusals import check_backends
+
+    with pytest.raises(ValueError, match="deterministic inference"):
         resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", "--enable-deterministic-inference")
+    fields = SimpleNamespace(
+        attention_backend="kvpool_mla",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        device="cpu",
+        speculative_algorithm=None,
+        enable_deterministic_inference=True,
+    )
+    with pytest.raises(ValueError, match="--enable-deterministic-inference does not work"):
+        check_backends(MLAKVCacheLayout.FP4, fields)
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):
     """`Engine(kv_cache_layout=...)` goes through this attribute of the Engine class."""
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.entrypoints import engine
 
-    from sgl_kvpool.sglang_plugin.server_args import _engine_server_args
-
-    # This process loaded the plugin before the Engine; a process that calls Engine() has it the other
-    # way round, which tests/engine shows.
-    monkeypatch.setattr(Engine, "server_args_class", _engine_server_args(ServerArgs))
+    # This process loaded the plugin before the Engine's module; every Engine() begins with this call. A
+    # process that imports the Engine first has it the other way round, which tests/engine shows.
+    engine.load_plugins()
+    Engine = engine.Engine
     args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     args.resolve_once()
     assert asked(args) == "fp4"
     with pytest.raises(ValueError, match="unknown KV cache layout 'int4'; choose one of"):
         Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+    both = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
+    with pytest.raises(ValueError, match="'fp4' as argument.*kv_cache_layout=.*'fp8' in the environment"):
+        both.resolve_once()
+    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT")
     plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
     plain.resolve_once()
     assert asked(plain) is None
@@ -253,6 +274,15 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
     _launch_scheduler_processes(spawn, object, plain, None, None)
     assert seen == ["fp4", None]
     assert os.environ[env.CHILD_LAYOUT] == "left over"
+
+
+def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
+    from sgl_kvpool.sglang_plugin.server_args import _launch_scheduler_actors
+
+    packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    with pytest.raises(ValueError, match="RayEngine does not work with KV cache layout fp4"):
+        _launch_scheduler_actors(print, object, packed)
+    assert _launch_scheduler_actors(lambda *a: "launched", object, resolve(checkpoints["mla"])) == "launched"
 
 
 def test_a_record_resolved_without_the_plugin_is_refused():

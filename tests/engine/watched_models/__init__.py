@@ -1,0 +1,1 @@
+"""The demo model in a process that says which pool it is served from."""

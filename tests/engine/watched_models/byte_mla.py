@@ -1,0 +1,19 @@
+"""Loaded by SGLang in the scheduler process; prints the pool's class at the first forward."""
+
+from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+from sgl_kvpool.demo.models.byte_mla import EntryClass
+
+_forward = EntryClass.forward
+_said = []
+
+
+def forward(self, *args, **kwargs):
+    if not _said:
+        pool = type(get_token_to_kv_pool())
+        _said.append(f"served from {pool.__module__}.{pool.__qualname__}")
+        print(_said[0], flush=True)
+    return _forward(self, *args, **kwargs)
+
+
+EntryClass.forward = forward
