@@ -101,25 +101,21 @@ def test_k_scale(k_scale):
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("kind", ["dense", "layer", "odd"])
+@pytest.mark.parametrize("kind", ["dense", "layer"])
 @pytest.mark.parametrize(("rank", "rope", "align"), GEOMETRIES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_store_and_gather(name, rank, rope, align, kind, index):
-    """`odd` rows start at odd addresses: the torch code serves them on the GPU as well."""
+    """`layer` rows lie between those of other layers, as in a token-major pool."""
     fmt = row_format(name, rank, rope, align)
     tokens, slots_count = 269, 1021
     slots = torch.randperm(slots_count)[:tokens].to(index)
     slots[::7] = -1
     wide = hard_rows(tokens, rank + rope + 48)
     nope, keys = wide[:, 3 : rank + 3], wide[:, rank + 5 : rank + 5 + rope] if rope else None
-    if kind == "odd":
-        base = torch.full((slots_count * (fmt.row_bytes + 13) + 9,), FILL, dtype=torch.uint8)
-        shape, strides, first = (slots_count, fmt.row_bytes), (fmt.row_bytes + 13, 1), 9
-    else:
-        layers = 3 if kind == "layer" else 1
-        base = torch.full((slots_count * layers * fmt.row_bytes,), FILL, dtype=torch.uint8)
-        first = fmt.row_bytes if kind == "layer" else 0
-        shape, strides = (slots_count, fmt.row_bytes), (layers * fmt.row_bytes, 1)
+    layers = 3 if kind == "layer" else 1
+    base = torch.full((slots_count * layers * fmt.row_bytes,), FILL, dtype=torch.uint8)
+    first = fmt.row_bytes if kind == "layer" else 0
+    shape, strides = (slots_count, fmt.row_bytes), (layers * fmt.row_bytes, 1)
     device_base, device_wide = cuda(base), cuda(wide)
     pool = base.as_strided(shape, strides, first)
     device_pool = device_base.as_strided(shape, strides, first)
@@ -197,3 +193,12 @@ def test_captured_graph():
     expected = decode_rows(encode_rows(new_nope, new_keys, fmt), fmt)
     expected[[1, 6]] = 0
     same_values(out, expected)
+
+
+def test_rows_at_odd_addresses_are_refused():
+    fmt = row_format("fp4", 128, 0)
+    buffer = torch.zeros(1000, dtype=torch.uint8, device="cuda")
+    for shape, first in (((3, 81), 0), ((3, 80), 2)):
+        pool = buffer.as_strided((shape[0], fmt.row_bytes), (shape[1], 1), first)
+        with pytest.raises(ValueError, match="multiples of 4"):
+            gather_rows(pool, torch.zeros(1, dtype=torch.int64, device="cuda"), fmt)
