@@ -152,7 +152,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (1)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     arguments = parser.parse_args()
+    if arguments.threads < 1:
+        parser.error(f"--threads {arguments.threads} is not positive")
     torch.set_num_threads(arguments.threads)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.touch()  # fails now rather than after the measurement
 
     results = []
     for layout in MLAKVCacheLayout:
@@ -177,7 +182,6 @@ def main() -> int:
         "results": results,
     }
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if arguments.check and missed else 0
 

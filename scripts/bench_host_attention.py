@@ -88,6 +88,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help=f"exit 1 above a ratio of {LIMIT}")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.touch()  # fails now rather than after the measurement
     size = {"slots": 2048, "requests": 4, "context": 256, "rounds": 9}
     if not arguments.quick:
         size = {"slots": 8192, "requests": 8, "context": 1024, "rounds": 15}

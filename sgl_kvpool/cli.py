@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"sgl-kvpool: {error}", file=sys.stderr)
         return 2
 
@@ -75,10 +75,18 @@ def _layouts(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.write_model:
+    if arguments.write_model is not None:
+        from pathlib import Path
+
+        folder = Path(arguments.write_model)
+        if not arguments.write_model or (folder.is_dir() and any(folder.iterdir())):
+            raise ValueError(
+                f"--write-model {arguments.write_model!r}: name a folder that is new or empty, so that no "
+                "other model is overwritten"
+            )
         from sgl_kvpool.demo.checkpoint import write_random_model
 
-        print(write_random_model(arguments.write_model))
+        print(write_random_model(folder))
         return 0
     from sgl_kvpool.demo.compare import compare
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from operator import index
 
 __all__ = [
     "FORMAT_VERSION",
@@ -180,10 +181,12 @@ class MLAKVCacheLayout(str, Enum):
 
         Raises
         ------
+        TypeError
+            A number that is not an integer.
         ValueError
             Geometry or alignment outside the limits above.
         """
-        return _row_format(self, int(kv_lora_rank), int(qk_rope_head_dim), int(align_bytes))
+        return _row_format(self, index(kv_lora_rank), index(qk_rope_head_dim), index(align_bytes))
 
 
 _TABLE: dict[MLAKVCacheLayout, _LayoutRow] = {

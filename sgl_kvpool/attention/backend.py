@@ -103,6 +103,10 @@ class KVPoolMLABackend(AttentionBackend):
         """Length of a padding request; nothing is captured on the CPU."""
         return 1
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The same, under the name that SGLang uses where it pads batches on a CPU."""
+        return 1
+
     def support_triton(self) -> bool:
         """SGLang's helpers must take their torch path."""
         return False
@@ -148,9 +152,11 @@ class KVPoolMLABackend(AttentionBackend):
             pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope)
 
         tokens = q.shape[0]
-        query = q.reshape(tokens, heads, -1)
-        if q_rope is not None:
-            query = torch.cat([query, q_rope.reshape(tokens, heads, -1)], dim=-1)
+        if q_rope is None:
+            query = q.reshape(tokens, heads, fmt.head_dim)
+        else:
+            rope = q_rope.reshape(tokens, heads, fmt.qk_rope_head_dim)
+            query = torch.cat([q.reshape(tokens, heads, rank), rope], dim=-1)
         query = query.float()
         rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
         out, lse = self.reader.attend(
@@ -162,7 +168,11 @@ class KVPoolMLABackend(AttentionBackend):
             k_scale=pool.k_scale(layer.layer_id),
         )
         if attend_fresh:
-            key = torch.cat([k_nope, k_rope.reshape(tokens, 1, -1)], dim=-1).squeeze(1).float()
+            key = (
+                torch.cat([k_nope, k_rope.reshape(tokens, 1, fmt.qk_rope_head_dim)], dim=-1)
+                .squeeze(1)
+                .float()
+            )
             for request in self._requests:
                 own = slice(request.query_start, request.query_start + request.query_count)
                 piece, piece_lse = attend(

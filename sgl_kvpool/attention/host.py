@@ -147,6 +147,8 @@ class RowReader:
     """
 
     def __init__(self, fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS):
+        if workspace_tokens < 1:
+            raise ValueError(f"workspace_tokens={workspace_tokens} is not positive")
         self.fmt = fmt
         self.workspace = torch.empty((workspace_tokens, fmt.head_dim), dtype=torch.float32)
 

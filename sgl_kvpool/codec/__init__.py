@@ -125,7 +125,7 @@ def store_rows(
     TypeError, ValueError
         As `encode_rows`.
     """
-    checks.pool(pool, fmt, name="pool")
+    checks.pool(pool, fmt, name="pool", written=True)
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
     checks.slots(slots, len(k_nope), pool)
     checks.same_device(pool, "pool", k_nope, "k_nope")

@@ -96,13 +96,19 @@ def values(
     return k_nope.to(torch.bfloat16), k_rope
 
 
-def pool(rows: torch.Tensor, fmt: RowFormat, name: str) -> None:
+def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
+    """Rows of a pool or of a tensor of rows; rows to be written must not overlap."""
     if rows.dtype != torch.uint8:
         raise TypeError(
             f"{name} is {str(rows.dtype).removeprefix('torch.')}, expected uint8; pass "
             f"{name}.view(torch.uint8)"
         )
     _matrix(rows, name, fmt.row_bytes, fmt)
+    if written and len(rows) > 1 and rows.stride(0) < fmt.row_bytes:
+        raise ValueError(
+            f"{name} has a row stride of {rows.stride(0)} bytes and rows of {fmt.row_bytes}, so that a "
+            "write to one would change the next; allocate it without overlap"
+        )
 
 
 def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None:

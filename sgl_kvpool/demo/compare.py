@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,16 +36,21 @@ def compare(layouts: Sequence[MLAKVCacheLayout]) -> int:
     """
     from sgl_kvpool.demo.checkpoint import write_random_model
 
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C does: leave through the `with` blocks, so that no server is left behind.
+        signal.signal(ending, lambda received, frame: sys.exit(128 + received))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sgl-kvpool-demo-") as folder:
         model_path = write_random_model(Path(folder) / "model")
         print("model: 3 layers of MLA (latent 512, rope 64), random weights; device: cpu", flush=True)
         for number, layout in enumerate(layouts, 1):
             print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
+            log = Path(folder) / f"{layout}.log"
             try:
-                rows.append(_serve(layout, model_path, Path(folder) / f"{layout}.log"))
-            except ServerFailed as error:
-                print(f"failed\n{error}")
+                rows.append(_serve(layout, model_path, log))
+            except (ServerFailed, OSError) as error:
+                kept = shutil.copy(log, tempfile.mkdtemp(prefix="sgl-kvpool-log-"))
+                print(f"failed: {error}\nthe server's whole output is in {kept}")
                 return 1
             print(f"served after {rows[-1]['start_seconds']:.0f} s", flush=True)
     _print(rows)

@@ -5,6 +5,7 @@ Imports neither torch nor SGLang, so that it runs beside a server at no cost.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -28,6 +29,10 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: Variables of the user's that would change what a server here is compared for.
 _NOT_INHERITED = (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, "SGLANG_PLUGINS")
+
+
+#: Requests to this machine go to it, whatever proxy the environment names.
+_LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(RuntimeError):
@@ -142,17 +147,21 @@ class Server:
         """End the server and everything it started."""
         if self.process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.wait()
-        self.process = None
+        try:
+            self._signal(signal.SIGTERM)
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass  # killed below
+        finally:
+            # Also when the wait is interrupted, and for children that outlive the launcher.
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def log_tail(self, lines: int = 15) -> str:
         """Last lines of the server's output."""
@@ -162,7 +171,7 @@ class Server:
 
     def get(self, path: str) -> bytes:
         """Body of a GET request."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with _LOOPBACK.open(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
             return answer.read()
 
     def info(self) -> dict[str, Any]:
@@ -176,5 +185,5 @@ class Server:
             data=json.dumps(fields).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        with _LOOPBACK.open(request, timeout=600) as answer:
             return json.loads(answer.read())

@@ -66,9 +66,12 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         self._k_scales = dict(k_scales or {})
         env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
         for layer_id, k_scale in self._k_scales.items():
-            if not 0.0 < k_scale < float("inf"):
+            if not isinstance(layer_id, int):
+                raise ValueError(f"k_scales has a key {layer_id!r}; keys are model layer ids (int)")
+            stored = torch.tensor(k_scale, dtype=torch.float32).item()  # as kernels see it
+            if not 0.0 < stored < float("inf"):
                 raise ValueError(
-                    f"k_scale={k_scale} of layer {layer_id} is not finite and positive; "
+                    f"k_scale={k_scale} of layer {layer_id} is not finite and positive in float32; "
                     "the checkpoint's KV scales are damaged, or choose a layout that uses none"
                 )
         super().__init__(*args, **kwargs)
@@ -81,8 +84,10 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
         SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
         """
+        layout = MLAKVCacheLayout.parse(layout)
         init = partialmethod(cls.__init__, kv_cache_layout=layout, k_scales=k_scales)
-        return type(f"{cls.__name__}_{layout.value}", (cls,), {"__init__": init})
+        members = {"__init__": init, "__module__": cls.__module__}
+        return type(f"{cls.__name__}_{layout.value}", (cls,), members)
 
     # ---------------------------------------------------------------- construction
 
@@ -117,11 +122,22 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     # ---------------------------------------------------------------- reading
 
+    def _index(self, layer_id: int) -> int:
+        """Place of a model layer in the pool; IndexError for one that the pool does not hold."""
+        index = layer_id - self.start_layer
+        if not 0 <= index < self.layer_num:  # a negative index would be another layer's rows
+            raise IndexError(
+                f"layer {layer_id} is outside of this pool, which holds layers {self.start_layer} to "
+                f"{self.start_layer + self.layer_num - 1}"
+            )
+        return index
+
     def _stored(self, layer_id: int) -> torch.Tensor:
+        index = self._index(layer_id)
         # The load fence of the host tier: rows of this layer may still be on their way in.
         if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
-        return self.kv_buffer[layer_id - self.start_layer]
+            self.layer_transfer_counter.wait_until(index)
+        return self.kv_buffer[index]
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a layer, `[slots, 1, row_bytes]` uint8, a view of the live pool.
@@ -205,11 +221,13 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; `cache_v` is part of it and ignored."""
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        index = self._index(layer_id)
         if self.kv_cache_layout is MLAKVCacheLayout.BF16:
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
         nope, rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
-        self._store(layer, loc_info, nope, rope, layer_id_override, "set_kv_buffer")
+        self._store(index, layer_id, loc_info, nope, rope, "set_kv_buffer")
 
     def set_mla_kv_buffer(
         self, layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override: int | None = None
@@ -218,21 +236,28 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
         `loc_info` is a `KVWriteLoc` or a tensor of slots; `layer` may be None with `layer_id_override`.
         """
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        index = self._index(layer_id)
+        if cache_k_rope is None and self.qk_rope_head_dim:
+            raise ValueError(
+                f"cache_k_rope is None, but rows of this pool hold {self.qk_rope_head_dim} rotary values; "
+                "the slots would keep those of their former tokens"
+            )
+        if cache_k_nope.shape[0] == 0:
+            return
         if self.kv_cache_layout is MLAKVCacheLayout.BF16:
             super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
             return
-        self._store(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override, "set_mla_kv_buffer")
+        self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
 
-    def _store(self, layer, loc_info, nope, rope, layer_id_override, method: str) -> None:
+    def _store(self, index: int, layer_id: int, loc_info, nope, rope, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)
         where = f"{method} ({self.kv_cache_layout})"
         self._check_physical_write_loc(loc_info, where)
         maybe_detect_oob(loc, 0, self.size + self.page_size, where)
-        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         # Writers do not wait for loads: SGLang never writes a slot that a load is filling.
-        pool = self.kv_buffer[layer_id - self.start_layer].squeeze(1)  # [slots, row_bytes] uint8
         store_rows(
-            pool,
+            self.kv_buffer[index].squeeze(1),  # [slots, row_bytes] uint8
             loc,
             _flat(nope),
             _flat(rope) if self.qk_rope_head_dim else None,

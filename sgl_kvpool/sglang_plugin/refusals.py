@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read, readers
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -187,6 +188,11 @@ def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
     for phase, backend in zip(("prefill", "decode"), backends_in_use(view), strict=True):
         if backend is not None and not can_read(backend, layout):
             raise ValueError(unreadable(f"the {phase} attention backend", backend, layout))
+    if env.flag(env.PREFILL_READS_ROWS) and backends_in_use(view)[0] != KVPOOL_BACKEND:
+        raise ValueError(
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend "
+            f"{backends_in_use(view)[0]}; leave it out, or use --attention-backend {KVPOOL_BACKEND}"
+        )
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
     if view.device != "cpu":

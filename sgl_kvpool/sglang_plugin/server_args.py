@@ -27,6 +27,8 @@ _ATTRIBUTE = "_kvpool_kv_cache_layout"
 
 _SOURCE = "sgl_kvpool"
 _installed = False
+#: Whether some record of this process was asked for a layout by flag or keyword.
+_was_asked = False
 
 
 def choices() -> list[str]:
@@ -90,8 +92,15 @@ def _add_cli_args(original, parser):
 
 def _from_cli_args(original, cls, args):
     server_args = original(cls, args)
-    setattr(server_args, _ATTRIBUTE, getattr(args, "kv_cache_layout", None))
+    _remember(server_args, getattr(args, "kv_cache_layout", None))
     return server_args
+
+
+def _remember(server_args: Any, value: str | None) -> None:
+    """Keep what the user wrote on the record; None for nothing."""
+    global _was_asked
+    setattr(server_args, _ATTRIBUTE, value)
+    _was_asked = _was_asked or value is not None
 
 
 def _load_plugins(original):
@@ -118,9 +127,11 @@ def _engine_server_args(previous):
     def build(**kwargs):
         value = kwargs.pop("kv_cache_layout", None)
         if value is not None and value != AUTO:
+            if value not in choices():
+                raise ValueError(f"kv_cache_layout={value!r} is not one of: {', '.join(choices())}")
             value = MLAKVCacheLayout.parse(value).value
         server_args = previous(**kwargs)
-        setattr(server_args, _ATTRIBUTE, value)
+        _remember(server_args, value)
         return server_args
 
     setattr(build, _ATTRIBUTE, None)
@@ -141,6 +152,13 @@ def _requested(server_args: Any) -> MLAKVCacheLayout | None:
             f"the KV cache layout is {written!r} as argument (--kv-cache-layout or kv_cache_layout=) but "
             f"{exported!r} in the environment ({env.KV_CACHE_LAYOUT}); give one of them, or the same"
         )
+    if exported is None and _was_asked and _ATTRIBUTE not in vars(server_args):
+        # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
+        raise ValueError(
+            "this ServerArgs does not say whether it was asked for a KV cache layout, and another one of "
+            f"this process was; if it is a copy, use copy.deepcopy, and say which with {env.KV_CACHE_LAYOUT}="
+            f"{'|'.join(choices())}"
+        )
     value = written or exported or AUTO
     return None if value == AUTO else MLAKVCacheLayout.parse(value)
 
@@ -155,6 +173,9 @@ def _decide(server_args, previous):
     if layout is not None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
+        # A value that is neither yes nor no is an error now, not in a scheduler.
+        for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE):
+            env.flag(name)
         refusals.check_dtype(layout, server_args.kv_cache_dtype)
         refusals.check_features(layout, server_args)
         # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.

@@ -67,7 +67,7 @@ class Case:
         self.backend = KVPoolMLABackend(self.runner)
         generator = torch.Generator().manual_seed(7)
         slots = torch.randperm(SLOTS - 1, generator=generator)[: sum(lengths)] + 1
-        self.slots = list(slots.split(lengths))
+        self.slots = list(slots.split(lengths)) if lengths else []
         self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
         self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
         for row, own in zip(self.rows, self.slots, strict=True):
@@ -170,6 +170,20 @@ def test_models_without_rope(layout, mode, monkeypatch):
 def test_k_scale_of_the_layer_is_applied_on_the_way_back(monkeypatch):
     case = Case("fp8", [20, 3], [12, 2], monkeypatch, reads_rows=True, k_scale=0.25)
     assert_attends(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "MIXED"])
+def test_batches_without_tokens(mode, monkeypatch):
+    case = Case("fp4", [], [], monkeypatch)
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    none = torch.empty(0, dtype=torch.int64)
+    batch = ForwardBatch(ForwardMode[mode], 0, none, none, none, none, 0, seq_lens_cpu=none)
+    batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = []
+    case.backend.init_forward_metadata(batch)
+    q = torch.empty(0, HEADS * (RANK + ROPE), dtype=torch.bfloat16)
+    k = torch.empty(0, 1, RANK + ROPE, dtype=torch.bfloat16)
+    assert case.backend.forward(q, k, k, case.layer, batch).shape == (0, HEADS * RANK)
 
 
 def test_nothing_is_written_without_save_kv_cache(monkeypatch):

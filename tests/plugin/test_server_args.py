@@ -245,7 +245,7 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
     args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     args.resolve_once()
     assert asked(args) == "fp4"
-    with pytest.raises(ValueError, match="unknown KV cache layout 'int4'; choose one of"):
+    with pytest.raises(ValueError, match="kv_cache_layout='int4' is not one of: auto, bf16"):
         Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
     monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
     both = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
@@ -292,6 +292,48 @@ def test_a_record_resolved_without_the_plugin_is_refused():
 
     with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
         require_decided(ServerArgs(model_path="dummy"))
+
+
+def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypatch):
+    """Shallow copies of a msgspec Struct carry its fields alone."""
+    import copy
+
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    assert asked(copy.deepcopy(args)) == "fp4"
+    for make in (
+        lambda: copy.copy(args),
+        lambda: msgspec.structs.replace(args, port=30001),
+        lambda: ServerArgs(**msgspec.structs.asdict(args)),
+    ):
+        with pytest.raises(ValueError, match=r"does not say whether it was asked.*LAYOUT=auto\|bf16"):
+            make().resolve_once()
+        for value, layout in (("auto", None), ("fp4", "fp4")):
+            monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", value)
+            record = make()
+            record.resolve_once()
+            assert asked(record) == layout
+        monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT")
+
+
+@pytest.mark.parametrize("name", ["SGL_KVPOOL_CHECK_FINITE", "SGL_KVPOOL_PREFILL_READS_ROWS"])
+def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
+    resolve, checkpoints, monkeypatch, name
+):
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValueError, match=f"{name}='maybe' is neither"):
+        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+    resolve(checkpoints["mla"])  # nothing was asked for
+
+
+def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeypatch):
+    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    with pytest.raises(ValueError, match="does nothing for the prefill attention backend torch_native"):
+        resolve(
+            checkpoints["mla"], *("--kv-cache-layout", "bf16", "--prefill-attention-backend", "torch_native")
+        )
 
 
 def test_a_dtype_changed_on_the_way_is_noticed(resolve, checkpoints, monkeypatch):

@@ -213,10 +213,12 @@ def test_other_layouts_ignore_k_scale(layout):
     assert np.array_equal(stored(plain, 5), stored(scaled, 5))
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), 1e-46, 1e39])
 def test_damaged_k_scale_is_refused(bad):
     with pytest.raises(ValueError, match="layer 6"):
         make_pool("fp8", k_scales={6: bad})
+    with pytest.raises(ValueError, match="key '6'"):
+        make_pool("fp8", k_scales={"6": 1.0})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -265,6 +267,35 @@ def test_row_buffer_is_a_view_and_waits_for_loads(layout):
 def test_getters_of_packed_rows_name_the_way_out(layout, getter):
     with pytest.raises(TypeError, match=r"get_row_buffer"):
         getattr(make_pool(layout), getter)(5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layer_id", [4, 2, 8])
+def test_layers_outside_of_the_pool_are_refused(layout, layer_id):
+    """A negative index would be another layer's rows."""
+    pool = make_pool(layout)
+    nope, rope = values(1, 512, 64)
+    loc = torch.tensor([3])
+    for call in (
+        lambda: pool.set_mla_kv_buffer(layer_object(layer_id), loc, nope, rope),
+        lambda: pool.set_kv_buffer(layer_object(layer_id), loc, torch.cat([nope, rope], -1), None),
+        lambda: pool.get_row_buffer(layer_id),
+        lambda: pool.get_mla_kv_buffer(layer_object(layer_id), loc, torch.bfloat16),
+    ):
+        with pytest.raises(IndexError, match=f"layer {layer_id} is outside of this pool.*5 to 7"):
+            call()
+    assert not any(stored(pool, START + i).any() for i in range(LAYERS))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_rope_is_refused_and_no_tokens_are_fine(layout):
+    pool = make_pool(layout)
+    nope, rope = values(2, 512, 64)
+    with pytest.raises(ValueError, match="cache_k_rope is None, but rows of this pool hold 64"):
+        pool.set_mla_kv_buffer(layer_object(5), torch.tensor([3, 4]), nope, None)
+    empty = torch.empty(0, dtype=torch.int64)
+    pool.set_mla_kv_buffer(layer_object(5), empty, nope[:0], rope[:0])
+    assert not stored(pool, 5).any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
