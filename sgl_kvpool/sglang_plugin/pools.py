@@ -8,8 +8,10 @@ from typing import Any
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.launching import build_server_info
+from sgl_kvpool.sglang_plugin.record import layout_of
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
-from sgl_kvpool.sglang_plugin.server_args import build_server_info, layout_of, require_decided
+from sgl_kvpool.sglang_plugin.server_args import require_decided
 
 logger = logging.getLogger(__name__)
 

@@ -6,24 +6,16 @@ into every process of the server. Decisions are declared in SGLang's own resolut
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import refusals, seams
+from sgl_kvpool.sglang_plugin import launching, refusals, seams
+from sgl_kvpool.sglang_plugin.record import ATTRIBUTE, AUTO, layout_of
 
-__all__ = ["AUTO", "build_server_info", "choices", "install", "layout_of", "require_decided"]
-
-#: SGLang as it is.
-AUTO = "auto"
-
-#: Attribute of ServerArgs: what the user wrote, and after resolution the layout in use or `AUTO`.
-_ATTRIBUTE = "_kvpool_kv_cache_layout"
+__all__ = ["AUTO", "choices", "install", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
 _installed = False
@@ -36,19 +28,13 @@ def choices() -> list[str]:
     return [AUTO, *(layout.value for layout in MLAKVCacheLayout)]
 
 
-def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
-    """Layout a resolved `ServerArgs` was asked for; None for SGLang as it is."""
-    value = getattr(server_args, _ATTRIBUTE, None) or AUTO
-    return None if value == AUTO else MLAKVCacheLayout.parse(value)
-
-
 def require_decided(server_args: Any) -> None:
     """RuntimeError for a record that was resolved before the plugin was loaded.
 
     Its process was told to serve a layout (by the environment), but no argument was checked and SGLang
     was not shown the layout's dtype.
     """
-    if getattr(server_args, _ATTRIBUTE, None) is None:
+    if getattr(server_args, ATTRIBUTE, None) is None:
         raise RuntimeError(
             f"{env.KV_CACHE_LAYOUT} asks for a layout, but the server's arguments were resolved before "
             "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
@@ -99,8 +85,8 @@ def _from_cli_args(original, cls, args):
 def _remember(server_args: Any, value: str | None) -> None:
     """Keep what the user wrote on the record; None for nothing."""
     global _was_asked
-    setattr(server_args, _ATTRIBUTE, value)
-    _was_asked = _was_asked or value is not None
+    setattr(server_args, ATTRIBUTE, value)
+    _was_asked = _was_asked or value not in (None, AUTO)
 
 
 def _load_plugins(original):
@@ -115,7 +101,7 @@ def _extend_engine() -> None:
     Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
     """
     module = sys.modules.get("sglang.srt.entrypoints.engine")
-    if module is None or hasattr(module.Engine.server_args_class, _ATTRIBUTE):
+    if module is None or hasattr(module.Engine.server_args_class, ATTRIBUTE):
         return
     build = _engine_server_args(module.Engine.server_args_class)
     module.Engine.server_args_class = staticmethod(build)
@@ -134,13 +120,13 @@ def _engine_server_args(previous):
         _remember(server_args, value)
         return server_args
 
-    setattr(build, _ATTRIBUTE, None)
+    setattr(build, ATTRIBUTE, None)
     return build
 
 
 def _requested(server_args: Any) -> MLAKVCacheLayout | None:
     """What flag or keyword and environment say together; ValueError if they contradict each other."""
-    written = getattr(server_args, _ATTRIBUTE, None)
+    written = getattr(server_args, ATTRIBUTE, None)
     exported = env.text(env.KV_CACHE_LAYOUT)
     if exported is not None and exported not in choices():
         raise ValueError(
@@ -152,7 +138,7 @@ def _requested(server_args: Any) -> MLAKVCacheLayout | None:
             f"the KV cache layout is {written!r} as argument (--kv-cache-layout or kv_cache_layout=) but "
             f"{exported!r} in the environment ({env.KV_CACHE_LAYOUT}); give one of them, or the same"
         )
-    if exported is None and _was_asked and _ATTRIBUTE not in vars(server_args):
+    if exported is None and _was_asked and ATTRIBUTE not in vars(server_args):
         # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
         raise ValueError(
             "this ServerArgs does not say whether it was asked for a KV cache layout, and another one of "
@@ -169,7 +155,7 @@ def _requested(server_args: Any) -> MLAKVCacheLayout | None:
 def _decide(server_args, previous):
     """First step: fix the layout and the `kv_cache_dtype` that SGLang is shown."""
     layout = _requested(server_args)
-    setattr(server_args, _ATTRIBUTE, AUTO if layout is None else layout.value)
+    setattr(server_args, ATTRIBUTE, AUTO if layout is None else layout.value)
     if layout is not None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -255,70 +241,4 @@ def _finish(server_args, previous):
             f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
             f"{shown}; another plugin or model rule changed it"
         )
-    _install_launcher()
-
-
-# -------------------------------------------------------------------- launching
-
-
-def _install_launcher() -> None:
-    """Hook what launches schedulers and describes the server; only once a layout was asked for.
-
-    Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
-    """
-    from sgl_kvpool.sglang_plugin import stop_if
-
-    stop_if(seams.check(seams.LAUNCHER))
-    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER)
-    seams.wrap(launch, _launch_scheduler_processes)
-    seams.wrap(engine_info, _get_server_info)
-    seams.wrap(info, build_server_info)
-    if "sglang.srt.ray.engine" in sys.modules:
-        ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
-        seams.wrap(ray, _launch_scheduler_actors)
-    stop_if(seams.check(seams.LAUNCHER, applied=True))
-
-
-@contextmanager
-def _told_to_children(layout: MLAKVCacheLayout | None) -> Iterator[None]:
-    """Export the layout for the time of a spawn; a second Engine in this process must not see it."""
-    before = os.environ.pop(env.CHILD_LAYOUT, None)
-    if layout is not None:
-        os.environ[env.CHILD_LAYOUT] = layout.value
-    try:
-        yield
-    finally:
-        os.environ.pop(env.CHILD_LAYOUT, None)
-        if before is not None:
-            os.environ[env.CHILD_LAYOUT] = before
-
-
-def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
-    """Tell the schedulers whether to hook the pools."""
-    with _told_to_children(layout_of(server_args)):
-        return original(cls, server_args, *args, **kwargs)
-
-
-def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
-    """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
-    layout = layout_of(server_args)
-    if layout is not None:
-        raise ValueError(
-            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
-            "use sglang.Engine, or leave out the layout"
-        )
-    return original(self_or_cls, server_args, *args, **kwargs)
-
-
-def build_server_info(original, server_args, scheduler_info):
-    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
-    info = original(server_args, scheduler_info)
-    layout = layout_of(server_args)
-    return info if layout is None else {**info, "kv_cache_layout": layout.value}
-
-
-def _get_server_info(original, self):
-    """The Engine describes itself without `build_server_info`."""
-    info = original(self)
-    layout = layout_of(self.tokenizer_manager.server_args)
-    return info if layout is None else {**info, "kv_cache_layout": layout.value}
+    launching.install()

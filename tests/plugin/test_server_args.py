@@ -16,7 +16,7 @@ def view(server_args):
 
 
 def asked(server_args):
-    from sgl_kvpool.sglang_plugin.server_args import layout_of
+    from sgl_kvpool.sglang_plugin.record import layout_of
 
     layout = layout_of(server_args)
     return layout and layout.value
@@ -259,7 +259,7 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
 
 def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
     from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin.server_args import _launch_scheduler_processes
+    from sgl_kvpool.sglang_plugin.launching import _launch_scheduler_processes
 
     seen = []
 
@@ -277,7 +277,7 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
 
 
 def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
-    from sgl_kvpool.sglang_plugin.server_args import _launch_scheduler_actors
+    from sgl_kvpool.sglang_plugin.launching import _launch_scheduler_actors
 
     packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     with pytest.raises(ValueError, match="RayEngine does not work with KV cache layout fp4"):

@@ -1,0 +1,78 @@
+"""Hooks of the process that launches a server with a layout: its children are told, its clients can ask."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sgl_kvpool import env
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.record import layout_of
+
+__all__ = ["build_server_info", "install"]
+
+
+def install() -> None:
+    """Hook what launches schedulers and describes the server; only once a layout was asked for.
+
+    Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
+    """
+    from sgl_kvpool.sglang_plugin import stop_if
+
+    stop_if(seams.check(seams.LAUNCHER))
+    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER)
+    seams.wrap(launch, _launch_scheduler_processes)
+    seams.wrap(engine_info, _get_server_info)
+    seams.wrap(info, build_server_info)
+    if "sglang.srt.ray.engine" in sys.modules:
+        ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
+        seams.wrap(ray, _launch_scheduler_actors)
+    stop_if(seams.check(seams.LAUNCHER, applied=True))
+
+
+@contextmanager
+def _told_to_children(layout: MLAKVCacheLayout | None) -> Iterator[None]:
+    """Export the layout for the time of a spawn; a second Engine in this process must not see it."""
+    before = os.environ.pop(env.CHILD_LAYOUT, None)
+    if layout is not None:
+        os.environ[env.CHILD_LAYOUT] = layout.value
+    try:
+        yield
+    finally:
+        os.environ.pop(env.CHILD_LAYOUT, None)
+        if before is not None:
+            os.environ[env.CHILD_LAYOUT] = before
+
+
+def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
+    """Tell the schedulers whether to hook the pools."""
+    with _told_to_children(layout_of(server_args)):
+        return original(cls, server_args, *args, **kwargs)
+
+
+def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
+    """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
+    layout = layout_of(server_args)
+    if layout is not None:
+        raise ValueError(
+            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
+            "use sglang.Engine, or leave out the layout"
+        )
+    return original(self_or_cls, server_args, *args, **kwargs)
+
+
+def build_server_info(original, server_args, scheduler_info):
+    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
+    info = original(server_args, scheduler_info)
+    layout = layout_of(server_args)
+    return info if layout is None else {**info, "kv_cache_layout": layout.value}
+
+
+def _get_server_info(original, self):
+    """The Engine describes itself without `build_server_info`."""
+    info = original(self)
+    layout = layout_of(self.tokenizer_manager.server_args)
+    return info if layout is None else {**info, "kv_cache_layout": layout.value}
