@@ -4,8 +4,9 @@ from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
 from sgl_kvpool.demo.models.byte_mla import EntryClass
 
-_forward = EntryClass.forward
-_said = []
+(_MODEL,) = EntryClass
+_forward = _MODEL.forward
+_said: list[str] = []
 
 
 def forward(self, *args, **kwargs):
@@ -16,4 +17,4 @@ def forward(self, *args, **kwargs):
     return _forward(self, *args, **kwargs)
 
 
-EntryClass.forward = forward
+_MODEL.forward = forward
