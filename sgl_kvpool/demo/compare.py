@@ -103,3 +103,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['backend']:>11} "
             f"{f'{same} of {total}':>14}  {row['text'][:24]!r}"
         )
+    print(
+        "\nThe weights are random: the two best tokens are often nearly tied, and one that differs changes all\n"
+        "that follow. The sizes mean something here, the agreement of tokens does not."
+    )
