@@ -104,6 +104,6 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             f"{f'{same} of {total}':>14}  {row['text'][:24]!r}"
         )
     print(
-        "\nThe weights are random: the two best tokens are often nearly tied, and one that differs changes all\n"
-        "that follow. The sizes mean something here, the agreement of tokens does not."
+        "\nThe weights are random: the two best tokens are often nearly tied, and one that differs changes\n"
+        "all that follow. The sizes mean something here, the agreement of tokens does not."
     )
