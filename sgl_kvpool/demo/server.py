@@ -120,7 +120,7 @@ class Server:
             )
         try:
             self._wait()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
             self.stop()
             raise
         return self

@@ -29,7 +29,7 @@ def register() -> None:
     """
     try:
         _install()
-    except Exception as error:
+    except Exception as error:  # whatever it is, SGLang would log it and serve without the layout
         if _asked_for():
             raise SystemExit(
                 f"sgl-kvpool: a KV cache layout was asked for, but the plugin failed: {error!r}"

@@ -39,6 +39,19 @@ def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
     assert view(args).attention_backend in ("intel_amx", "torch_native")  # by the CPU
 
 
+def test_help_shows_the_argument(resolve):
+    """The parser of `python -m sglang.launch_server --help`, which loads plugins first."""
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    text = parser.format_help()
+    assert "--kv-cache-layout {auto,bf16,fp8,fp8_block_scale,fp4}" in text
+    assert "SGL_KVPOOL_KV_CACHE_LAYOUT" in text
+
+
 def test_the_layout_travels_to_other_processes(resolve, checkpoints):
     args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     assert asked(pickle.loads(pickle.dumps(args))) == "fp4"
