@@ -9,8 +9,11 @@ __all__ = [
     "CHECK_FINITE",
     "CHILD_LAYOUT",
     "KV_CACHE_LAYOUT",
+    "PLUGIN",
     "PREFILL_READS_ROWS",
+    "SGLANG_PLUGINS",
     "flag",
+    "plugin_list_problem",
     "text",
 ]
 
@@ -27,6 +30,10 @@ PREFILL_READS_ROWS = "SGL_KVPOOL_PREFILL_READS_ROWS"
 ALLOW_UNTESTED = "SGL_KVPOOL_ALLOW_UNTESTED"
 #: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
 CHECK_FINITE = "SGL_KVPOOL_CHECK_FINITE"
+
+#: SGLang's: the only plugins it loads, separated by commas; all of them if unset. Ours is called PLUGIN.
+SGLANG_PLUGINS = "SGLANG_PLUGINS"
+PLUGIN = "sgl_kvpool"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -45,3 +52,15 @@ def flag(name: str) -> bool:
     if value in _FALSE:
         return False
     raise ValueError(f"{name}={value!r} is neither of {_TRUE[:2]} nor of {_FALSE[1:3]}")
+
+
+def plugin_list_problem() -> str | None:
+    """Why SGLANG_PLUGINS keeps SGLang from loading the plugin; None if it does not."""
+    allowed = os.environ.get(SGLANG_PLUGINS, "")
+    if not allowed or PLUGIN in [name.strip() for name in allowed.split(",")]:
+        return None
+    return (
+        f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout is then "
+        f"an unknown argument and {KV_CACHE_LAYOUT} is ignored without a word; add {PLUGIN} to the list, or "
+        "unset it"
+    )

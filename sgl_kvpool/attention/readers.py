@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["KVPOOL_BACKEND", "STOCK_READERS", "can_read", "readers"]
+__all__ = ["KVPOOL_BACKEND", "KVPOOL_DEVICES", "STOCK_READERS", "can_read", "readers"]
 
 #: Name of our own backend; it reads every layout.
 KVPOOL_BACKEND = "kvpool_mla"
+
+#: Values of --device on which it runs, in this release.
+KVPOOL_DEVICES = ("cpu",)
 
 _L = MLAKVCacheLayout
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read, readers
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, can_read, readers
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
@@ -195,11 +195,11 @@ def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
         )
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
-    if view.device != "cpu":
+    if view.device not in KVPOOL_DEVICES:
         stock = readers(layout)[1:]
         raise ValueError(
-            f"attention backend {KVPOOL_BACKEND} runs on --device cpu only in this release, and the "
-            f"device is {view.device}; "
+            f"attention backend {KVPOOL_BACKEND} runs on --device {' and '.join(KVPOOL_DEVICES)} only in "
+            f"this release, and the device is {view.device}; "
             + (
                 f"name a stock one with --attention-backend ({', '.join(stock)}) or use --device cpu"
                 if stock
