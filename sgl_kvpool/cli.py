@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from sgl_kvpool import __version__
+from sgl_kvpool import __version__, env
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["main"]
@@ -36,9 +38,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"which layouts, of {', '.join(m.value for m in MLAKVCacheLayout)} (all)",
     )
     demo.add_argument(
-        "--write-model", metavar="FOLDER", help="only write the demo's model there, to serve it yourself"
+        "--out",
+        type=Path,
+        default=Path("demo-results"),
+        metavar="FOLDER",
+        help="where demo.json, demo.png and the servers' logs go (demo-results)",
+    )
+    instead = demo.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--print-command",
+        action="store_true",
+        help="print the shell command that starts the server of each of --layouts, and do nothing else",
+    )
+    instead.add_argument(
+        "--print-model-path",
+        action="store_true",
+        help="print the folder of the demo's model, and do nothing else",
+    )
+    demo.add_argument(
+        "--port", type=_port, metavar="N", help="port in the commands of --print-command (30000)"
     )
     demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser(
+        "doctor", help="what is installed, whether it fits together, and what a server here would use"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(run=_doctor)
 
     arguments = parser.parse_args(argv)
     try:
@@ -50,9 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _layout_list(text: str) -> list[MLAKVCacheLayout]:
     try:
-        return [MLAKVCacheLayout.parse(name.strip()) for name in text.split(",")]
+        # Each once, in the order given.
+        return list(dict.fromkeys(MLAKVCacheLayout.parse(name.strip()) for name in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a whole number from 1 to 65535")
+    return int(text)
 
 
 def _layouts(arguments: argparse.Namespace) -> int:
@@ -75,22 +108,34 @@ def _layouts(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.write_model is not None:
-        from pathlib import Path
+    from sgl_kvpool.demo import shipped
 
-        folder = Path(arguments.write_model)
-        if not arguments.write_model or (folder.is_dir() and any(folder.iterdir())):
-            raise ValueError(
-                f"--write-model {arguments.write_model!r}: name a folder that is new or empty, so that no "
-                "other model is overwritten"
-            )
-        from sgl_kvpool.demo.checkpoint import write_random_model
-
-        print(write_random_model(folder))
+    if arguments.port is not None and not arguments.print_command:
+        raise ValueError(
+            "--port belongs to --print-command; the demo itself takes ports that are free. Add "
+            "--print-command, or leave --port out"
+        )
+    if arguments.print_model_path:
+        print(shipped.model_path())
         return 0
-    from sgl_kvpool.demo.compare import compare
+    from sgl_kvpool.demo.compare import compare, layout_server
 
-    return compare(arguments.layouts)
+    if arguments.print_command:
+        problem = env.plugin_list_problem()
+        if problem:
+            raise ValueError(problem)
+        for layout in arguments.layouts:
+            print(layout_server(layout, arguments.port or 30000, Path(os.devnull)).shell_command)
+        return 0
+    return compare(arguments.layouts, arguments.out)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from sgl_kvpool import doctor
+
+    findings = doctor.examine()
+    print(doctor.as_json(findings) if arguments.json else doctor.as_text(findings))
+    return 1 if doctor.problems(findings) else 0
 
 
 if __name__ == "__main__":

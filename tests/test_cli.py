@@ -1,10 +1,12 @@
 """The command sgl-kvpool, without servers."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,18 +38,45 @@ def test_unknown_layouts_of_the_demo(capsys):
     assert "unknown KV cache layout 'int2'" in capsys.readouterr().err
 
 
-def test_write_model_overwrites_nothing(tmp_path, capsys):
-    folder = tmp_path / "model"
-    assert main(["demo", "--write-model", str(folder)]) == 0
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert "model.safetensors" in before
-    assert main(["demo", "--write-model", str(folder)]) == 2
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    assert main(["demo", "--write-model", ""]) == 2
-    assert main(["demo", "--write-model", str(folder / "config.json")]) == 2
-    errors = capsys.readouterr().err
-    assert errors.count("new or empty") == 2
-    assert "Traceback" not in errors
+def test_print_model_path(capsys):
+    assert main(["demo", "--print-model-path"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "config.json").is_file()
+
+
+def test_print_command_prints_a_line_per_layout(capsys, monkeypatch):
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+    assert main(["demo", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(maxsplit=1)[1] for line in lines] == ["fp4", "bf16"]
+    words = shlex.split(lines[0])
+    assert words[:3] == ["env", "-u", "SGL_KVPOOL_KV_CACHE_LAYOUT"]
+    assert words[words.index("--port") + 1] == "31234"
+
+
+def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert main(["demo", "--print-command", "--layouts", "fp4"]) == 2
+    assert "SGLANG_PLUGINS='another' keeps SGLang from loading sgl_kvpool" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "", "1e3", "\u0663"])
+def test_ports_that_are_none(capsys, port):
+    with pytest.raises(SystemExit):
+        main(["demo", "--print-command", "--port", port])
+    assert "from 1 to 65535" in capsys.readouterr().err
+
+
+def test_a_port_without_a_command_to_print(capsys):
+    assert main(["demo", "--port", "31234"]) == 2
+    assert "Add --print-command, or leave --port out" in capsys.readouterr().err
+
+
+def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+    assert "file" in capsys.readouterr().err
 
 
 #: A "server" that ignores SIGTERM, with a child that does too.

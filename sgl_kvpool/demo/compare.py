@@ -2,108 +2,160 @@
 
 from __future__ import annotations
 
-import re
-import shutil
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import env
+from sgl_kvpool import __version__, env
+from sgl_kvpool.demo import report
+from sgl_kvpool.demo.measure import Scores, compare_scores, generate_greedily, generate_sample, score
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
+from sgl_kvpool.demo.shipped import Window, held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["compare"]
+__all__ = ["compare", "greedy_prompts", "layout_server", "tokens_in_the_same_memory"]
 
+#: Rows of the demo model.
+_GEOMETRY = (512, 64)
+_LAYERS = 3
 #: Tokens that bf16 gets; every layout gets as many as fit into the same bytes.
 _BF16_TOKENS = 16384
 
-_PROMPTS = (
-    "def parse(text, *, strict=False):\n    lines = text.splitlines()\n    for line in",
-    "import os\n\nclass Reader:\n    def __init__(self, path):\n        self.path =",
-)
-_NEW_TOKENS = 48
+#: A sample of text is drawn after this.
+SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self"
+SAMPLE_TOKENS = 72
+#: Beginnings of held-out windows, as (window, bytes), after which greedy text is generated. Chosen so that
+#: wide margins decide every token: where the best two are nearly tied, rounding decides.
+_GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
+GREEDY_TOKENS = 48
 
 
-def compare(layouts: Sequence[MLAKVCacheLayout]) -> int:
-    """Serve every layout in turn and print a table; returns the exit status.
+def greedy_prompts(windows: Sequence[Window]) -> list[str]:
+    """What greedy text is generated after."""
+    return [windows[window].text[:length] for window, length in _GREEDY]
 
-    The model has random weights, so its text means nothing: what the table shows is the size of a row, how
-    many tokens the same memory holds, and how many greedy tokens equal those of the first layout.
+
+def tokens_in_the_same_memory(layout: MLAKVCacheLayout) -> int:
+    """Tokens that fit where bf16 has 16384."""
+    bf16 = MLAKVCacheLayout.BF16.row_format(*_GEOMETRY)
+    return _BF16_TOKENS * bf16.row_bytes // layout.row_format(*_GEOMETRY).row_bytes
+
+
+def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
+    """The server the demo starts for a layout, not yet started."""
+    arguments = cpu_arguments(model_path(), port, max_total_tokens=tokens_in_the_same_memory(layout))
+    arguments += ["--random-seed", "0", "--kv-cache-layout", layout.value]
+    return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
+
+
+def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
+    """Serve every layout in turn, print a table, write JSON and a plot.
+
+    Parameters
+    ----------
+    layouts : sequence of MLAKVCacheLayout
+        Without repetition. Differences are to BF16, if it is among them.
+    folder : Path
+        Made if it does not exist; gets ``demo.json``, ``demo.png`` and the servers' logs.
+
+    Returns
+    -------
+    int
+        Exit status: 1 if a server failed.
     """
-    from sgl_kvpool.demo.checkpoint import write_random_model
-
     for ending in (signal.SIGTERM, signal.SIGHUP):
         # As Ctrl-C does: leave through the `with` blocks, so that no server is left behind.
         signal.signal(ending, lambda received, frame: sys.exit(128 + received))
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="sgl-kvpool-demo-") as folder:
-        model_path = write_random_model(Path(folder) / "model")
-        print("model: 3 layers of MLA (latent 512, rope 64), random weights; device: cpu", flush=True)
-        for number, layout in enumerate(layouts, 1):
-            print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
-            log = Path(folder) / f"{layout}.log"
-            try:
-                rows.append(_serve(layout, model_path, log))
-            except (ServerFailed, OSError) as error:
-                kept = shutil.copy(log, tempfile.mkdtemp(prefix="sgl-kvpool-log-"))
-                print(f"failed: {error}\nthe server's whole output is in {kept}")
-                return 1
-            print(f"served after {rows[-1]['start_seconds']:.0f} s", flush=True)
-    _print(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    windows = held_out_windows()
+    print(
+        f"model: {model_path()}\n{_LAYERS} layers of MLA (latent 512, rope 64), trained on Python's standard "
+        f"library; device: cpu\ntext: {len(windows)} held-out windows of {len(windows[0].text)} bytes",
+        flush=True,
+    )
+    served: list[tuple[report.Result, Scores]] = []
+    for number, layout in enumerate(layouts, 1):
+        print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
+        log = folder / f"server-{layout}.log"
+        try:
+            served.append(_serve(layout, windows, log))
+        except (ServerFailed, OSError, ValueError) as error:
+            print(f"failed: {error}\nthe server's whole output is in {log}")
+            return 1
+        print(f" scored in {served[-1][0].scoring_seconds:.0f} s", flush=True)
+    results = _with_differences(served)
+    print(f"\n{report.table(results, SAMPLE_PROMPT)}\n")
+    report.write_json(folder / "demo.json", results, _facts(windows))
+    print(f"all numbers: {folder / 'demo.json'}")
+    try:
+        report.write_plot(folder / "demo.png", results)
+        print(f"plot:        {folder / 'demo.png'}")
+    except ImportError as error:
+        print(f"no plot: {error}; pip install matplotlib")
     return 0
 
 
-def _serve(layout: MLAKVCacheLayout, model_path: Path, log: Path) -> dict[str, Any]:
-    fmt = layout.row_format(512, 64)
-    bf16 = MLAKVCacheLayout.BF16.row_format(512, 64)
-    tokens = _BF16_TOKENS * bf16.row_bytes // fmt.row_bytes
-    arguments = cpu_arguments(model_path, free_port(), max_total_tokens=tokens)
+def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tuple[report.Result, Scores]:
+    """Start a layout's server, ask it everything, stop it."""
+    fmt = layout.row_format(*_GEOMETRY)
+    bf16_row_bytes = MLAKVCacheLayout.BF16.row_format(*_GEOMETRY).row_bytes
     began = time.monotonic()
-    with Server(
-        [*arguments, "--kv-cache-layout", layout.value], log, {env.PREFILL_READS_ROWS: "1"}
-    ) as server:
-        started = time.monotonic() - began
+    with layout_server(layout, free_port(), log) as server:
+        started = time.monotonic()
+        print(f"ready after {started - began:.0f} s, scoring ", end="", flush=True)
         info = server.info()
-        gigabytes = re.search(r"sgl-kvpool: KV cache layout .* ([0-9.]+) GB", log.read_text(errors="replace"))
-        sampling = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-        answers = server.generate(text=list(_PROMPTS), sampling_params=sampling)
+        scores = score(server, windows, progress=lambda: print(".", end="", flush=True))
+        scored = time.monotonic()
+        sample = generate_sample(server, SAMPLE_PROMPT, SAMPLE_TOKENS)
+        greedy = generate_greedily(server, greedy_prompts(windows), GREEDY_TOKENS)
+    result = report.Result(
+        layout=info["kv_cache_layout"],
+        row_bytes=fmt.row_bytes,
+        pool_bytes=_LAYERS * _BF16_TOKENS * bf16_row_bytes,
+        tokens=info["max_total_num_tokens"],
+        attention_backend=info["attention_backend"],
+        start_seconds=round(started - began, 2),
+        scoring_seconds=round(scored - started, 2),
+        perplexity=scores.perplexity,
+        difference=None,
+        greedy=greedy,
+        sample=sample,
+    )
+    return result, scores
+
+
+def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:
+    """The results, each with its difference to bf16's if bf16 was served."""
+    bf16 = MLAKVCacheLayout.BF16.value
+    reference = next((scores for result, scores in served if result.layout == bf16), None)
+    return [
+        result
+        if reference is None or result.layout == bf16
+        else dataclasses.replace(result, difference=compare_scores(scores, reference))
+        for result, scores in served
+    ]
+
+
+def _facts(windows: Sequence[Window]) -> dict[str, Any]:
+    """Where and on what the results were measured."""
+    weights = (model_path() / "model.safetensors").read_bytes()
     return {
-        "layout": info["kv_cache_layout"],
-        "row_bytes": fmt.row_bytes,
-        "tokens": info["max_total_num_tokens"],
-        "backend": info["attention_backend"],
-        "pool_gb": gigabytes[1] if gigabytes else "?",
-        "output_ids": [answer["output_ids"] for answer in answers],
-        "text": answers[0]["text"],
-        "start_seconds": started,
+        "sgl_kvpool": __version__,
+        "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "device": "cpu",
+        "model_sha256": hashlib.sha256(weights).hexdigest(),
+        "held_out_windows": len(windows),
+        "held_out_tokens_scored": sum(len(window.text) - 1 for window in windows),
+        "prompts": greedy_prompts(windows),
     }
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    first = rows[0]
-    total = sum(map(len, first["output_ids"]))
-    print()
-    print(
-        f"{'layout':16} {'bytes per token':>15} {'pool':>8} {'tokens it':>10} {'attention':>11} "
-        f"{'greedy tokens':>14}  sample"
-    )
-    print(f"{'':16} {'and layer':>15} {'GB':>8} {'holds':>10} {'backend':>11} {'as ' + first['layout']:>14}")
-    for row in rows:
-        same = sum(
-            a == b
-            for mine, theirs in zip(row["output_ids"], first["output_ids"], strict=True)
-            for a, b in zip(mine, theirs, strict=True)
-        )
-        print(
-            f"{row['layout']:16} {row['row_bytes']:15} {row['pool_gb']:>8} {row['tokens']:10} "
-            f"{row['backend']:>11} "
-            f"{f'{same} of {total}':>14}  {row['text'][:24]!r}"
-        )
-    print(
-        "\nThe weights are random: the two best tokens are often nearly tied, and one that differs changes\n"
-        "all that follow. The sizes mean something here, the agreement of tokens does not."
-    )

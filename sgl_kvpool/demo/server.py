@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,11 +29,15 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 
 
 #: Variables of the user's that would change what a server here is compared for.
-_NOT_INHERITED = (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, "SGLANG_PLUGINS")
+_NOT_INHERITED = (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, env.SGLANG_PLUGINS)
 
 
 #: Requests to this machine go to it, whatever proxy the environment names.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+#: SGLang chooses kernels by whether it sees a GPU, whatever its --device says.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class ServerFailed(RuntimeError):
@@ -96,7 +101,12 @@ class Server:
         self.arguments = list(arguments)
         self.port = int(self.arguments[self.arguments.index("--port") + 1])
         self.log = Path(log)
-        self.environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS, **(environment or {})}
+        on_cpu = ("--device", "cpu") in zip(self.arguments, self.arguments[1:], strict=False)
+        self.environment = {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS,
+            **(_NO_GPU if on_cpu else {}),
+            **(environment or {}),
+        }
         self.wait_seconds = wait_seconds
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -104,6 +114,13 @@ class Server:
     def command(self) -> list[str]:
         """The command line."""
         return [*self.program, *self.arguments]
+
+    @property
+    def shell_command(self) -> str:
+        """One line for a POSIX shell that starts the same server there, environment included."""
+        unset = [word for name in _NOT_INHERITED if name in os.environ for word in ("-u", name)]
+        assignments = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join(["env", *unset, *assignments, *self.command])
 
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.

@@ -130,11 +130,51 @@ def engines(model_path, folder):
     return json.loads(done.stdout.rpartition("\n@@@")[2])
 
 
+def demo(model_path, folder):
+    """The command a new user types, for all layouts; what it prints, and demo.json."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [Path(sys.executable).parent / "sgl-kvpool", "demo", "--out", folder / "results"],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return {
+        "printed": done.stdout,
+        "files": sorted(path.name for path in (folder / "results").iterdir()),
+        **json.loads((folder / "results" / "demo.json").read_text()),
+    }
+
+
+def printed(model_path, folder):
+    """The command that `demo --print-command` prints, given to a shell."""
+    folder.mkdir()
+    port = free_port()
+    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--print-command", "--layouts", "fp4"]
+    line = subprocess.check_output([*command, "--port", str(port)], text=True)
+    # What the command needs from the environment has to be in the command.
+    environment = {**clean_environment(), "SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
+    shell = ("bash", "-c", line)
+    with Server(["--port", str(port)], folder / "server.log", environment, program=shell) as server:
+        answer = server.generate(text="import ", sampling_params={**GREEDY, "max_new_tokens": 3})
+        return {"line": line, "info": server.info(), "answer": answer}
+
+
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
     markers = [item.get_closest_marker("engine") for item in session.items]
     names = [name for marker in markers if marker for name in marker.args]
+    # Jobs that start several servers one after the other come first.
+    names.sort(key=lambda name: name not in JOBS)
     session.config._kvpool_names = list(dict.fromkeys(names))
+
+
+#: Names that are no configuration of one server.
+JOBS = {"demo": demo, "engines": engines, "printed": printed}
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +184,7 @@ def record(request, model_path, tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         futures = {}
         for name in request.config._kvpool_names:
-            job = (engines,) if name == "engines" else (serve, name)
+            job = (JOBS[name],) if name in JOBS else (serve, name)
             futures[name] = pool.submit(*job, model_path, root / name)
         yield lambda name: futures[name].result()
         for future in futures.values():

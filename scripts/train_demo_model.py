@@ -1,0 +1,288 @@
+#!/usr/bin/env python3
+"""Train the model that `sgl-kvpool demo` serves, on the sources of this Python's standard library.
+
+    python scripts/train_demo_model.py --out build/demo-model [--steps 3000] [--threads 2] [--resume]
+
+Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and a model card. It
+took about an hour and a half on two cores. To ship the result, copy that folder over
+sgl_kvpool/demo/byte_mla_python.
+
+The training state is kept in OUT/state.pt every 100 steps; `--resume` goes on from there, also with another
+`--steps`. The text is the library's `.py` files without tests and generated tables; the modules in HELD_OUT
+are never trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import random
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.codec import decode_rows, encode_rows
+from sgl_kvpool.demo.checkpoint import read_model, write_model
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, CausalRows, initialise
+
+#: Modules that only measure. Chosen by hand for variety, before any training.
+HELD_OUT = (
+    *("calendar.py", "cmd.py", "csv.py", "fractions.py", "graphlib.py", "heapq.py", "json/decoder.py"),
+    *("logging/config.py", "mimetypes.py", "queue.py", "sched.py", "shlex.py", "smtplib.py"),
+    *("statistics.py", "textwrap.py", "urllib/robotparser.py"),
+)
+#: Not text that a person wrote, or not the library's own.
+EXCLUDED = {
+    *("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"),
+    *("lib-dynload", "entities.py", "turtledemo", "__phello__"),
+}
+#: Goes with the held-out text.
+LICENCE = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
+CARD = Path(__file__).resolve().parent / "demo_model_card.md"
+WINDOW_BYTES = 1024
+#: Lengths of training windows and how often each is drawn: positions beyond 512 must be learnt too.
+LENGTHS = {512: 0.45, 1024: 0.45, 2048: 0.10}
+WARMUP = 100
+#: Share of the steps at the end over which the learning rate falls to zero.
+DECAY = 0.3
+MUON_LR, ADAM_LR = 8e-3, 3e-3
+
+
+def sources() -> dict[str, bytes]:
+    """Text of every module of the standard library that is used, by its path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if EXCLUDED.isdisjoint(relative.parts) and not relative.parts[0].startswith("config-"):
+            found[relative.as_posix()] = path.read_bytes()
+    if not LICENCE.is_file():
+        raise SystemExit(f"there is no {LICENCE}, whose text has to go with the held-out windows")
+    missing = [name for name in HELD_OUT if name not in found]
+    if missing:
+        raise SystemExit(f"this Python's library in {root} lacks the held-out modules {', '.join(missing)}")
+    return found
+
+
+def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
+    """Two windows of each held-out module, from about a third and two thirds of it, beginning with a line."""
+    windows = []
+    for name in HELD_OUT:
+        text = modules[name]
+        for part in (1, 2):
+            start = text.index(b"\n", len(text) * part // 3) + 1
+            start = min(start, len(text) - WINDOW_BYTES)
+            piece = text[start : start + WINDOW_BYTES]
+            if not piece.isascii():
+                raise SystemExit(f"{name} at {start}: not ASCII, a byte would not be a character")
+            windows.append({"module": name, "offset": start, "text": piece.decode("ascii")})
+    return windows
+
+
+def training_stream(modules: dict[str, bytes], seed: int) -> Tensor:
+    """All other modules in a shuffled order, the special token after each. [tokens] int64"""
+    names = [name for name in modules if name not in HELD_OUT]
+    random.Random(seed).shuffle(names)
+    pieces: list[int] = []
+    for name in names:
+        pieces.extend(modules[name])
+        pieces.append(SPECIAL_TOKEN_ID)
+    return torch.tensor(pieces)
+
+
+def batches(stream: Tensor, batch_tokens: int, seed: int, first_step: int) -> Iterator[Tensor]:
+    """Windows [B, T + 1] at random places; step `n` draws the same ones wherever training was resumed."""
+    lengths, weights = list(LENGTHS), list(LENGTHS.values())
+    step = first_step
+    while True:
+        draw = random.Random(seed * 1_000_003 + step)
+        length = draw.choices(lengths, weights)[0]
+        starts = [draw.randrange(len(stream) - length) for _ in range(batch_tokens // length)]
+        yield torch.stack([stream[start : start + length + 1] for start in starts])
+        step += 1
+
+
+def rate(step: int, steps: int) -> float:
+    """Factor on the learning rates: warm-up, constant, linear fall to zero."""
+    return min(1.0, (step + 1) / WARMUP, (steps - step) / max(1.0, DECAY * steps))
+
+
+@torch.no_grad()
+def held_out_perplexity(net: ByteMLA, texts: list[str], layout: MLAKVCacheLayout | None = None) -> float:
+    """Perplexity per byte over the windows, each byte but a window's first predicted.
+
+    With a layout, attention runs over rows that went through its codec, as in a server.
+    """
+    ids = torch.tensor([list(text.encode()) for text in texts])
+    losses = []
+    for piece in ids.split(8):
+        logits = net(piece) if layout is None else through_rows(net, piece, layout)
+        losses.append(
+            F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), piece[:, 1:].flatten(), reduction="none")
+        )
+    return math.exp(torch.cat(losses).mean().item())
+
+
+def through_rows(net: ByteMLA, ids: Tensor, layout: MLAKVCacheLayout) -> Tensor:
+    """Logits of the absorbed form, its rows encoded and decoded."""
+    shape = net.config
+    fmt = layout.row_format(shape.kv_lora_rank, shape.qk_rope_head_dim)
+    causal = CausalRows(shape)
+
+    def attend(layer: int, q: Tensor, k: Tensor) -> Tensor:
+        latent, rope = k.flatten(0, 1).split([shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
+        rows = encode_rows(latent, rope, fmt)
+        return causal(layer, q, decode_rows(rows, fmt, torch.float32).view(k.shape).to(q.dtype))
+
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return net.lm_head(net.hidden_states(ids, positions, attend))
+
+
+def optimisers(net: ByteMLA) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, Adam for embeddings, output and norms."""
+    matrices = [p for p in net.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in net.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tuple[ByteMLA, list[dict]]:
+    """The trained model, and its history."""
+    net = initialise(ByteMLA(ByteMLAConfig()), arguments.seed)
+    steppers = optimisers(net)
+    state_path = arguments.out / "state.pt"
+    first, history = 0, []
+    if arguments.resume:
+        state = torch.load(state_path, weights_only=True)
+        net.load_state_dict(state["net"])
+        for stepper, stored in zip(steppers, state["steppers"], strict=True):
+            stepper.load_state_dict(stored)
+        first, history = state["step"], state["history"]
+    began, running = time.monotonic(), 0.0
+    for step, ids in enumerate(batches(stream, arguments.batch_tokens, arguments.seed, first), first):
+        if step >= arguments.steps:
+            break
+        factor = rate(step, arguments.steps)
+        for stepper, peak in zip(steppers, (MUON_LR, ADAM_LR), strict=True):
+            stepper.param_groups[0]["lr"] = peak * factor
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = net(ids[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+        running = loss.item() if not running else 0.95 * running + 0.05 * loss.item()
+        done = step + 1
+        if done % 20 == 0:
+            pace = (time.monotonic() - began) / (done - first)
+            left = pace * (arguments.steps - done) / 60
+            print(
+                f"step {done}/{arguments.steps}  loss {running:.3f}  {pace:.2f} s/step, {left:.0f} min left"
+            )
+        if done % 100 == 0 or done == arguments.steps:
+            perplexity = held_out_perplexity(net, texts)
+            history.append({"step": done, "loss": round(running, 4), "held_out_perplexity": perplexity})
+            print(f"step {done}: held-out perplexity {perplexity:.3f} per byte", flush=True)
+            fresh = state_path.with_suffix(".new")
+            torch.save(
+                {
+                    "net": net.state_dict(),
+                    "steppers": [stepper.state_dict() for stepper in steppers],
+                    "step": done,
+                    "history": history,
+                },
+                fresh,
+            )
+            fresh.replace(state_path)
+    return net, history
+
+
+def repeated_share(texts: list[str], modules: dict[str, bytes]) -> float:
+    """Share of the 64-byte pieces of the held-out windows that also stand in the training text."""
+    text = b"\0".join(content for name, content in modules.items() if name not in HELD_OUT)
+    pieces = [t.encode()[i : i + 64] for t in texts for i in range(0, WINDOW_BYTES, 64)]
+    return sum(piece in text for piece in pieces) / len(pieces)
+
+
+def card(net: ByteMLA, facts: dict, folder: Path) -> str:
+    """The model card of a finished training."""
+    return CARD.read_text("utf-8").format(
+        **facts,
+        **dataclasses.asdict(net.config),
+        parameters=sum(parameter.numel() for parameter in net.parameters()),
+        weights_mb=(folder / "model.safetensors").stat().st_size / 1e6,
+        training_mb=facts["training_bytes"] / 1e6,
+        window_bytes=WINDOW_BYTES,
+        held_out_modules=len(HELD_OUT),
+        repeated=100 * facts["held_out_repeated_share"],
+        epochs=facts["steps"] * facts["batch_tokens"] / facts["training_bytes"],
+        lengths=", ".join(map(str, LENGTHS)),
+        perplexities=", ".join(f"`{k}` {v:.3f}" for k, v in facts["held_out_perplexity"].items()),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/demo-model"))
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.steps < 1 or arguments.batch_tokens < max(LENGTHS):
+        parser.error(f"--steps is at least 1, --batch-tokens at least {max(LENGTHS)}")
+    torch.set_num_threads(arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    modules = sources()
+    windows = held_out_windows(modules)
+    texts = [str(window["text"]) for window in windows]
+    stream = training_stream(modules, arguments.seed)
+    print(f"{len(modules)} modules, {len(stream) / 1e6:.1f} MB to train on, {len(texts)} windows held out")
+
+    net, history = train(arguments, stream, texts)
+
+    folder = write_model(arguments.out / "model", net)
+    (folder / "held_out.json").write_text(json.dumps(windows, indent=1) + "\n", encoding="ascii")
+    shutil.copy(LICENCE, folder / "LICENSE-held-out.txt")
+    shipped = read_model(folder)
+    facts = {
+        "python": platform.python_version(),
+        "training_bytes": len(stream),
+        "steps": arguments.steps,
+        "batch_tokens": arguments.batch_tokens,
+        "seed": arguments.seed,
+        "training_loss": history[-1]["loss"],
+        "held_out_windows": len(texts),
+        "held_out_repeated_share": round(repeated_share(texts, modules), 4),
+        "held_out_perplexity": {
+            layout.value: round(held_out_perplexity(shipped, texts, layout), 4) for layout in MLAKVCacheLayout
+        },
+        "history": history,
+    }
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="ascii")
+    (folder / "README.md").write_text(card(shipped, facts, folder), encoding="utf-8")
+    print(json.dumps({k: v for k, v in facts.items() if k != "history"}, indent=1))
+    print(f"written to {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What a running server says about held-out text, and how two servers compare.
+
+Teacher-forced: every server predicts each byte of the same text from the bytes before it, so a difference at
+one position does not change the next. Imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgl_kvpool.demo.server import Server
+from sgl_kvpool.demo.shipped import Window
+
+__all__ = [
+    "Difference",
+    "Greedy",
+    "Scores",
+    "compare_scores",
+    "generate_greedily",
+    "generate_sample",
+    "score",
+]
+
+#: Windows in one request: enough to fill a prefill batch, few enough to show progress.
+_WINDOWS_PER_REQUEST = 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Predictions for W windows of T tokens; the first token of a window is not predicted.
+
+    Attributes
+    ----------
+    log_probabilities : list of W lists of T - 1 floats
+        Natural logarithm of the probability given to the token that follows.
+    top_tokens : list of W lists of T - 1 ints
+        Id of the most probable token.
+    """
+
+    log_probabilities: list[list[float]]
+    top_tokens: list[list[int]]
+
+    @property
+    def perplexity(self) -> float:
+        """Of one byte: exp of the mean negative log-probability."""
+        return math.exp(-statistics.fmean(value for window in self.log_probabilities for value in window))
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Text that a server generated greedily.
+
+    Attributes
+    ----------
+    token_ids : list of int
+    smallest_margin : float
+        Least difference of the log-probabilities of the best two tokens at any step. Where it is not far
+        above the rounding of bfloat16 logits, about 0.03, another processor may generate another text.
+    """
+
+    token_ids: list[int]
+    smallest_margin: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How scores differ from a reference's on the same text.
+
+    Attributes
+    ----------
+    perplexity_change : float
+        Perplexity divided by the reference's, minus 1.
+    standard_error : float
+        Of `perplexity_change`, from the windows' paired differences; NaN for a single window.
+    same_top_token : float
+        Share of positions at which both name the same most probable token.
+    """
+
+    perplexity_change: float
+    standard_error: float
+    same_top_token: float
+
+
+def score(server: Server, windows: Sequence[Window], progress: Callable[[], None] = lambda: None) -> Scores:
+    """Ask a server for the log-probabilities of windows.
+
+    Stored rows play a part in them only if the server runs with ``SGL_KVPOOL_PREFILL_READS_ROWS=1``.
+
+    Parameters
+    ----------
+    server : Server
+        Running.
+    windows : sequence of Window
+    progress : callable
+        Called after each request.
+
+    Raises
+    ------
+    ValueError
+        The server scored other tokens than it was sent.
+    """
+    log_probabilities: list[list[float]] = []
+    top_tokens: list[list[int]] = []
+    for start in range(0, len(windows), _WINDOWS_PER_REQUEST):
+        sent = [window.token_ids for window in windows[start : start + _WINDOWS_PER_REQUEST]]
+        answers = server.generate(
+            input_ids=sent,
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )
+        for ids, answer in zip(sent, answers, strict=True):
+            # [log-probability, token id, text] per token; nothing is known of the first.
+            tokens = answer["meta_info"]["input_token_logprobs"][1:]
+            if [token[1] for token in tokens] != ids[1:]:
+                raise ValueError("the server scored other tokens than it was sent")
+            log_probabilities.append([token[0] for token in tokens])
+            top_tokens.append([top[0][1] for top in answer["meta_info"]["input_top_logprobs"][1:]])
+        progress()
+    return Scores(log_probabilities, top_tokens)
+
+
+def compare_scores(scores: Scores, reference: Scores) -> Difference:
+    """Differences of scores from those of a reference; both of the same windows."""
+    changes = [
+        statistics.fmean(theirs) - statistics.fmean(ours)
+        for ours, theirs in zip(scores.log_probabilities, reference.log_probabilities, strict=True)
+    ]
+    ratio = scores.perplexity / reference.perplexity
+    spread = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
+    same = [
+        ours == theirs
+        for mine, other in zip(scores.top_tokens, reference.top_tokens, strict=True)
+        for ours, theirs in zip(mine, other, strict=True)
+    ]
+    return Difference(ratio - 1, ratio * spread, statistics.fmean(same))
+
+
+def generate_greedily(server: Server, prompts: Sequence[str], new_tokens: int) -> list[Greedy]:
+    """What follows each prompt, the most probable token at each step, past any end of text."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    answers = server.generate(
+        text=list(prompts), sampling_params=sampling, return_logprob=True, top_logprobs_num=2
+    )
+    found = []
+    for answer in answers:
+        best_two = answer["meta_info"]["output_top_logprobs"]
+        found.append(Greedy(answer["output_ids"], min(best[0] - second[0] for best, second in best_two)))
+    return found
+
+
+def generate_sample(server: Server, prompt: str, new_tokens: int) -> str:
+    """Text drawn at temperature 0.8, from the random numbers that the server's --random-seed gives."""
+    sampling = {"temperature": 0.8, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return server.generate(text=prompt, sampling_params=sampling)["text"]

@@ -1,0 +1,125 @@
+"""The demo's results as a table, as JSON and as a plot. Imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool.demo.measure import Difference, Greedy
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["SCHEMA", "Result", "table", "write_json", "write_plot"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one layout's server did.
+
+    Attributes
+    ----------
+    layout : str
+        As the server reports it.
+    row_bytes : int
+        Bytes of one token in one layer.
+    pool_bytes : int
+        Bytes all servers were given for rows.
+    tokens : int
+        Tokens that the server says fit into them.
+    attention_backend : str
+        As the server reports it.
+    start_seconds, scoring_seconds : float
+        Until the server answered; until all held-out text was scored.
+    perplexity : float
+        Per byte, over the held-out windows.
+    difference : Difference or None
+        To BF16; None for BF16 itself and if BF16 was not served.
+    greedy : list of Greedy
+        What follows each of the prompts for greedy text.
+    sample : str
+        Text drawn after the prompt for a sample.
+    """
+
+    layout: str
+    row_bytes: int
+    pool_bytes: int
+    tokens: int
+    attention_backend: str
+    start_seconds: float
+    scoring_seconds: float
+    perplexity: float
+    difference: Difference | None
+    greedy: list[Greedy]
+    sample: str
+
+
+def table(results: Sequence[Result], prompt: str) -> str:
+    """The results as text: a table, then the sample that each layout drew after `prompt`."""
+    lines = [
+        f"{'layout':16} {'bytes per token':>15} {'tokens in':>10} {'perplexity':>11} {'change to bf16':>18} "
+        f"{'top byte':>9}",
+        f"{'':16} {'and layer':>15} {'same GB':>10} {'per byte':>11} {'(standard error)':>18} {'as bf16':>9}",
+    ]
+    for result in results:
+        change, same = "-", "-"
+        if result.difference is not None:
+            error = f"{100 * result.difference.standard_error:.2f}"
+            change = f"{100 * result.difference.perplexity_change:+.2f} % ({error})"
+            same = f"{100 * result.difference.same_top_token:.2f} %"
+        lines.append(
+            f"{result.layout:16} {result.row_bytes:15} {result.tokens:10} {result.perplexity:11.4f} "
+            f"{change:>18} {same:>9}"
+        )
+    if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
+        lines.append("(no differences: bf16 was not among --layouts)")
+    lines += ["", f"after {prompt!r} a sample at temperature 0.8, of the same random numbers:"]
+    lines += [f"{result.layout:16} {result.sample!r}" for result in results]
+    return "\n".join(lines)
+
+
+def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
+    """Write everything that was measured; `facts` say where and on what."""
+    fields = {"schema": SCHEMA, **facts, "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def write_plot(path: Path, results: Sequence[Result]) -> None:
+    """Plot capacity against perplexity as PNG; ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, result in enumerate(sorted(results, key=lambda result: result.tokens)):
+        label, error = result.layout, 0.0
+        if result.difference is not None:
+            label += f"\n{100 * result.difference.perplexity_change:+.2f} %"
+            error = result.difference.standard_error * result.perplexity
+        axes.errorbar(result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5)
+        # Above and below in turn: neighbours are narrower apart than their names are wide.
+        above = index % 2 == 0
+        axes.annotate(
+            label,
+            (result.tokens, result.perplexity),
+            xytext=(0, 14 if above else -14),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if above else "top",
+        )
+    megabytes = results[0].pool_bytes / 1e6
+    axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")
+    axes.set_ylabel("perplexity per byte of held-out text (lower is better)")
+    # 3 % of perplexity at least, so that nothing looks like a cliff that is none.
+    middle = sum(result.perplexity for result in results) / len(results)
+    low = min(min(result.perplexity for result in results), middle * 0.985)
+    high = max(max(result.perplexity for result in results), middle * 1.015)
+    axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
+    axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
+    axes.grid(alpha=0.3)
+    figure.suptitle("What a KV-cache layout buys and what it costs (bars: standard error of the change)")
+    figure.savefig(path, dpi=120)

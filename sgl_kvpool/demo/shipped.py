@@ -1,0 +1,46 @@
+"""The trained model that comes with the package, and the text it was not trained on.
+
+``byte_mla_python/`` is a checkpoint like any other (:mod:`sgl_kvpool.demo.checkpoint`); its README.md says
+what it was trained on. Importing this imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Window", "held_out_windows", "model_path"]
+
+
+class Window(NamedTuple):
+    """A piece of a module that the model was not trained on. One ASCII character is one token.
+
+    Attributes
+    ----------
+    module : str
+        Path in Python's standard library.
+    offset : int
+        First byte of the piece in that file.
+    text : str
+        1024 characters.
+    """
+
+    module: str
+    offset: int
+    text: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.text.encode("ascii"))
+
+
+def model_path() -> Path:
+    """Folder of the shipped checkpoint."""
+    return Path(__file__).resolve().parent / "byte_mla_python"
+
+
+def held_out_windows() -> list[Window]:
+    """The held-out text, two windows of each of its modules."""
+    text = (model_path() / "held_out.json").read_text("ascii")
+    return [Window(**fields) for fields in json.loads(text)]

@@ -1,0 +1,128 @@
+"""What the demo computes from answers, and how it shows it."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sgl_kvpool.demo import report
+from sgl_kvpool.demo.measure import Difference, Greedy, Scores, compare_scores
+
+PROMPT = "import os\n\nfor"
+
+
+def scores(rng, shift=0.0):
+    """Five windows of unequal lengths."""
+    lengths = (3, 61, 17, 1, 40)
+    return Scores(
+        [(-rng.exponential(1.2, n) - shift).tolist() for n in lengths],
+        [rng.integers(0, 3, n).tolist() for n in lengths],
+    )
+
+
+def flat(windows):
+    return np.concatenate([np.asarray(window, np.float64) for window in windows])
+
+
+def test_perplexity():
+    ours = scores(np.random.default_rng(0))
+    assert ours.perplexity == pytest.approx(np.exp(-flat(ours.log_probabilities).mean()), rel=1e-12)
+    # Every byte equally likely.
+    assert Scores([[-math.log(256)] * 7], [[0] * 7]).perplexity == pytest.approx(256)
+
+
+def test_differences():
+    rng = np.random.default_rng(1)
+    reference, ours = scores(rng), scores(rng, shift=0.25)
+    found = compare_scores(ours, reference)
+    a, b = flat(ours.log_probabilities), flat(reference.log_probabilities)
+    assert found.perplexity_change == pytest.approx(np.exp(b.mean() - a.mean()) - 1)
+    assert found.same_top_token == (flat(ours.top_tokens) == flat(reference.top_tokens)).mean()
+    means = [
+        np.mean(theirs) - np.mean(mine)
+        for mine, theirs in zip(ours.log_probabilities, reference.log_probabilities, strict=True)
+    ]
+    expected = np.exp(b.mean() - a.mean()) * np.std(means, ddof=1) / np.sqrt(5)
+    assert found.standard_error == pytest.approx(expected)
+
+
+def test_no_difference_to_itself():
+    ours = scores(np.random.default_rng(2))
+    assert compare_scores(ours, ours) == Difference(0.0, 0.0, 1.0)
+
+
+def test_one_window_has_no_standard_error():
+    one, other = Scores([[-1.0, -2.0]], [[1, 2]]), Scores([[-1.5, -2.5]], [[1, 3]])
+    found = compare_scores(one, other)
+    assert math.isnan(found.standard_error)
+    assert found.same_top_token == 0.5
+
+
+def test_unequal_texts_are_not_compared():
+    with pytest.raises(ValueError):
+        compare_scores(Scores([[-1.0]], [[1]]), Scores([[-1.0], [-1.0]], [[1], [1]]))
+
+
+@pytest.fixture
+def results():
+    bf16 = report.Result(
+        layout="bf16",
+        row_bytes=1152,
+        pool_bytes=56623104,
+        tokens=16384,
+        attention_backend="kvpool_mla",
+        start_seconds=40.0,
+        scoring_seconds=9.0,
+        perplexity=3.0,
+        difference=None,
+        greedy=[Greedy([9, 8], 0.5), Greedy([1], 0.25)],
+        sample=" name in x:\n",
+    )
+    fp4 = dataclasses.replace(
+        bf16,
+        layout="fp4",
+        row_bytes=416,
+        tokens=45371,
+        perplexity=3.012,
+        difference=Difference(0.004, 0.0012, 0.98765),
+    )
+    return [bf16, fp4]
+
+
+def test_table(results):
+    lines = report.table(results, PROMPT).splitlines()
+    assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-"]
+    assert lines[3].split() == ["fp4", "416", "45371", "3.0120", "+0.40", "%", "(0.12)", "98.77", "%"]
+    assert repr(PROMPT) in lines[5]
+    assert lines[6].split(maxsplit=1) == ["bf16", repr(" name in x:\n")]
+    assert len({len(line) for line in lines[:4]}) == 1
+
+
+def test_table_without_bf16_says_why_there_are_no_differences(results):
+    alone = dataclasses.replace(results[1], difference=None)
+    text = report.table([alone], PROMPT)
+    assert "bf16 was not among --layouts" in text
+    assert "bf16 was not among" not in report.table(results, PROMPT)
+
+
+def test_json_round_trip(tmp_path, results):
+    report.write_json(tmp_path / "demo.json", results, {"cores": 2})
+    fields = json.loads((tmp_path / "demo.json").read_text())
+    assert fields["schema"] == 1
+    assert fields["cores"] == 2
+    first, second = fields["results"]
+    first["greedy"] = [Greedy(**one) for one in first["greedy"]]
+    assert report.Result(**first) == results[0]
+    assert Difference(**second.pop("difference")) == results[1].difference
+    assert second["perplexity"] == 3.012
+
+
+def test_plot_is_a_picture(tmp_path, results):
+    image = pytest.importorskip("matplotlib.image")
+    report.write_plot(tmp_path / "demo.png", results)
+    pixels = image.imread(tmp_path / "demo.png")
+    assert pixels.shape[:2] == (540, 840)
+    # Something is drawn, on a background.
+    assert 0.5 < (pixels[..., :3].min(axis=-1) > 0.99).mean() < 0.99
