@@ -4,7 +4,7 @@
     python scripts/train_demo_model.py --out build/demo-model [--steps 3000] [--threads 2] [--resume]
 
 Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out windows and a model card. It
-took about an hour and a half on two cores. To ship the result, copy that folder over
+took 70 minutes on two cores. To ship the result, copy that folder over
 sgl_kvpool/demo/byte_mla_python.
 
 The training state is kept in OUT/state.pt every 100 steps; `--resume` goes on from there, also with another
