@@ -1,0 +1,192 @@
+"""How the rows of all layers lie in memory: named arrangements, and the one function that finds a row.
+
+Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so there is no head axis.
+A leaf module: it imports neither SGLang nor torch at run time.
+
+==============  =========  =====================================  =============================
+arrangement     axes       address of (layer, page, token)        a page of all layers
+==============  =========  =====================================  =============================
+`layer_major`   L B N C    ((l * B + b) * N + n) * C              L runs of N * C bytes
+`token_major`   B N L C    ((b * N + n) * L + l) * C              one run of N * L * C bytes
+`page_major`    B L N C    ((b * L + l) * N + n) * C              one run of L * N * C bytes
+==============  =========  =====================================  =============================
+
+SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
+of a slot is `slot_to_row(slots)`, the same number in every layer's view.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KVArrangement", "RowPlacement"]
+
+
+@enum.unique
+class KVArrangement(str, enum.Enum):
+    """Order of the axes; the value is the name on the command line."""
+
+    LAYER_MAJOR = "layer_major"
+    TOKEN_MAJOR = "token_major"
+    PAGE_MAJOR = "page_major"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def axes(self) -> str:
+        """Axes from the outermost to the innermost, of L, B, N, C."""
+        return _AXES[self]
+
+    @property
+    def is_page_contiguous(self) -> bool:
+        """Whether a page of all layers is one run of bytes."""
+        return self.axes[0] == "B"
+
+    @property
+    def is_slot_linear(self) -> bool:
+        """Whether slot times a stride is the place of a row, so that `slot_to_row` changes nothing."""
+        return self.axes.index("N") == self.axes.index("B") + 1
+
+    @property
+    def is_layer_packed(self) -> bool:
+        """Whether a layer's rows follow each other without a gap, as SGLang allocates them."""
+        return self.axes[0] == "L"
+
+
+_AXES = {
+    KVArrangement.LAYER_MAJOR: "LBNC",
+    KVArrangement.TOKEN_MAJOR: "BNLC",
+    KVArrangement.PAGE_MAJOR: "BLNC",
+}
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Places of the rows of `layers` layers of the same row size in one buffer.
+
+    Attributes
+    ----------
+    arrangement : KVArrangement
+    layers, pages, page_size_tokens, row_bytes : int
+        L, B, N and C, each at least 1.
+
+    Raises
+    ------
+    ValueError
+        A size that is not a positive integer.
+    """
+
+    arrangement: KVArrangement
+    layers: int
+    pages: int
+    page_size_tokens: int
+    row_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "pages", "page_size_tokens", "row_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis; that of C in bytes."""
+        return {"L": self.layers, "B": self.pages, "N": self.page_size_tokens, "C": self.row_bytes}
+
+    @property
+    def strides_bytes(self) -> dict[str, int]:
+        """Distance in bytes between neighbours along each axis."""
+        strides, step = {}, 1
+        for axis in reversed(self.arrangement.axes):
+            strides[axis] = step
+            step *= self.sizes[axis]
+        return strides
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.layers * self.pages * self.page_size_tokens * self.row_bytes
+
+    def layer_offset_bytes(self, layer: int) -> int:
+        """First byte of a layer's row 0."""
+        return layer * self.strides_bytes["L"]
+
+    @property
+    def row_stride_bytes(self) -> int:
+        """Distance between row number i and row number i + 1 of a layer's view."""
+        return self.strides_bytes["N"]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a layer's view: one more than the largest row number."""
+        return self.row_of_slot(self.pages * self.page_size_tokens - 1) + 1
+
+    def row_of_slot(self, slot: int) -> int:
+        """Row number of one slot, on the host."""
+        page, token = divmod(slot, self.page_size_tokens)
+        return page * self._rows_per_page + token
+
+    def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row numbers of slots, for every layer's view.
+
+        Parameters
+        ----------
+        slots : Tensor of int32 or int64, any shape
+            Negative values mean "none" and stay as they are.
+
+        Returns
+        -------
+        Tensor
+            Of the same shape, dtype and device; `slots` itself where slots are row numbers already.
+        """
+        if self._rows_per_page == self.page_size_tokens:
+            return slots
+        pages = slots.div(self.page_size_tokens, rounding_mode="floor")
+        rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
+        return rows.where(slots >= 0, slots)
+
+    @property
+    def _rows_per_page(self) -> int:
+        """Row numbers from one page to the next: more than a page has where other layers lie between."""
+        return self.strides_bytes["B"] // self.strides_bytes["N"]
+
+    def layer_view(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
+        """A layer's rows in the buffer, zero-copy.
+
+        Parameters
+        ----------
+        buffer : Tensor [total_bytes], uint8, contiguous
+        layer : int
+            From 0.
+
+        Returns
+        -------
+        Tensor [rows, row_bytes], uint8
+            With a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to other
+            layers: only those from `slot_to_row` are this layer's.
+
+        Raises
+        ------
+        IndexError
+            No such layer.
+        ValueError
+            A buffer of another size, dtype or stride.
+        """
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of {self.layers}")
+        if buffer.shape != (self.total_bytes,) or buffer.element_size() != 1 or not buffer.is_contiguous():
+            raise ValueError(
+                f"the buffer is {buffer.dtype} {tuple(buffer.shape)}, stride {buffer.stride()}; expected "
+                f"({self.total_bytes},) contiguous bytes"
+            )
+        return buffer.as_strided(
+            (self.rows, self.row_bytes),
+            (self.row_stride_bytes, 1),
+            buffer.storage_offset() + self.layer_offset_bytes(layer),
+        )

@@ -1,0 +1,142 @@
+"""Named arrangements against numpy's transposition of the axes; named after the vLLM checklist."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_kvpool.arrangement import KVArrangement, RowPlacement
+
+#: Axes in memory, from the outermost; written here once more, as the oracle.
+ORDER = {"layer_major": "LBNC", "token_major": "BNLC", "page_major": "BLNC"}
+SIZES = list(itertools.product((1, 2, 3), repeat=4))
+
+
+def addresses(name, layers, pages, tokens, row_bytes):
+    """Address of byte [l, b, n, c] as an array, by numpy alone."""
+    sizes = {"L": layers, "B": pages, "N": tokens, "C": row_bytes}
+    in_memory = np.arange(layers * pages * tokens * row_bytes).reshape([sizes[a] for a in ORDER[name]])
+    return in_memory.transpose([ORDER[name].index(axis) for axis in "LBNC"])
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte(name):
+    """B1 and B4: all sizes from {1, 2, 3}, also those where two axes could be taken for each other."""
+    for sizes in SIZES:
+        placement = RowPlacement(KVArrangement(name), *sizes)
+        strides = placement.strides_bytes
+        grid = np.indices(sizes)
+        found = sum(grid[i] * strides[axis] for i, axis in enumerate("LBNC"))
+        assert np.array_equal(found, addresses(name, *sizes)), sizes
+        assert sorted(found.ravel()) == list(range(placement.total_bytes))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_b3_rows_of_a_view_are_the_bytes_at_the_address(name):
+    """B3, both ways: bytes written through a layer's view, and read through it."""
+    for layers, pages, tokens, row_bytes in SIZES:
+        placement = RowPlacement(KVArrangement(name), layers, pages, tokens, row_bytes)
+        where = addresses(name, layers, pages, tokens, row_bytes)
+        slots = torch.arange(pages * tokens)
+        rows = placement.slot_to_row(slots)
+        for layer in range(layers):
+            buffer = torch.zeros(placement.total_bytes, dtype=torch.uint8)
+            view = placement.layer_view(buffer, layer)
+            assert view.data_ptr() - buffer.data_ptr() == placement.layer_offset_bytes(layer)
+            view[rows] = 7
+            raw = buffer.numpy().copy()
+            assert (raw[where[layer].ravel()] == 7).all()
+            assert raw.sum() == 7 * pages * tokens * row_bytes  # A5: and nothing else
+            buffer.copy_(torch.from_numpy(np.random.default_rng(0).permutation(256).astype(np.uint8)).repeat(2)[
+                : placement.total_bytes
+            ])  # fmt: skip
+            expected = buffer.numpy()[where[layer]].reshape(pages * tokens, row_bytes)
+            assert np.array_equal(view[rows].numpy(), expected)
+
+
+def test_a1_a_packed_reader_of_a_token_major_pool_reads_a_neighbour():
+    """A1, the numbers of the checklist: L=4, B=3, N=2, C=6, whole pages of a layer in page-major order."""
+    placement = RowPlacement(KVArrangement.PAGE_MAJOR, layers=4, pages=3, page_size_tokens=2, row_bytes=6)
+    strides = placement.strides_bytes
+    assert strides["L"] + strides["B"] == 60
+    packed = 1 * strides["L"] + 1 * (2 * 6)  # what a kernel reads that takes pages of a layer to be packed
+    assert packed == 24 == addresses("page_major", 4, 3, 2, 6)[2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("name", ORDER)
+def test_slots_to_rows(name, page_size, dtype):
+    placement = RowPlacement(
+        KVArrangement(name), layers=3, pages=5, page_size_tokens=page_size, row_bytes=416
+    )
+    slots = torch.tensor([[-1, 0, page_size], [5 * page_size - 1, 2 * page_size - 1, -7]], dtype=dtype)
+    # Not contiguous.
+    rows = placement.slot_to_row(slots.t())
+    assert rows.dtype == dtype
+    assert rows.shape == (3, 2)
+    where = addresses(name, 3, 5, page_size, 1)
+    expected = [
+        s if s < 0 else (where[0, s // page_size, s % page_size, 0]) // (placement.row_stride_bytes // 416)
+        for s in slots.t().flatten().tolist()
+    ]
+    assert rows.flatten().tolist() == expected
+    for slot in range(5 * page_size):
+        assert placement.row_of_slot(slot) == placement.slot_to_row(torch.tensor(slot)).item()
+    assert rows.max() == placement.rows - 1
+
+
+def test_slots_are_rows_where_the_arrangement_is_linear_in_the_slot():
+    slots = torch.tensor([3, 1])
+    for arrangement in KVArrangement:
+        placement = RowPlacement(arrangement, 3, 5, 4, 8)
+        assert (placement.slot_to_row(slots) is slots) == arrangement.is_slot_linear
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "linear", "packed"),
+    [
+        ("layer_major", False, True, True),
+        ("token_major", True, True, False),
+        ("page_major", True, False, False),
+    ],
+)
+def test_predicates(name, page, linear, packed):
+    arrangement = KVArrangement(name)
+    assert str(arrangement) == name
+    assert arrangement.axes == ORDER[name]
+    assert arrangement.is_page_contiguous is page
+    assert arrangement.is_slot_linear is linear
+    assert arrangement.is_layer_packed is packed
+
+
+def test_views_share_the_buffers_storage_at_an_offset():
+    """B2; the buffer may itself be a part of a larger one."""
+    whole = torch.full((1000,), 0xEE, dtype=torch.uint8)
+    placement = RowPlacement(KVArrangement.TOKEN_MAJOR, layers=2, pages=3, page_size_tokens=5, row_bytes=7)
+    buffer = whole[90 : 90 + placement.total_bytes]
+    for layer in range(2):
+        placement.layer_view(buffer, layer).fill_(layer)
+    assert (whole[:90] == 0xEE).all()
+    assert (whole[90 + 210 :] == 0xEE).all()
+    assert buffer.view(15, 2, 7).unique(dim=0).tolist() == [[[0] * 7, [1] * 7]]
+
+
+@pytest.mark.parametrize("field", ["layers", "pages", "page_size_tokens", "row_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3"])
+def test_sizes_that_are_none(field, value):
+    sizes = {"layers": 1, "pages": 1, "page_size_tokens": 1, "row_bytes": 1, field: value}
+    with pytest.raises(ValueError, match=f"{field}={value!r} is not a positive integer"):
+        RowPlacement(KVArrangement.LAYER_MAJOR, **sizes)
+
+
+def test_buffers_that_do_not_fit():
+    placement = RowPlacement(KVArrangement.PAGE_MAJOR, 2, 3, 4, 8)
+    good = torch.zeros(192, dtype=torch.uint8)
+    for bad in (good[:-1], good.view(2, 96), torch.zeros(192), torch.zeros(384, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match=r"expected \(192,\) contiguous bytes"):
+            placement.layer_view(bad, 0)
+    for layer in (-1, 2):
+        with pytest.raises(IndexError, match=f"layer {layer} of 2"):
+            placement.layer_view(good, layer)
