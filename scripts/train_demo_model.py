@@ -167,7 +167,14 @@ def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tu
     state_path = arguments.out / "state.pt"
     first, history = 0, []
     if arguments.resume:
+        if not state_path.is_file():
+            raise SystemExit(f"there is no {state_path} to resume from; leave out --resume to begin")
         state = torch.load(state_path, weights_only=True)
+        for name in ("seed", "batch_tokens"):
+            if state[name] != getattr(arguments, name):
+                raise SystemExit(f"{state_path} was trained with {name} {state[name]}; give the same")
+        if state["step"] > arguments.steps:
+            raise SystemExit(f"{state_path} has done {state['step']} steps; give at least as many as --steps")
         net.load_state_dict(state["net"])
         for stepper, stored in zip(steppers, state["steppers"], strict=True):
             stepper.load_state_dict(stored)
@@ -202,6 +209,8 @@ def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tu
             fresh = state_path.with_suffix(".new")
             torch.save(
                 {
+                    "seed": arguments.seed,
+                    "batch_tokens": arguments.batch_tokens,
                     "net": net.state_dict(),
                     "steppers": [stepper.state_dict() for stepper in steppers],
                     "step": done,
@@ -246,6 +255,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
+    if arguments.threads < 1:
+        parser.error("--threads is at least 1")
     if arguments.steps < 1 or arguments.batch_tokens < max(LENGTHS):
         parser.error(f"--steps is at least 1, --batch-tokens at least {max(LENGTHS)}")
     torch.set_num_threads(arguments.threads)

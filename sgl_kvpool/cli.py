@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,12 +68,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.set_defaults(run=_doctor)
 
+    _print_anything()
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        # Here, where a full disk is still an error: at the exit Python only mentions it.
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt as interrupt:
+        return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does. Nothing can be flushed any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except (ValueError, OSError) as error:
         print(f"sgl-kvpool: {error}", file=sys.stderr)
         return 2
+
+
+def _print_anything() -> None:
+    """Let no character of a path or value stop a report, whatever the terminal's encoding."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _leave_in_order() -> None:
+    """Make termination and hang-up end this process as Ctrl-C does, so that it ends its children."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # which is what nohup sets
+            signal.signal(ending, _terminate)
+
+
+class _Terminated(KeyboardInterrupt):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated(number)
 
 
 def _layout_list(text: str) -> list[MLAKVCacheLayout]:
@@ -127,12 +165,15 @@ def _demo(arguments: argparse.Namespace) -> int:
         for layout in arguments.layouts:
             print(layout_server(layout, arguments.port or 30000, Path(os.devnull)).shell_command)
         return 0
+    _leave_in_order()
     return compare(arguments.layouts, arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from sgl_kvpool import doctor
 
+    _leave_in_order()
+    print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)
     findings = doctor.examine()
     print(doctor.as_json(findings) if arguments.json else doctor.as_text(findings))
     return 1 if doctor.problems(findings) else 0

@@ -45,8 +45,7 @@ def test_print_model_path(capsys):
     assert (folder / "config.json").is_file()
 
 
-def test_print_command_prints_a_line_per_layout(capsys, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+def test_print_command_prints_a_line_per_layout(capsys):
     assert main(["demo", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rsplit(maxsplit=1)[1] for line in lines] == ["fp4", "bf16"]
@@ -76,7 +75,39 @@ def test_a_port_without_a_command_to_print(capsys):
 def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_path):
     (tmp_path / "file").write_text("x")
     assert main(["demo", "--out", str(tmp_path / "file")]) == 2
-    assert "file" in capsys.readouterr().err
+    assert "is a file; name a folder with --out" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_an_error():
+    command = [sys.executable, "-m", "sgl_kvpool.cli", "layouts"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    done = subprocess.run(["bash", "-c", f"{shlex.join(command)} | true; echo ${{PIPESTATUS[0]}}"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout in ("141\n", "0\n")  # 0: it had written all before `true` ended
+    assert done.stderr == ""
+
+
+def test_a_path_that_the_terminal_cannot_show(tmp_path):
+    (tmp_path / "é").write_text("x")
+    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--out", str(tmp_path / "é")]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "\\xe9 is a file; name a folder with --out" in done.stderr
+
+
+def test_servers_bypass_the_users_proxy(monkeypatch):
+    from sgl_kvpool.demo.server import Server
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    found = Server(["--port", "1"], os.devnull).environment
+    assert found["no_proxy"] == found["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    monkeypatch.delenv("http_proxy")
+    assert "no_proxy" not in Server(["--port", "1"], os.devnull).environment
 
 
 #: A "server" that ignores SIGTERM, with a child that does too.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["KVPOOL_BACKEND", "KVPOOL_DEVICES", "STOCK_READERS", "can_read", "readers"]
+__all__ = ["KVPOOL_BACKEND", "KVPOOL_DEVICES", "STOCK_READERS", "can_read", "readers", "suggestions"]
 
 #: Name of our own backend; it reads every layout.
 KVPOOL_BACKEND = "kvpool_mla"
@@ -55,6 +55,23 @@ STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
 def readers(layout: MLAKVCacheLayout) -> tuple[str, ...]:
     """Names of all backends that read a layout, ours first."""
     return (KVPOOL_BACKEND, *sorted(STOCK_READERS[layout]))
+
+
+#: Stock backends that run on a CPU; the others need CUDA.
+_ON_CPU = frozenset({"torch_native", "intel_amx"})
+#: Stock backends that SGLang refuses off Blackwell (arg_groups/overrides.py:1210 and :1244,
+#: attention_hook.py:648).
+_BLACKWELL_ONLY = frozenset({"trtllm_mla", "cutedsl_mla", "fa4"})
+
+
+def suggestions(layout: MLAKVCacheLayout, device: str) -> tuple[str, ...]:
+    """Stock backends to propose for a layout on a device: "cpu", or "cuda" for a Hopper GPU.
+
+    What a user names is checked by `can_read`; this only keeps proposals to what can run there.
+    """
+    stock = STOCK_READERS[layout]
+    fitting = stock & _ON_CPU if device == "cpu" else stock - _ON_CPU - _BLACKWELL_ONLY
+    return tuple(sorted(fitting))
 
 
 def can_read(backend: str, layout: MLAKVCacheLayout) -> bool:

@@ -7,10 +7,9 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import signal
-import sys
 import time
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from sgl_kvpool import __version__, env
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.measure import Scores, compare_scores, generate_greedily, generate_sample, score
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
-from sgl_kvpool.demo.shipped import Window, held_out_windows, model_path
+from sgl_kvpool.demo.shipped import Window, geometry, held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["compare", "greedy_prompts", "layout_server", "tokens_in_the_same_memory"]
+__all__ = ["compare", "greedy_prompts", "layout_server"]
 
-#: Rows of the demo model.
-_GEOMETRY = (512, 64)
-_LAYERS = 3
 #: Tokens that bf16 gets; every layout gets as many as fit into the same bytes.
 _BF16_TOKENS = 16384
 
@@ -45,8 +41,9 @@ def greedy_prompts(windows: Sequence[Window]) -> list[str]:
 
 def tokens_in_the_same_memory(layout: MLAKVCacheLayout) -> int:
     """Tokens that fit where bf16 has 16384."""
-    bf16 = MLAKVCacheLayout.BF16.row_format(*_GEOMETRY)
-    return _BF16_TOKENS * bf16.row_bytes // layout.row_format(*_GEOMETRY).row_bytes
+    _, rank, rope = geometry()
+    bf16 = MLAKVCacheLayout.BF16.row_format(rank, rope)
+    return _BF16_TOKENS * bf16.row_bytes // layout.row_format(rank, rope).row_bytes
 
 
 def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
@@ -69,28 +66,36 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     Returns
     -------
     int
-        Exit status: 1 if a server failed.
+        Exit status: 1 if a server failed; what was served before it is still shown and written.
     """
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        # As Ctrl-C does: leave through the `with` blocks, so that no server is left behind.
-        signal.signal(ending, lambda received, frame: sys.exit(128 + received))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in ("demo.json", "demo.png"):
+        (folder / stale).unlink(missing_ok=True)
     windows = held_out_windows()
+    layers, rank, rope = geometry()
     print(
-        f"model: {model_path()}\n{_LAYERS} layers of MLA (latent 512, rope 64), trained on Python's standard "
-        f"library; device: cpu\ntext: {len(windows)} held-out windows of {len(windows[0].text)} bytes",
+        f"model: {model_path()}\n{layers} layers of MLA (latent {rank}, rope {rope}), trained on Python's "
+        f"standard library; device: cpu\n"
+        f"text: {len(windows)} held-out windows of {len(windows[0].text)} bytes",
         flush=True,
     )
+    status = 0
     served: list[tuple[report.Result, Scores]] = []
     for number, layout in enumerate(layouts, 1):
         print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
         log = folder / f"server-{layout}.log"
         try:
             served.append(_serve(layout, windows, log))
-        except (ServerFailed, OSError, ValueError) as error:
-            print(f"failed: {error}\nthe server's whole output is in {log}")
-            return 1
+        except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
+            # The last three: an answer of another shape than SGLang's.
+            print(f"failed: {error!r}\nthe server's whole output is in {log}", flush=True)
+            status = 1
+            break
         print(f" scored in {served[-1][0].scoring_seconds:.0f} s", flush=True)
+    if not served:
+        return status
     results = _with_differences(served)
     print(f"\n{report.table(results, SAMPLE_PROMPT)}\n")
     report.write_json(folder / "demo.json", results, _facts(windows))
@@ -98,28 +103,30 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     try:
         report.write_plot(folder / "demo.png", results)
         print(f"plot:        {folder / 'demo.png'}")
-    except ImportError as error:
-        print(f"no plot: {error}; pip install matplotlib")
-    return 0
+    except Exception as error:  # an absent or broken matplotlib costs the plot, not the numbers
+        print(f"no plot: {error!r}; pip install matplotlib")
+    return status
 
 
 def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tuple[report.Result, Scores]:
     """Start a layout's server, ask it everything, stop it."""
-    fmt = layout.row_format(*_GEOMETRY)
-    bf16_row_bytes = MLAKVCacheLayout.BF16.row_format(*_GEOMETRY).row_bytes
+    layers, rank, rope = geometry()
+    bf16_row_bytes = MLAKVCacheLayout.BF16.row_format(rank, rope).row_bytes
     began = time.monotonic()
     with layout_server(layout, free_port(), log) as server:
         started = time.monotonic()
         print(f"ready after {started - began:.0f} s, scoring ", end="", flush=True)
         info = server.info()
+        if info["kv_cache_layout"] != layout.value:
+            raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
         scores = score(server, windows, progress=lambda: print(".", end="", flush=True))
         scored = time.monotonic()
         sample = generate_sample(server, SAMPLE_PROMPT, SAMPLE_TOKENS)
         greedy = generate_greedily(server, greedy_prompts(windows), GREEDY_TOKENS)
     result = report.Result(
         layout=info["kv_cache_layout"],
-        row_bytes=fmt.row_bytes,
-        pool_bytes=_LAYERS * _BF16_TOKENS * bf16_row_bytes,
+        row_bytes=layout.row_format(rank, rope).row_bytes,
+        pool_bytes=layers * _BF16_TOKENS * bf16_row_bytes,
         tokens=info["max_total_num_tokens"],
         attention_backend=info["attention_backend"],
         start_seconds=round(started - began, 2),
@@ -157,5 +164,6 @@ def _facts(windows: Sequence[Window]) -> dict[str, Any]:
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "held_out_windows": len(windows),
         "held_out_tokens_scored": sum(len(window.text) - 1 for window in windows),
+        "sample_prompt": SAMPLE_PROMPT,
         "prompts": greedy_prompts(windows),
     }

@@ -100,7 +100,7 @@ def score(server: Server, windows: Sequence[Window], progress: Callable[[], None
     Raises
     ------
     ValueError
-        The server scored other tokens than it was sent.
+        The server scored other tokens than it was sent, or not all log-probabilities are finite.
     """
     log_probabilities: list[list[float]] = []
     top_tokens: list[list[int]] = []
@@ -118,6 +118,8 @@ def score(server: Server, windows: Sequence[Window], progress: Callable[[], None
             tokens = answer["meta_info"]["input_token_logprobs"][1:]
             if [token[1] for token in tokens] != ids[1:]:
                 raise ValueError("the server scored other tokens than it was sent")
+            if not all(isinstance(token[0], float) and math.isfinite(token[0]) for token in tokens):
+                raise ValueError("the server answered log-probabilities that are not finite numbers")
             log_probabilities.append([token[0] for token in tokens])
             top_tokens.append([top[0][1] for top in answer["meta_info"]["input_top_logprobs"][1:]])
         progress()
@@ -125,7 +127,10 @@ def score(server: Server, windows: Sequence[Window], progress: Callable[[], None
 
 
 def compare_scores(scores: Scores, reference: Scores) -> Difference:
-    """Differences of scores from those of a reference; both of the same windows."""
+    """Differences of scores from those of a reference; ValueError if they are not of the same windows."""
+    lengths = [list(map(len, one.log_probabilities)) for one in (scores, reference)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"windows of other lengths: {lengths[0]} tokens against {lengths[1]}")
     changes = [
         statistics.fmean(theirs) - statistics.fmean(ours)
         for ours, theirs in zip(scores.log_probabilities, reference.log_probabilities, strict=True)
@@ -147,7 +152,7 @@ def generate_greedily(server: Server, prompts: Sequence[str], new_tokens: int) -
         text=list(prompts), sampling_params=sampling, return_logprob=True, top_logprobs_num=2
     )
     found = []
-    for answer in answers:
+    for _, answer in zip(prompts, answers, strict=True):
         best_two = answer["meta_info"]["output_top_logprobs"]
         found.append(Greedy(answer["output_ids"], min(best[0] - second[0] for best, second in best_two)))
     return found

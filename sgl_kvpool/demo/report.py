@@ -60,18 +60,19 @@ class Result:
 def table(results: Sequence[Result], prompt: str) -> str:
     """The results as text: a table, then the sample that each layout drew after `prompt`."""
     lines = [
-        f"{'layout':16} {'bytes per token':>15} {'tokens in':>10} {'perplexity':>11} {'change to bf16':>18} "
+        f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
         f"{'top byte':>9}",
-        f"{'':16} {'and layer':>15} {'same GB':>10} {'per byte':>11} {'(standard error)':>18} {'as bf16':>9}",
+        f"{'':16} {'and layer':>15} {'same memory':>11} {'per byte':>11} {'(standard error)':>18} "
+        f"{'as bf16':>9}",
     ]
     for result in results:
         change, same = "-", "-"
         if result.difference is not None:
             error = f"{100 * result.difference.standard_error:.2f}"
-            change = f"{100 * result.difference.perplexity_change:+.2f} % ({error})"
+            change = f"{_percent(result.difference)} ({error})"
             same = f"{100 * result.difference.same_top_token:.2f} %"
         lines.append(
-            f"{result.layout:16} {result.row_bytes:15} {result.tokens:10} {result.perplexity:11.4f} "
+            f"{result.layout:16} {result.row_bytes:15} {result.tokens:11} {result.perplexity:11.4f} "
             f"{change:>18} {same:>9}"
         )
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
@@ -79,6 +80,11 @@ def table(results: Sequence[Result], prompt: str) -> str:
     lines += ["", f"after {prompt!r} a sample at temperature 0.8, of the same random numbers:"]
     lines += [f"{result.layout:16} {result.sample!r}" for result in results]
     return "\n".join(lines)
+
+
+def _percent(difference: Difference) -> str:
+    """Change of the perplexity; never "-0.00"."""
+    return f"{round(100 * difference.perplexity_change, 2) + 0.0:+.2f} %"
 
 
 def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
@@ -98,7 +104,7 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
     for index, result in enumerate(sorted(results, key=lambda result: result.tokens)):
         label, error = result.layout, 0.0
         if result.difference is not None:
-            label += f"\n{100 * result.difference.perplexity_change:+.2f} %"
+            label += f"\n{_percent(result.difference)}"
             error = result.difference.standard_error * result.perplexity
         axes.errorbar(result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5)
         # Above and below in turn: neighbours are narrower apart than their names are wide.

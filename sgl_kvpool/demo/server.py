@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 #: SGLang chooses kernels by whether it sees a GPU, whatever its --device says.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def _past_proxies() -> dict[str, str]:
+    """Variables that keep a server's requests to itself, such as its warm-up, off the user's proxy."""
+    if urllib.request.getproxies_environment().keys() <= {"no"}:
+        return {}
+    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    value = ",".join(filter(None, (excepted, "127.0.0.1", "localhost")))
+    return {"no_proxy": value, "NO_PROXY": value}
 
 
 class ServerFailed(RuntimeError):
@@ -105,6 +115,7 @@ class Server:
         self.environment = {
             "SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS,
             **(_NO_GPU if on_cpu else {}),
+            **_past_proxies(),
             **(environment or {}),
         }
         self.wait_seconds = wait_seconds
@@ -118,9 +129,9 @@ class Server:
     @property
     def shell_command(self) -> str:
         """One line for a POSIX shell that starts the same server there, environment included."""
-        unset = [word for name in _NOT_INHERITED if name in os.environ for word in ("-u", name)]
         assignments = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join(["env", *unset, *assignments, *self.command])
+        # A layout from another shell's environment would contradict the one in the arguments.
+        return shlex.join(["env", "-u", env.KV_CACHE_LAYOUT, *assignments, *self.command])
 
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.
@@ -156,7 +167,7 @@ class Server:
             try:
                 self.get("/health")
                 return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException):
                 time.sleep(0.5)
         raise ServerFailed(f"no answer in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
 
@@ -182,7 +193,7 @@ class Server:
 
     def log_tail(self, lines: int = 15) -> str:
         """Last lines of the server's output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log.read_text(errors="replace")[-4000:].splitlines()[-lines:])
 
     # ---------------------------------------------------------------- requests
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Window", "held_out_windows", "model_path"]
+__all__ = ["Window", "geometry", "held_out_windows", "model_path"]
 
 
 class Window(NamedTuple):
@@ -38,6 +38,12 @@ class Window(NamedTuple):
 def model_path() -> Path:
     """Folder of the shipped checkpoint."""
     return Path(__file__).resolve().parent / "byte_mla_python"
+
+
+def geometry() -> tuple[int, int, int]:
+    """Layers, kv_lora_rank and qk_rope_head_dim of the shipped model."""
+    config = json.loads((model_path() / "config.json").read_text("utf-8"))
+    return config["num_hidden_layers"], config["kv_lora_rank"], config["qk_rope_head_dim"]
 
 
 def held_out_windows() -> list[Window]:

@@ -25,7 +25,9 @@ def examine() -> dict[str, Finding]:
     }
     device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
     findings["would be used"] = _guarded(partial(probes.used, device))
-    findings["host"] = _guarded(probes.host)
+    if "devices" not in findings["gpu"].facts:
+        findings["would be used"].notes.append("a guess: whether there is a GPU is not known, see above")
+    findings["host"] = _guarded(partial(probes.in_child, "host"))
     return findings
 
 
@@ -33,7 +35,9 @@ def _guarded(probe: Callable[[], Finding]) -> Finding:
     """A probe's finding; if it fails, that is the finding."""
     try:
         return probe()
-    except (Exception, SystemExit) as error:  # whatever it is, the report is printed
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, the report is printed
         return Finding(problems=[f"the probe failed: {type(error).__name__}: {error}"])
 
 
@@ -68,8 +72,7 @@ def _value(key: str, value: object) -> str:
     if value is None:
         return "-"
     if key.endswith("_bytes"):
-        assert isinstance(value, int)
-        return f"{value} ({value / 1e9:.1f} GB)"
+        return f"{value} ({value / 1e9:.1f} GB)" if isinstance(value, int) else str(value)
     if isinstance(value, list):
         return "; ".join(map(_device, value)) or "none"
     return str(value)

@@ -1,7 +1,7 @@
 """What `sgl-kvpool doctor` looks at. Each probe returns facts, problems and notes, and may fail.
 
-Probes that import torch or SGLang run in a process of their own (``python -m sgl_kvpool.doctor.probes
-NAME``), since a broken installation may hang, end or crash the process that imports it.
+Probes that import other packages run in a process of their own (:mod:`sgl_kvpool.doctor.child`), since a
+broken installation may hang, end or crash the process that imports it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,26 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["Finding", "cgroup_free_bytes", "gpu", "host", "in_child"]
+__all__ = [
+    "Finding",
+    "cgroup_free_bytes",
+    "gpu",
+    "host",
+    "in_child",
+    "packages",
+    "plugin",
+    "seams",
+    "used",
+]
 
-#: Distributions whose version matters; those after the first four may be absent.
+#: Distributions whose version is worth knowing; "-" in the report where one is absent.
 _PACKAGES = (
     *("sglang", "torch", "flashinfer-python", "triton"),
     *("sglang-kernel", "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"),
@@ -63,7 +72,11 @@ def packages() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             finding.facts[name] = None
     problem = version_problem()
-    if problem and finding.facts["sglang"] and env.flag(env.ALLOW_UNTESTED):
+    try:
+        tried = env.flag(env.ALLOW_UNTESTED)
+    except ValueError:  # the probe of the plugin says so
+        tried = False
+    if problem and finding.facts["sglang"] and tried:
         finding.notes.append(f"{problem}; {env.ALLOW_UNTESTED} is set")
     elif problem:
         finding.problems.append(problem)
@@ -111,20 +124,12 @@ def seams() -> Finding:
 def gpu() -> Finding:
     """GPUs as torch sees them, and the driver. Imports torch."""
     finding = Finding({"driver": None, "CUDA of the driver": None})
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        finding.facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-        finding.facts["CUDA of the driver"] = f"{version // 1000}.{version % 1000 // 10}"
-    except Exception as error:  # whichever of NVML's errors: torch may know more
-        finding.facts["driver"] = f"not found ({type(error).__name__}: {error})"
+    _driver(finding)
 
     import torch
 
     finding.facts["CUDA of torch"] = torch.version.cuda
-    devices = []
+    finding.facts["devices"] = devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         devices.append(
@@ -139,26 +144,46 @@ def gpu() -> Finding:
                 f"{properties.name} has compute capability {properties.major}.{properties.minor}; the "
                 "kernels are compiled and tested for 9.0 (H100, H200)"
             )
-    finding.facts["devices"] = devices
-    if devices:
-        return finding
-    if finding.facts["CUDA of the driver"]:
-        finding.problems.append(
-            f"there is an NVIDIA driver, but torch sees no GPU (torch is for CUDA {torch.version.cuda}, "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})"
-        )
-    else:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices and finding.facts["driver"] is None:
         finding.notes.append("no GPU: only the model of `sgl-kvpool demo` can be served, on the CPU")
+    elif not devices and visible is not None:
+        finding.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs; unset it to use them")
+    elif not devices:
+        finding.problems.append(
+            f"the driver is for CUDA {finding.facts['CUDA of the driver']} and torch, built for CUDA "
+            f"{torch.version.cuda}, sees no GPU: install a driver that is at least as new as torch's CUDA"
+        )
     return finding
+
+
+def _driver(finding: Finding) -> None:
+    """Version of the NVIDIA driver; none is no problem, a broken one is."""
+    try:
+        import pynvml
+    except ImportError as error:
+        finding.notes.append(f"the driver's version is unknown: {error}")
+        return
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        finding.facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        finding.facts["CUDA of the driver"] = f"{version // 1000}.{version % 1000 // 10}"
+    except pynvml.NVMLError as error:
+        if error.value not in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            finding.problems.append(
+                f"the NVIDIA driver does not answer ({error}): reload its kernel modules, reboot, or "
+                "reinstall it"
+            )
 
 
 def used(device: str) -> Finding:
     """What a server on `device` would use for each layout."""
-    from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, readers
+    from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else "torch"})
     for layout in MLAKVCacheLayout:
-        stock = readers(layout)[1:]
+        stock = suggestions(layout, device)
         if device in KVPOOL_DEVICES:
             text = f"attention by {KVPOOL_BACKEND}, chosen by itself"
         elif stock:
@@ -171,17 +196,13 @@ def used(device: str) -> Finding:
 
 def host() -> Finding:
     """Memory that a host tier could use, the limit on locked memory, and cores."""
-    import psutil
-
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memory = psutil.virtual_memory()
-    limited = cgroup_free_bytes()
     finding = Finding(
         {
             "memlock_soft_bytes": None if soft == resource.RLIM_INFINITY else soft,
             "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
-            "memory_bytes": memory.total,
-            "free_bytes": memory.available if limited is None else min(memory.available, limited),
+            "memory_bytes": None,
+            "free_bytes": None,
             "cores": os.cpu_count(),
         }
     )
@@ -190,52 +211,73 @@ def host() -> Finding:
             f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "
             "network card (RDMA) may fail; raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
         )
+    try:
+        import psutil
+    except ImportError as error:
+        finding.problems.append(
+            f"free memory is unknown ({error}): pip install psutil, which SGLang needs too"
+        )
+        return finding
+    memory = psutil.virtual_memory()
+    limited = cgroup_free_bytes()
+    finding.facts["memory_bytes"] = memory.total
+    finding.facts["free_bytes"] = memory.available if limited is None else min(memory.available, limited)
     return finding
 
 
-def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes left under this control group's limit, of version 2 or 1; None without a limit."""
-    for limit, use in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+def cgroup_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups; None without a limit.
+
+    Of a group's use, pages of files that the kernel can drop (`inactive_file`) count as free. Both versions
+    of control groups; a container sees its own group as `root`.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    free: list[int] = []
+    for controllers, mount, limit, use in (
+        ("", root, "memory.max", "memory.current"),
+        ("memory", root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        try:
-            # "max" where version 2 sets no limit; version 1 then says nearly 2^63.
-            allowed, taken = int((root / limit).read_text()), int((root / use).read_text())
-        except (OSError, ValueError):
-            continue
-        return None if allowed >= 2**62 else max(0, allowed - taken)
-    return None
+        paths = [line[2] for line in lines if len(line) == 3 and controllers in line[1].split(",")]
+        for group in {Path(path.lstrip("/")) for path in paths} | {Path()}:
+            for folder in (mount / group, *(mount / parent for parent in group.parents)):
+                left = _free_in(folder, limit, use)
+                if left is not None:
+                    free.append(left)
+    return min(free, default=None)
 
 
-#: Probes that run in a process of their own.
-_IN_CHILD: dict[str, Callable[[], Finding]] = {"seams": seams, "gpu": gpu}
+def _free_in(folder: Path, limit: str, use: str) -> int | None:
+    """Bytes left in one control group; None where it sets no limit or is not there."""
+    try:
+        # "max" where version 2 sets no limit; version 1 then says nearly 2^63.
+        allowed, taken = int((folder / limit).read_text()), int((folder / use).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    droppable = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
 
 
 def in_child(name: str) -> Finding:
-    """Run one of the probes `seams` and `gpu` in a process of its own; RuntimeError if that fails."""
+    """Run the probe of this name in a process of its own; RuntimeError if that gives no answer."""
     done = subprocess.run(
-        [sys.executable, "-m", "sgl_kvpool.doctor.probes", name],
+        # -P: nothing is imported from the working folder.
+        [sys.executable, "-P", "-m", "sgl_kvpool.doctor.child", name],
         capture_output=True,
         text=True,
         errors="replace",
         timeout=_TIMEOUT_SECONDS,
         stdin=subprocess.DEVNULL,
     )
-    if done.returncode:
+    try:
+        return Finding(**json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, TypeError, ValueError):
         ending = "\n".join(done.stderr.splitlines()[-3:])
-        raise RuntimeError(f"its process ended with status {done.returncode}: {ending}")
-    return Finding(**json.loads(done.stdout))
-
-
-def _main() -> None:
-    """Print one finding as JSON; whatever imports print goes to stderr."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    finding = _IN_CHILD[sys.argv[1]]()
-    with answer:
-        json.dump(asdict(finding), answer)
-
-
-if __name__ == "__main__":
-    _main()
+        raise RuntimeError(
+            f"its process ended with status {done.returncode} and no answer: {ending}"
+        ) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, can_read, readers
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, can_read, readers, suggestions
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
@@ -196,7 +196,7 @@ def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
     if view.device not in KVPOOL_DEVICES:
-        stock = readers(layout)[1:]
+        stock = suggestions(layout, view.device)
         raise ValueError(
             f"attention backend {KVPOOL_BACKEND} runs on --device {' and '.join(KVPOOL_DEVICES)} only in "
             f"this release, and the device is {view.device}; "

@@ -63,6 +63,8 @@ def test_one_window_has_no_standard_error():
 def test_unequal_texts_are_not_compared():
     with pytest.raises(ValueError):
         compare_scores(Scores([[-1.0]], [[1]]), Scores([[-1.0], [-1.0]], [[1], [1]]))
+    with pytest.raises(ValueError, match="windows of other lengths"):
+        compare_scores(Scores([[-1.0, -1.0]], [[1, 1]]), Scores([[-1.0]], [[1]]))
 
 
 @pytest.fixture
@@ -98,6 +100,11 @@ def test_table(results):
     assert repr(PROMPT) in lines[5]
     assert lines[6].split(maxsplit=1) == ["bf16", repr(" name in x:\n")]
     assert len({len(line) for line in lines[:4]}) == 1
+
+
+def test_a_change_of_nothing_has_no_sign_to_trip_over(results):
+    same = dataclasses.replace(results[1], difference=Difference(-1e-7, 1e-7, 1.0))
+    assert "+0.00 % (0.00)" in report.table([results[0], same], PROMPT)
 
 
 def test_table_without_bf16_says_why_there_are_no_differences(results):

@@ -2,12 +2,15 @@
 
 import json
 import math
+import platform
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 
 from sgl_kvpool.demo.checkpoint import read_config, read_model
-from sgl_kvpool.demo.shipped import held_out_windows, model_path
+from sgl_kvpool.demo.shipped import geometry, held_out_windows, model_path
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +62,29 @@ def test_the_model_opens_with_transformers():
 
     assert AutoConfig.from_pretrained(model_path()).kv_lora_rank == 512
     assert AutoTokenizer.from_pretrained(model_path()).encode("a\n") == [97, 10]
+
+
+def test_held_out_windows_are_what_they_claim(facts):
+    """They stand at their places in the Python that the model was trained on."""
+    if platform.python_version() != facts["python"]:
+        pytest.skip(f"this is not Python {facts['python']}, whose text was held out")
+    root = Path(sysconfig.get_path("stdlib"))
+    for window in held_out_windows():
+        text = (root / window.module).read_bytes()
+        assert text[window.offset : window.offset + 1024] == window.text.encode(), window.module
+
+
+def test_goldens_are_decided_by_more_than_rounding():
+    goldens = json.loads((Path(__file__).parents[1] / "engine" / "goldens.json").read_text())
+    assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4"]
+    for layout, answers in goldens["greedy"].items():
+        assert len(answers) == len(goldens["prompts"]) == 5
+        for answer in answers:
+            assert answer["smallest_margin"] > 0.1, layout
+            assert len(answer["token_ids"]) == 48
+            assert len(set(answer["token_ids"])) >= 12, layout
+
+
+def test_geometry_is_the_models():
+    config = read_config(model_path())
+    assert geometry() == (config.layers, config.kv_lora_rank, config.qk_rope_head_dim) == (3, 512, 64)

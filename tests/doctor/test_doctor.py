@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -50,6 +51,13 @@ def test_facts(healthy):
     assert facts["plugin"] == {"entry point": "sgl_kvpool.sglang_plugin:register", "SGLANG_PLUGINS": None}
     assert facts["seams"]["checked"] == facts["seams"]["hold"] > 25
     assert facts["host"]["cores"] == os.cpu_count()
+    assert facts["host"].keys() == {
+        "memlock_soft_bytes",
+        "memlock_hard_bytes",
+        "memory_bytes",
+        "free_bytes",
+        "cores",
+    }
     assert 0 < facts["host"]["free_bytes"] <= facts["host"]["memory_bytes"]
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert facts["host"]["memlock_soft_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
@@ -70,6 +78,9 @@ def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
     assert facts["fp4"] == facts["fp8_block_scale"] == "refused on cuda in this release"
     assert "flashmla" in facts["fp8"]
     assert "kvpool_mla" not in facts["bf16"]
+    # For other devices than a Hopper GPU.
+    assert "intel_amx" not in facts["bf16"]
+    assert "trtllm_mla" not in facts["bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +107,8 @@ def test_a_broken_installation_still_gets_a_report(broken):
     assert list(report["probes"]) == PROBES
     problems = {name: found["problems"] for name, found in report["probes"].items()}
     assert "SGLang 0.6.1 is not a version this release was tested with" in problems["packages"][0]
-    assert "ended with status -11" in problems["gpu"][0]
+    assert "ended with status -11 and no answer" in problems["gpu"][0]
+    assert "a guess" in report["probes"]["would be used"]["notes"][0]
     assert len(problems["seams"]) >= 1
     assert problems["host"] == problems["would be used"] == []
     assert report["probes"]["host"]["facts"]["cores"] == os.cpu_count()
@@ -128,7 +140,7 @@ def test_plugin_lists_that_let_us_load(monkeypatch, value):
     assert probes.plugin().problems == []
 
 
-@pytest.mark.parametrize("failing", ["packages", "plugin", "host", "used", "in_child"])
+@pytest.mark.parametrize("failing", ["packages", "plugin", "used", "in_child"])
 @pytest.mark.parametrize("error", [RuntimeError("broke"), SystemExit("left"), ImportError("absent")])
 def test_one_failing_probe_is_one_problem(monkeypatch, failing, error):
     def fail(*_):
@@ -139,16 +151,109 @@ def test_one_failing_probe_is_one_problem(monkeypatch, failing, error):
     findings = doctor.examine()
     assert list(findings) == PROBES
     found = doctor.problems(findings)
-    assert len(found) == (2 if failing == "in_child" else 1)
+    assert len(found) == (3 if failing == "in_child" else 1)
     assert all(f"the probe failed: {type(error).__name__}: {error}" in text for text in found)
     assert json.loads(doctor.as_json(findings))["ok"] is False
     assert str(error) in doctor.as_text(findings)
 
 
-def test_a_child_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(probes, "_TIMEOUT_SECONDS", 0.01)
-    with pytest.raises(subprocess.TimeoutExpired):
-        probes.in_child("gpu")
+def test_a_child_that_hangs_is_ended_and_the_report_goes_on(monkeypatch, tmp_path):
+    pid = tmp_path / "pid"
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(probes, "_TIMEOUT_SECONDS", 8)
+    findings = doctor.examine()
+    assert list(findings) == PROBES
+    assert "TimeoutExpired" in findings["gpu"].problems[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+#: A pynvml whose driver is `state`, and a torch that sees `count` GPUs.
+FAKE_NVML = """
+NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 13, 9
+class NVMLError(Exception):
+    def __init__(self, value):
+        super().__init__(f"error {value}")
+        self.value = value
+def nvmlInit():
+    if STATE: raise NVMLError(STATE)
+def nvmlSystemGetCudaDriverVersion_v2(): return 12080
+def nvmlSystemGetDriverVersion(): return "570.1"
+"""
+FAKE_TORCH = """
+class version: cuda = "13.0"
+class cuda:
+    is_available = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "visible", "problem", "note"),
+    [
+        (0, None, "install a driver that is at least as new", None),
+        (0, "", None, "CUDA_VISIBLE_DEVICES='' hides the GPUs; unset it"),
+        (13, None, None, "no GPU"),
+        (9, None, None, "no GPU"),
+        (18, None, "the NVIDIA driver does not answer (error 18): reload", "no GPU"),
+    ],
+)
+def test_drivers(monkeypatch, tmp_path, state, visible, problem, note):
+    """Machines we do not have: their libraries are replaced, in the probe's own process."""
+    (tmp_path / "pynvml.py").write_text(f"STATE = {state}\n{FAKE_NVML}")
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    finding = probes.in_child("gpu")
+    assert finding.facts["driver"] == (None if state else "570.1")
+    assert finding.facts["CUDA of the driver"] == (None if state else "12.8")
+    for text, found in ((problem, finding.problems), (note, finding.notes)):
+        assert len(found) == (text is not None)
+        assert text is None or text in found[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import os; os._exit(0)", "ended with status 0 and no answer"),
+        ("print('noise'); raise GeneratorExit('out')", "ended with status 1 and no answer: "),
+        ("import time; time.sleep(600)", "TimeoutExpired"),
+    ],
+)
+def test_a_broken_psutil(monkeypatch, tmp_path, source, expected):
+    (tmp_path / "psutil.py").write_text(source + "\n")
+    (tmp_path / "sitecustomize.py").write_text("print('printed at every start')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(probes, "_TIMEOUT_SECONDS", 8)
+    found = doctor._guarded(lambda: probes.in_child("host"))
+    assert expected in found.problems[0]
+    (tmp_path / "psutil.py").unlink()
+    assert probes.in_child("host").facts["cores"] == os.cpu_count()
+
+
+def test_a_terminated_doctor_leaves_no_child(tmp_path):
+    pid = tmp_path / "pid"
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    code = (
+        "import sys; from sgl_kvpool.doctor import probes; from sgl_kvpool.cli import main;"
+        "inner = probes.in_child; probes.in_child = lambda name: inner('gpu'); sys.exit(main(['doctor']))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_text_report():
@@ -174,21 +279,46 @@ def test_text_report():
     assert doctor.as_text(findings).endswith("2 problems, see above")
 
 
-def test_memory_left_in_a_control_group(tmp_path):
-    assert probes.cgroup_free_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert probes.cgroup_free_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("12\n")
-    assert probes.cgroup_free_bytes(tmp_path) == 7
-    (tmp_path / "memory.current").write_text("13\n")
-    assert probes.cgroup_free_bytes(tmp_path) == 0
+def control_group(folder, limit, use, inactive_file=0, *, version=2):
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{use}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {inactive_file}\n")
 
 
-def test_memory_left_in_a_control_group_of_version_1(tmp_path):
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("5\n")
-    assert probes.cgroup_free_bytes(tmp_path) is None
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("100\n")
-    assert probes.cgroup_free_bytes(tmp_path) == 95
+def left(root, *membership):
+    (root / "membership").write_text("".join(f"{line}\n" for line in membership))
+    return probes.cgroup_free_bytes(root, root / "membership")
+
+
+def test_memory_left_in_control_groups(tmp_path):
+    assert probes.cgroup_free_bytes(tmp_path, tmp_path / "absent") is None
+    control_group(tmp_path / "a" / "b", "max", 40)
+    assert left(tmp_path, "0::/a/b") is None
+    control_group(tmp_path / "a" / "b", 100, 40)
+    assert left(tmp_path, "0::/a/b") == 60
+    control_group(tmp_path / "a" / "b", 100, 40, inactive_file=7)
+    assert left(tmp_path, "0::/a/b") == 67
+    # The parent's limit is tighter; that of a group this process is not in does not matter.
+    control_group(tmp_path / "a", 200, 180)
+    control_group(tmp_path / "other", 10, 9)
+    assert left(tmp_path, "0::/a/b") == 20
+    control_group(tmp_path / "a", 200, 210)
+    assert left(tmp_path, "0::/a/b") == 0
+
+
+def test_memory_left_in_a_containers_own_group(tmp_path):
+    """The membership names the host's path; the mount shows the container's group as the root."""
+    control_group(tmp_path, 50, 20)
+    assert left(tmp_path, "0::/docker/0123") == 30
+
+
+def test_memory_left_in_control_groups_of_version_1(tmp_path):
+    control_group(tmp_path / "memory" / "job", 9223372036854771712, 5, version=1)
+    assert left(tmp_path, "3:cpu,cpuacct:/x", "2:memory:/job") is None
+    control_group(tmp_path / "memory" / "job", 100, 50, inactive_file=1, version=1)
+    assert left(tmp_path, "3:cpu,cpuacct:/x", "2:memory:/job") == 51
+    assert left(tmp_path, "3:cpu,cpuacct:/job", "2:memory:/x") is None

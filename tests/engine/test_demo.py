@@ -1,17 +1,16 @@
 """`sgl-kvpool demo` as a user types it: four real servers, one table, and the numbers that are promised.
 
-`goldens.json` holds the greedy tokens per layout. After a change that is meant to change them (the model, the
-prompts, a codec), take the `layout` and `greedy` of each result in a fresh demo.json:
-``python tests/engine/write_goldens.py demo-results/demo.json``.
+`goldens.json` holds the greedy tokens per layout. Its prompts are ones after which all layouts go on alike,
+by wide margins: what tells the layouts apart is `test_stored_rows_were_read`. After a change that is meant to
+change them (model, prompts, codec): ``python tests/engine/write_goldens.py demo-results/demo.json``.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.demo.shipped import held_out_windows, model_path
+from sgl_kvpool.demo.shipped import model_path
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
@@ -74,29 +73,6 @@ def test_greedy_tokens(record, results, goldens, layout):
     found = [greedy["token_ids"] for greedy in results[layout]["greedy"]]
     texts = [[bytes(ids).decode() for ids in answers] for answers in (found, expected)]
     assert texts[0] == texts[1]
-
-
-def test_goldens_are_decided_by_more_than_rounding(goldens):
-    for layout in LAYOUTS:
-        for golden in goldens["greedy"][layout]:
-            assert golden["smallest_margin"] > 0.1, layout
-            assert len(set(golden["token_ids"])) >= 12, layout
-
-
-def test_held_out_windows_are_what_they_claim():
-    """Where this Python has the same text, the windows stand at their places in it."""
-    import sysconfig
-
-    root = Path(sysconfig.get_path("stdlib"))
-    found = [
-        (root / w.module).read_bytes()[w.offset : w.offset + 1024] == w.text.encode()
-        for w in held_out_windows()
-        if (root / w.module).is_file()
-    ]
-    trained_on = json.loads((model_path() / "training.json").read_text())["python"]
-    if sys.version.split()[0] == trained_on:
-        assert len(found) == 32
-        assert all(found)
 
 
 @pytest.mark.engine("printed")
