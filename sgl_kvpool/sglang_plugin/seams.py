@@ -21,9 +21,8 @@ __all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "STEPS", "Seam", "check", "ve
 #: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
 
-#: Versions of SGLang this release was tested with, as [lowest, first that is out).
-TESTED = ((0, 5, 23), (0, 5, 24))
-TESTED_TEXT = "sglang>=0.5.23,<0.5.24"
+#: Versions of SGLang this release was tested with; pyproject.toml asks for the same.
+TESTED = ">=0.5.23,<0.5.24"
 
 
 @dataclass(frozen=True)
@@ -157,17 +156,17 @@ def version_problem() -> str | None:
     try:
         version = installed_version()
     except importlib.metadata.PackageNotFoundError:
-        return f"SGLang is not installed; this release works with {TESTED_TEXT}"
-    from packaging.version import InvalidVersion, Version
+        return f"SGLang is not installed; this release works with sglang{TESTED}"
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
 
     try:
-        release = Version(version).release
-    except InvalidVersion:
-        release = ()
-    if TESTED[0] <= release < TESTED[1]:
-        return None
+        if SpecifierSet(TESTED).contains(version):
+            return None
+    except (InvalidVersion, TypeError):
+        pass  # not a version, or metadata without one
     return (
-        f"SGLang {version} is not a version this release was tested with ({TESTED_TEXT}); install one of "
+        f"SGLang {version} is not a version this release was tested with (sglang{TESTED}); install one of "
         f"those, or set {env.ALLOW_UNTESTED}=1 to try (the seams are checked all the same)"
     )
 

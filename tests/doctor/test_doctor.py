@@ -140,6 +140,16 @@ def test_plugin_lists_that_let_us_load(monkeypatch, value):
     assert probes.plugin().problems == []
 
 
+def test_an_entry_point_of_somebody_elses(tmp_path, monkeypatch):
+    info = tmp_path / "evil-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nsgl_kvpool = evil.module:f\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (problem,) = probes.plugin().problems
+    assert "its entry point is evil.module:f" in problem
+
+
 @pytest.mark.parametrize("failing", ["packages", "plugin", "used", "in_child"])
 @pytest.mark.parametrize("error", [RuntimeError("broke"), SystemExit("left"), ImportError("absent")])
 def test_one_failing_probe_is_one_problem(monkeypatch, failing, error):

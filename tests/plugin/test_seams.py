@@ -215,3 +215,36 @@ def test_plugins_loaded_after_ours_keep_their_hooks(tmp_path):
     for order in ("sgl_kvpool,zz_other", "zz_other,sgl_kvpool"):
         done = run(code, pythonpath=tmp_path, SGLANG_PLUGINS=order)
         assert done.stdout == "True True\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.5.23", True),
+        ("0.5.23.post1", True),
+        ("0.5.23+cu130", True),
+        ("0.5.22", False),
+        ("0.5.24", False),
+        ("0.5.24.dev3", False),
+        ("0.5.23rc1", False),  # pip would not take it for >=0.5.23 either
+        ("1!0.5.23", False),
+        ("main", False),
+        (None, False),
+    ],
+)
+def test_versions(monkeypatch, version, fits):
+    from sgl_kvpool.sglang_plugin import seams
+
+    monkeypatch.setattr(seams, "installed_version", lambda: version)
+    problem = seams.version_problem()
+    assert (problem is None) == fits
+    assert fits or f"SGLang {version} is not a version this release was tested with" in problem
+
+
+def test_the_package_asks_for_the_versions_that_are_tested():
+    import tomllib
+
+    from sgl_kvpool.sglang_plugin.seams import TESTED
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"sglang{TESTED}" in project["dependencies"]
