@@ -1,6 +1,8 @@
 """Layouts through real SGLang servers on the CPU."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,7 +60,11 @@ def test_installed_but_not_asked_for_changes_nothing(record, name):
 def test_another_sglang_version_warns_and_serves(record):
     log = record("foreign")["log"]
     assert log.count("sgl-kvpool does nothing") == log.count("SGLang 0.6.1 is not a version") == 1
-    assert "sgl-kvpool" not in record("stock")["log"].replace("sgl-kvpool, dist=", "")
+    # SGLang names the plugins it loads, and warnings name files, which may lie in a folder of our name.
+    stock = record("stock")["log"].replace("sgl-kvpool, dist=", "")
+    for folder in (sys.prefix, str(Path(__file__).resolve().parents[2])):
+        stock = stock.replace(folder, "")
+    assert "sgl-kvpool" not in stock
 
 
 # ------------------------------------------------------------------ every layout serves
