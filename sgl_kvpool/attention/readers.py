@@ -59,8 +59,9 @@ def readers(layout: MLAKVCacheLayout) -> tuple[str, ...]:
 
 #: Stock backends that run on a CPU; the others need CUDA.
 _ON_CPU = frozenset({"torch_native", "intel_amx"})
-#: Stock backends that SGLang refuses off Blackwell (arg_groups/overrides.py:1210 and :1244,
-#: attention_hook.py:648).
+#: Stock backends of no use to MLA on Hopper. SGLang refuses the first two off Blackwell
+#: (arg_groups/overrides.py:1210 and :1244); fa4's absorbed MLA is written for SM100 and SM110 only
+#: (arg_groups/attention_hook.py:648, where SGLang itself refuses it for deterministic inference alone).
 _BLACKWELL_ONLY = frozenset({"trtllm_mla", "cutedsl_mla", "fa4"})
 
 

@@ -77,7 +77,7 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     layers, rank, rope = geometry()
     print(
         f"model: {model_path()}\n{layers} layers of MLA (latent {rank}, rope {rope}), trained on Python's "
-        f"standard library; device: cpu\n"
+        "standard library; device: cpu\n"
         f"text: {len(windows)} held-out windows of {len(windows[0].text)} bytes",
         flush=True,
     )
@@ -90,7 +90,9 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
             served.append(_serve(layout, windows, log))
         except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
             # The last three: an answer of another shape than SGLang's.
-            print(f"failed: {error!r}\nthe server's whole output is in {log}", flush=True)
+            print(
+                f"failed: {type(error).__name__}: {error}\nthe server's whole output is in {log}", flush=True
+            )
             status = 1
             break
         print(f" scored in {served[-1][0].scoring_seconds:.0f} s", flush=True)
