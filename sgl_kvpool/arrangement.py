@@ -1,7 +1,7 @@
-"""How the rows of all layers lie in memory: named arrangements, and the one function that finds a row.
+"""How the pages of all layers lie in memory: named arrangements, and the one function that finds a row.
 
-Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so there is no head axis.
-A leaf module: it imports neither SGLang nor torch at run time.
+Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
+axis. A leaf module: it imports neither SGLang nor torch at run time.
 
 ==============  =========  =====================================  =============================
 arrangement     axes       address of (layer, page, token)        a page of all layers
@@ -10,6 +10,9 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 `token_major`   B N L C    ((b * N + n) * L + l) * C              one run of N * L * C bytes
 `page_major`    B L N C    ((b * L + l) * N + n) * C              one run of L * N * C bytes
 ==============  =========  =====================================  =============================
+
+`head_major` (B H L C) is for caches with H > 1 heads, whose pages `sgl_kvpool.cross_layer` slices by head:
+one head of all layers is one run, which is what a rank of a tensor-parallel peer asks for.
 
 SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
 of a slot is `slot_to_row(slots)`, the same number in every layer's view.
@@ -34,13 +37,28 @@ class KVArrangement(str, enum.Enum):
     LAYER_MAJOR = "layer_major"
     TOKEN_MAJOR = "token_major"
     PAGE_MAJOR = "page_major"
+    HEAD_MAJOR = "head_major"
 
     def __str__(self) -> str:
         return self.value
 
+    @classmethod
+    def parse(cls, value: str | KVArrangement) -> KVArrangement:
+        """Arrangement named by a string; ValueError that lists the names otherwise."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(member.value for member in cls)
+            raise ValueError(f"unknown KV cache arrangement {value!r}; choose one of: {names}") from None
+
+    @classmethod
+    def of_rows(cls) -> tuple[KVArrangement, ...]:
+        """Those that rows without a head axis can have."""
+        return tuple(member for member in cls if "H" not in member.axes)
+
     @property
     def axes(self) -> str:
-        """Axes from the outermost to the innermost, of L, B, N, C."""
+        """Axes from the outermost to the innermost, of L, B, N, H, C."""
         return _AXES[self]
 
     @property
@@ -51,7 +69,7 @@ class KVArrangement(str, enum.Enum):
     @property
     def is_slot_linear(self) -> bool:
         """Whether slot times a stride is the place of a row, so that `slot_to_row` changes nothing."""
-        return self.axes.index("N") == self.axes.index("B") + 1
+        return "BN" in self.axes
 
     @property
     def is_layer_packed(self) -> bool:
@@ -63,6 +81,7 @@ _AXES = {
     KVArrangement.LAYER_MAJOR: "LBNC",
     KVArrangement.TOKEN_MAJOR: "BNLC",
     KVArrangement.PAGE_MAJOR: "BLNC",
+    KVArrangement.HEAD_MAJOR: "BHLC",
 }
 
 
@@ -79,7 +98,7 @@ class RowPlacement:
     Raises
     ------
     ValueError
-        A size that is not a positive integer.
+        A size that is not a positive integer, or an arrangement that is none of rows.
     """
 
     arrangement: KVArrangement
@@ -89,6 +108,8 @@ class RowPlacement:
     row_bytes: int
 
     def __post_init__(self) -> None:
+        if self.arrangement not in KVArrangement.of_rows():
+            raise ValueError(f"{self.arrangement} splits pages by head, and rows have one; use page_major")
         for name in ("layers", "pages", "page_size_tokens", "row_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -120,7 +141,8 @@ class RowPlacement:
     @property
     def row_stride_bytes(self) -> int:
         """Distance between row number i and row number i + 1 of a layer's view."""
-        return self.strides_bytes["N"]
+        # With one token in a page its axis has no neighbours: rows are as far apart as pages.
+        return self.strides_bytes["N" if self.page_size_tokens > 1 else "B"]
 
     @property
     def rows(self) -> int:
@@ -145,16 +167,21 @@ class RowPlacement:
         Tensor
             Of the same shape, dtype and device; `slots` itself where slots are row numbers already.
         """
-        if self._rows_per_page == self.page_size_tokens:
+        if self.slots_are_rows:
             return slots
         pages = slots.div(self.page_size_tokens, rounding_mode="floor")
         rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
         return rows.where(slots >= 0, slots)
 
     @property
+    def slots_are_rows(self) -> bool:
+        """Whether `slot_to_row` changes nothing; true of every arrangement if a page is one token."""
+        return self._rows_per_page == self.page_size_tokens
+
+    @property
     def _rows_per_page(self) -> int:
         """Row numbers from one page to the next: more than a page has where other layers lie between."""
-        return self.strides_bytes["B"] // self.strides_bytes["N"]
+        return self.strides_bytes["B"] // self.row_stride_bytes
 
     def layer_view(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
         """A layer's rows in the buffer, zero-copy.

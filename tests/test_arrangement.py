@@ -89,7 +89,7 @@ def test_slots_to_rows(name, page_size, dtype):
 
 def test_slots_are_rows_where_the_arrangement_is_linear_in_the_slot():
     slots = torch.tensor([3, 1])
-    for arrangement in KVArrangement:
+    for arrangement in KVArrangement.of_rows():
         placement = RowPlacement(arrangement, 3, 5, 4, 8)
         assert (placement.slot_to_row(slots) is slots) == arrangement.is_slot_linear
 
@@ -109,6 +109,17 @@ def test_predicates(name, page, linear, packed):
     assert arrangement.is_page_contiguous is page
     assert arrangement.is_slot_linear is linear
     assert arrangement.is_layer_packed is packed
+
+
+def test_names():
+    assert KVArrangement.parse("page_major") is KVArrangement.PAGE_MAJOR
+    with pytest.raises(
+        ValueError, match="'nhd'; choose one of: layer_major, token_major, page_major, head_major"
+    ):
+        KVArrangement.parse("nhd")
+    assert [str(member) for member in KVArrangement.of_rows()] == list(ORDER)
+    with pytest.raises(ValueError, match="head_major splits pages by head, and rows have one"):
+        RowPlacement(KVArrangement.HEAD_MAJOR, 1, 1, 1, 1)
 
 
 def test_views_share_the_buffers_storage_at_an_offset():

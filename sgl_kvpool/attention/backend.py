@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sgl_kvpool import env
 from sgl_kvpool.attention.host import Request, RowReader, attend, merge
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.pool.arranged import RowWriteLoc
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class KVPoolMLABackend(AttentionBackend):
         self._requests: list[Request] = []
         self._row_ids = torch.empty(0, dtype=torch.int64)
         self._plan: list = []
+        self._out_cache_loc: torch.Tensor | None = None
+        self._rows_to_write = RowWriteLoc(self._row_ids)
         if self.reads_own_chunk:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
 
@@ -85,6 +88,7 @@ class KVPoolMLABackend(AttentionBackend):
             queries = list(forward_batch.extend_seq_lens_cpu)
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
             stored = seq_lens if self.reads_own_chunk else prefixes
+        self._out_cache_loc = None  # SGLang may have filled the same tensor anew
         self._requests = []
         query_start = rows_start = 0
         for seq_len, query_count, rows_count in zip(seq_lens, queries, stored, strict=True):
@@ -96,7 +100,8 @@ class KVPoolMLABackend(AttentionBackend):
         table = self.req_to_token_pool.req_to_token
         slots = forward_batch.req_pool_indices.tolist()
         lists = [table[slot, :count] for slot, count in zip(slots, stored, strict=True)]
-        self._row_ids = torch.cat(lists) if lists else table.new_empty(0)
+        listed = torch.cat(lists) if lists else table.new_empty(0)
+        self._row_ids = self.token_to_kv_pool.slot_to_row(listed)
         self._plan = self.reader.plan(self._requests)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -110,6 +115,16 @@ class KVPoolMLABackend(AttentionBackend):
     def support_triton(self) -> bool:
         """SGLang's helpers must take their torch path."""
         return False
+
+    def _write_loc(self, forward_batch: ForwardBatch) -> RowWriteLoc:
+        """Rows the batch writes, found once per step: SGLang may narrow `out_cache_loc` on the way."""
+        if self._out_cache_loc is not forward_batch.out_cache_loc:
+            self._out_cache_loc = forward_batch.out_cache_loc
+            loc = KVWriteLoc.for_batch(forward_batch)
+            self._rows_to_write = RowWriteLoc(
+                self.token_to_kv_pool.slot_to_row(loc.loc), physical=loc.physical
+            )
+        return self._rows_to_write
 
     # ---------------------------------------------------------------- per layer
 
@@ -148,8 +163,7 @@ class KVPoolMLABackend(AttentionBackend):
         if k_rope is None:
             k_rope = k[..., rank:]
         if save_kv_cache:
-            loc = KVWriteLoc.for_batch(forward_batch)
-            pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope)
+            pool.set_mla_kv_buffer(layer, self._write_loc(forward_batch), k_nope, k_rope)
 
         tokens = q.shape[0]
         if q_rope is None:

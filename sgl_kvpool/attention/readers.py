@@ -1,16 +1,28 @@
-"""Which attention backends can read which layout. A table; nothing is probed.
+"""Which attention backends can read which layout in which arrangement. Tables; nothing is probed.
 
-A stock backend not listed for a layout is refused at start, by name. Sources are SGLang 0.5.23's files
-under `sglang/srt/layers/attention`; "ran" means that tests/engine serves it on a CPU.
+A stock backend not listed for a layout and its arrangement is refused at start, by name. Sources are SGLang
+0.5.23's files under `sglang/srt/layers/attention`; "ran" means that tests/engine serves it on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["KVPOOL_BACKEND", "KVPOOL_DEVICES", "STOCK_READERS", "can_read", "readers", "suggestions"]
+__all__ = [
+    "KVPOOL_BACKEND",
+    "KVPOOL_DEVICES",
+    "STOCK_READERS",
+    "STRIDED_READERS",
+    "can_read",
+    "check_readers",
+    "readers",
+    "suggestions",
+]
 
-#: Name of our own backend; it reads every layout.
+#: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 
 #: Values of --device on which it runs, in this release.
@@ -52,9 +64,43 @@ STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
 }
 
 
-def readers(layout: MLAKVCacheLayout) -> tuple[str, ...]:
-    """Names of all backends that read a layout, ours first."""
-    return (KVPOOL_BACKEND, *sorted(STOCK_READERS[layout]))
+#: Stock backends that read rows with other layers' rows between them, whatever the layout. A kernel that
+#: assumes packed rows would attend another layer's. For token-major rows the slot is still linear, and SGLang
+#: has audited its MLA backends for that: the allow-list in arg_groups/kv_cache_hook.py:802, for views whose
+#: "slot stride is the whole entry, not one row". Each line names the place that takes the stride.
+STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
+    KVArrangement.TOKEN_MAJOR: frozenset(
+        {
+            "torch_native",  # ran; not SGLang's entry: torch_native_backend.py:140 and :241 index by slot
+            "triton",  # kernels/ops/attention/decode_attention.py:221, also for extend
+            "flashinfer",  # flashinfer_mla_backend.py:772 and :830, slices of the strided view
+            "fa3",  # flashattention_backend.py:1949 and :2353, paged_view
+            "flashmla",  # flashmla_backend.py:480 and :497, paged_view; prefill is flashinfer's
+            "trtllm_mla",  # trtllm_mla_backend.py:1328 and :1539, paged_row_view
+            "cutedsl_mla",  # cutedsl_mla_backend.py:241, paged_row_view
+            # Not fa4: the same class as fa3, but not on SGLang's list for MLA. Not intel_amx: its kernels
+            # (intel_amx_backend.py:249) have not been audited by anybody.
+        }
+    ),
+    # Two levels, page and token: no stride leads from slot to slot, so only a backend that asks the pool
+    # for row numbers can read it.
+    KVArrangement.PAGE_MAJOR: frozenset(),
+}
+
+
+def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[str]:
+    if arrangement is KVArrangement.LAYER_MAJOR:
+        return STOCK_READERS[layout]
+    return STOCK_READERS[layout] & STRIDED_READERS[arrangement]
+
+
+def readers(
+    layout: MLAKVCacheLayout, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+) -> tuple[str, ...]:
+    """Names of all backends that read a layout in an arrangement, ours first; none for one not of rows."""
+    if arrangement not in KVArrangement.of_rows():
+        return ()
+    return (KVPOOL_BACKEND, *sorted(_stock(layout, arrangement)))
 
 
 #: Stock backends that run on a CPU; the others need CUDA.
@@ -65,16 +111,43 @@ _ON_CPU = frozenset({"torch_native", "intel_amx"})
 _BLACKWELL_ONLY = frozenset({"trtllm_mla", "cutedsl_mla", "fa4"})
 
 
-def suggestions(layout: MLAKVCacheLayout, device: str) -> tuple[str, ...]:
+def suggestions(
+    layout: MLAKVCacheLayout, device: str, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+) -> tuple[str, ...]:
     """Stock backends to propose for a layout on a device: "cpu", or "cuda" for a Hopper GPU.
 
     What a user names is checked by `can_read`; this only keeps proposals to what can run there.
     """
-    stock = STOCK_READERS[layout]
+    stock = frozenset(readers(layout, arrangement)) - {KVPOOL_BACKEND}
     fitting = stock & _ON_CPU if device == "cpu" else stock - _ON_CPU - _BLACKWELL_ONLY
     return tuple(sorted(fitting))
 
 
-def can_read(backend: str, layout: MLAKVCacheLayout) -> bool:
-    """Whether the backend of this name reads rows of this layout."""
-    return backend == KVPOOL_BACKEND or backend in STOCK_READERS[layout]
+def can_read(
+    backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+) -> bool:
+    """Whether the backend of this name reads rows of this layout in this arrangement."""
+    return backend in readers(layout, arrangement)
+
+
+def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:
+    """Refuse backends that cannot read a pool.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    arrangement : KVArrangement
+    backends : sequence of str
+        Names of all that will read it; may be empty, and may name one twice.
+
+    Raises
+    ------
+    ValueError
+        Names each backend that cannot, and those that can.
+    """
+    unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
+    if unable:
+        raise ValueError(
+            f"attention backend {', '.join(unable)} cannot read {arrangement} rows of KV cache layout "
+            f"{layout}; those that can: {', '.join(readers(layout, arrangement)) or 'none'}"
+        )

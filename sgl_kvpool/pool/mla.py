@@ -4,20 +4,24 @@ For the packed layouts every layer is one uint8 tensor `[slots, 1, row_bytes]`. 
 run of bytes, everything in SGLang that moves rows (`move_kv_cache`, CPU copies, buffer descriptions for
 transfer engines, sizes) is inherited and right; what is overridden is what interprets a row. `bf16` and
 `fp8` keep SGLang's own tensors, so that SGLang's own attention backends read them.
+Where the layers of such rows lie is `sgl_kvpool.pool.arranged`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partialmethod
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
 from sgl_kvpool import env
+from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
 
 __all__ = ["LayoutMLATokenToKVPool"]
 
@@ -25,10 +29,10 @@ __all__ = ["LayoutMLATokenToKVPool"]
 _SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-class LayoutMLATokenToKVPool(MLATokenToKVPool):
+class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
     """`MLATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
 
-    Takes SGLang's own arguments and, by keyword, the two below.
+    Takes SGLang's own arguments and, by keyword, those below.
 
     Parameters
     ----------
@@ -38,31 +42,42 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         Model layer id to k_scale, for layouts that divide by it. A layer that is missing has 1.0. The
         scale belongs to the pool and not to the layer object of a call: SGLang's prefill writes through
         a layer that has none, and one cache must not hold two scales.
+    kv_cache_arrangement : KVArrangement or str, optional
+        How the layers lie in memory.
+    readers : sequence of str, optional
+        Names of the attention backends that will read the pool.
 
     Attributes
     ----------
     kv_cache_layout : MLAKVCacheLayout
+    kv_cache_arrangement : KVArrangement
     row_format : RowFormat
+    cross_layer : CrossLayerRows or None
+        The buffer of all layers; None if each has its own, as SGLang allocates them.
 
     Raises
     ------
     ValueError
-        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA pool, or a
-        k_scale that is not finite and positive.
+        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA pool, a
+        k_scale that is not finite and positive, a reader that cannot read such rows, or slots that are no
+        whole number of pages where the arrangement has pages.
     """
 
     kv_cache_layout: MLAKVCacheLayout
-    row_format: RowFormat
 
     def __init__(
         self,
         *args,
         kv_cache_layout: MLAKVCacheLayout | str,
         k_scales: Mapping[int, float] | None = None,
+        kv_cache_arrangement: KVArrangement | str = KVArrangement.LAYER_MAJOR,
+        readers: Sequence[str] = (),
         **kwargs,
     ):
         # Before the base class: its constructor calls _create_buffers.
         self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
+        self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
+        check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
         self._k_scales = dict(k_scales or {})
         env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
         for layer_id, k_scale in self._k_scales.items():
@@ -78,14 +93,25 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
 
     @classmethod
     def bind(
-        cls, layout: MLAKVCacheLayout, k_scales: Mapping[int, float] | None = None
+        cls,
+        layout: MLAKVCacheLayout,
+        k_scales: Mapping[int, float] | None = None,
+        *,
+        arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
+        readers: Sequence[str] = (),
     ) -> type[LayoutMLATokenToKVPool]:
         """Subclass that is constructed with exactly the arguments of SGLang's own class.
 
         SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
         """
         layout = MLAKVCacheLayout.parse(layout)
-        init = partialmethod(cls.__init__, kv_cache_layout=layout, k_scales=k_scales)
+        init = partialmethod(
+            cls.__init__,
+            kv_cache_layout=layout,
+            k_scales=k_scales,
+            kv_cache_arrangement=arrangement,
+            readers=tuple(readers),
+        )
         members = {"__init__": init, "__module__": cls.__module__}
         return type(f"{cls.__name__}_{layout.value}", (cls,), members)
 
@@ -140,23 +166,33 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         return self.kv_buffer[index]
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
-        """Stored bytes of a layer, `[slots, 1, row_bytes]` uint8, a view of the live pool.
+        """Stored bytes of a layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
 
-        The one way to read stored bytes. Waits until a load of this layer from the host tier is done.
+        The one way to read stored bytes; the rows of slots are `slot_to_row(slots)`. Waits until a load of
+        this layer from the host tier is done.
         """
         return self._stored(layer_id).view(torch.uint8)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """As SGLang's for `bf16` and `fp8`; packed rows have no dtype, so those raise TypeError."""
-        self._require_unpacked("get_key_buffer")
+        """As SGLang's for `bf16` and `fp8`, strided if token-major.
+
+        TypeError for packed rows, which have no dtype, and for page-major ones, which no slot indexes.
+        """
+        self._require_values("get_key_buffer")
         return super().get_key_buffer(layer_id)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """As SGLang's for `bf16` and `fp8`; packed rows have no dtype, so those raise TypeError."""
-        self._require_unpacked("get_value_buffer")
+        """As `get_key_buffer`."""
+        self._require_values("get_value_buffer")
         return super().get_value_buffer(layer_id)
 
-    def _require_unpacked(self, method: str) -> None:
+    def _require_values(self, method: str) -> None:
+        if not self._slots_are_rows:
+            raise TypeError(
+                f"{method} on a {self.kv_cache_arrangement} pool: a slot times a stride is not the place of "
+                "its row; call get_row_buffer(layer_id) with slot_to_row(slots), or serve with "
+                "--attention-backend kvpool_mla"
+            )
         if self.kv_cache_layout.is_packed:
             raise TypeError(
                 f"{method} on a {self.kv_cache_layout} pool: its rows are bytes with scales inside, which "
@@ -209,7 +245,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
             rope = torch.empty((tokens, 1, rope_dim), dtype=decoded, device=rows.device)
         gather_parts(
             rows,
-            loc,
+            self.slot_to_row(loc),
             self.row_format,
             nope.squeeze(1),
             None if rope is None else rope.squeeze(1),
@@ -223,7 +259,7 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; `cache_v` is part of it and ignored."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
-        if self.kv_cache_layout is MLAKVCacheLayout.BF16:
+        if self._stock_writers:
             super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
             return
         nope, rope = cache_k[..., : self.kv_lora_rank], cache_k[..., self.kv_lora_rank :]
@@ -234,7 +270,8 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
     ) -> None:
         """Store rows from a latent `[tokens, 1, R]` and a rope `[tokens, 1, P]` (None or empty if P is 0).
 
-        `loc_info` is a `KVWriteLoc` or a tensor of slots; `layer` may be None with `layer_id_override`.
+        `loc_info` is a `KVWriteLoc` or a tensor of slots, or a `RowWriteLoc` of row numbers; `layer` may be
+        None with `layer_id_override`.
         """
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
@@ -245,20 +282,27 @@ class LayoutMLATokenToKVPool(MLATokenToKVPool):
             )
         if cache_k_nope.shape[0] == 0:
             return
-        if self.kv_cache_layout is MLAKVCacheLayout.BF16:
+        if self._stock_writers:
             super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
             return
         self._store(index, layer_id, loc_info, cache_k_nope, cache_k_rope, "set_mla_kv_buffer")
+
+    @property
+    def _stock_writers(self) -> bool:
+        """Whether SGLang's own writers store these rows as they are."""
+        return self.kv_cache_layout is MLAKVCacheLayout.BF16 and self.cross_layer is None
 
     def _store(self, index: int, layer_id: int, loc_info, nope, rope, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)
         where = f"{method} ({self.kv_cache_layout})"
         self._check_physical_write_loc(loc_info, where)
-        maybe_detect_oob(loc, 0, self.size + self.page_size, where)
+        row_ids = loc if isinstance(loc_info, RowWriteLoc) else self.slot_to_row(loc)
+        rows = self.kv_buffer[index].squeeze(1).view(torch.uint8)  # [rows, row_bytes]
+        maybe_detect_oob(row_ids, 0, len(rows), where)
         # Writers do not wait for loads: SGLang never writes a slot that a load is filling.
         store_rows(
-            self.kv_buffer[index].squeeze(1),  # [slots, row_bytes] uint8
-            loc,
+            rows,
+            row_ids,
             _flat(nope),
             _flat(rope) if self.qk_rope_head_dim else None,
             self.row_format,

@@ -1,0 +1,61 @@
+"""Pages from one set of caches to another with torch alone: for tests, and where no engine can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_kvpool.canonical import CanonicalKVCaches, LayerReference
+
+__all__ = ["copy_pages"]
+
+
+def copy_pages(
+    source: CanonicalKVCaches,
+    target: CanonicalKVCaches,
+    group: str,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+) -> None:
+    """Copy pages of one group from one set of caches to another, with torch alone.
+
+    Two copies per layer. Arrangements may differ, the bytes
+    of each layer may not. Bytes that no layer of the group owns stay as they are.
+
+    Parameters
+    ----------
+    source, target : CanonicalKVCaches
+    group : str
+        Name of a group in both.
+    source_pages, target_pages : Tensor [pages], int64
+        On the device of their caches.
+
+    Raises
+    ------
+    ValueError
+        Lists of different lengths, a page outside of the group or twice in the target, or layers that
+        differ.
+    """
+    ours, theirs = source.group(group), target.group(group)
+    if source_pages.shape != target_pages.shape or source_pages.dim() != 1:
+        raise ValueError(
+            f"page lists have shapes {tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
+        )
+    for pages, count in ((source_pages, ours.num_pages), (target_pages, theirs.num_pages)):
+        if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < count):
+            raise ValueError(
+                f"pages {int(pages.min())} to {int(pages.max())} asked for, the group has {count}"
+            )
+    if len(target_pages.unique()) != len(target_pages):
+        raise ValueError("a page of the target is listed twice")
+    if _contents(ours.layers) != _contents(theirs.layers):
+        raise ValueError(f"the layers of group {group} differ, or their bytes do")
+    for ref, out in zip(ours.layers, theirs.layers, strict=True):
+        moved = source.view(ours, ref.runs)[source_pages]
+        into = target.view(theirs, out.runs)
+        into[target_pages] = moved.reshape(len(moved), *into.shape[1:]).to(into.device)
+
+
+def _contents(layers: Sequence[LayerReference]) -> list[tuple]:
+    return [(layer.layer_id, layer.part, layer.order, layer.runs.size_bytes) for layer in layers]

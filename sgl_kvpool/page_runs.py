@@ -1,0 +1,102 @@
+"""Places of bytes inside a page, as equal runs at equal distances. A leaf module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+__all__ = ["PageRuns", "merged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRuns:
+    """Equal runs of bytes inside a page, run i at `offset_bytes + i * run_stride_bytes`.
+
+    Attributes
+    ----------
+    tensor_index : int
+        Of `CanonicalKVCaches.tensors`.
+    offset_bytes, run_bytes, run_count, run_stride_bytes : int
+        The stride of a single run is its size.
+
+    Raises
+    ------
+    ValueError
+        Runs without bytes, before the page, or on top of each other.
+    """
+
+    tensor_index: int
+    offset_bytes: int
+    run_bytes: int
+    run_count: int = 1
+    run_stride_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.run_count == 1:
+            object.__setattr__(self, "run_stride_bytes", self.run_bytes)
+        if self.tensor_index < 0 or self.offset_bytes < 0 or self.run_bytes < 1 or self.run_count < 1:
+            raise ValueError(f"{self} has a negative place, or no bytes")
+        if self.run_stride_bytes < self.run_bytes:
+            raise ValueError(f"{self}: runs {self.run_stride_bytes} bytes apart overlap")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all runs, what a transfer of the page moves."""
+        return self.run_bytes * self.run_count
+
+    @property
+    def end_bytes(self) -> int:
+        """First byte of the page behind the last run."""
+        return self.offset_bytes + (self.run_count - 1) * self.run_stride_bytes + self.run_bytes
+
+    def simplified(self) -> PageRuns:
+        """The same bytes; one run if there is no gap between them."""
+        if self.run_stride_bytes != self.run_bytes:
+            return self
+        return replace(self, run_bytes=self.size_bytes, run_count=1)
+
+    def folded(self, pages: int, page_bytes: int) -> PageRuns:
+        """The runs of `pages` pages of `page_bytes` each, taken as one page.
+
+        Raises
+        ------
+        ValueError
+            The runs of several pages are not equally far apart.
+        """
+        if pages == 1:
+            return self
+        if self.run_count == 1:
+            many = replace(self, run_count=pages, run_stride_bytes=page_bytes)
+        elif self.run_count * self.run_stride_bytes == page_bytes:
+            many = replace(self, run_count=self.run_count * pages)
+        else:
+            raise ValueError(
+                f"{pages} pages of {page_bytes} bytes cannot be one page: {self.run_count} runs at a "
+                f"distance of {self.run_stride_bytes} do not continue in the next page; use the pool's own "
+                "page size"
+            )
+        return many.simplified()
+
+
+def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
+    """References with neighbours joined: the next begins where runs of the same rhythm end."""
+    joined: list[PageRuns] = []
+    for runs in sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes)):
+        last = joined[-1] if joined else None
+        rhythm_is_the_same = last is not None and (
+            (last.tensor_index, last.run_count) == (runs.tensor_index, runs.run_count)
+            and (runs.run_count == 1 or last.run_stride_bytes == runs.run_stride_bytes)
+        )
+        if (
+            last is not None
+            and rhythm_is_the_same
+            and last.offset_bytes + last.run_bytes == runs.offset_bytes
+        ):
+            joined[-1] = replace(
+                last,
+                run_bytes=last.run_bytes + runs.run_bytes,
+                run_stride_bytes=last.run_stride_bytes if last.run_count > 1 else 0,
+            )
+        else:
+            joined.append(runs)
+    return tuple(runs.simplified() for runs in joined)

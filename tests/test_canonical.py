@@ -1,0 +1,317 @@
+"""Byte views from explicit tensors: the vLLM checklist's fixtures D1 to D3, merging, folding, refusals."""
+
+import itertools
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.canonical import (
+    CanonicalGroup,
+    CanonicalKVCaches,
+    IndexedBy,
+    LayerReference,
+    TensorList,
+    byte_pages,
+)
+from sgl_kvpool.cross_layer import LayerPages
+from sgl_kvpool.page_copy import copy_pages
+from sgl_kvpool.page_runs import PageRuns, merged
+
+PAGES, TOKENS = 10, 16
+
+
+def group_of(name, layers, pages=PAGES):
+    return CanonicalGroup(name=name, layers=tuple(layers), num_pages=pages, page_size_tokens=TOKENS)
+
+
+def whole(tensors, layer_id, tensor, part="kv", size_bytes=None):
+    """A layer at the beginning of the pages of one tensor."""
+    index = tensors.add(tensor)
+    size_bytes = tensor.shape[1] if size_bytes is None else size_bytes
+    runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=size_bytes)
+    return LayerReference(layer_id=layer_id, part=part, runs=runs)
+
+
+def checklist_d1(fill):
+    """Attention (4 heads of 64), MLA (head 512), Mamba (64,64)+(63,64) padded, Mamba (64,64)+(64,64); fp16.
+
+    Groups of 3, 3, 3 and 2 layers on the same bytes, a page belonging to one group at a time.
+    """
+    memory = [torch.full((PAGES, 16384), fill, dtype=torch.int8) for _ in range(3)]
+    tensors = TensorList()
+    attention = [m.view(torch.float16).view(PAGES, TOKENS, 4, 2 * 64) for m in memory]
+    mla = [m.view(torch.float16).view(PAGES, TOKENS, 512) for m in memory]
+    groups = [
+        group_of("attention", [whole(tensors, i, byte_pages(t, 1, "a")) for i, t in enumerate(attention)]),
+        group_of("mla", [whole(tensors, 3 + i, byte_pages(t, 1, "m")) for i, t in enumerate(mla)]),
+    ]
+    for name, first, count, ssm in (("mamba", 6, 3, 63), ("aligned", 9, 2, 64)):
+        references = []
+        for i in range(count):
+            index = tensors.add(memory[i])
+            for part, offset, rows in (("conv_0", 0, 64), ("ssm", 64 * 64 * 2, ssm)):
+                runs = PageRuns(tensor_index=index, offset_bytes=offset, run_bytes=rows * 64 * 2)
+                references.append(LayerReference(layer_id=first + i, part=part, runs=runs))
+        groups.append(group_of(name, references))
+    return CanonicalKVCaches(tuple(tensors.tensors), tuple(groups)), memory
+
+
+def test_d1_four_groups_on_three_tensors():
+    caches, memory = checklist_d1(0)
+    assert [tuple(t.shape) for t in caches.tensors] == [(10, 16384)] * 3
+    assert [t.data_ptr() for t in caches.tensors] == [m.data_ptr() for m in memory]
+    sizes = {
+        g.name: [(r.tensor_index, r.offset_bytes, r.size_bytes) for r in g.references] for g in caches.groups
+    }
+    assert sizes == {
+        "attention": [(0, 0, 16384), (1, 0, 16384), (2, 0, 16384)],
+        "mla": [(0, 0, 16384), (1, 0, 16384), (2, 0, 16384)],
+        "mamba": [(0, 0, 16256), (1, 0, 16256), (2, 0, 16256)],
+        "aligned": [(0, 0, 16384), (1, 0, 16384)],
+    }
+    assert [g.bytes_per_page for g in caches.groups] == [49152, 49152, 48768, 32768]
+
+
+def test_d2_a_transfer_leaves_the_padding_alone():
+    """D2: 16256 bytes move, the 128 behind them stay."""
+    source, _ = checklist_d1(5)
+    target, memory = checklist_d1(-18)
+    copy_pages(source, target, "mamba", torch.tensor([7, 0]), torch.tensor([2, 9]))
+    for m in memory:
+        assert (m[[2, 9], :16256] == 5).all()
+        assert (m[[2, 9], 16256:] == -18).all()
+        assert (m[[0, 1, 3, 4, 5, 6, 7, 8]] == -18).all()
+    copy_pages(source, target, "aligned", torch.tensor([1]), torch.tensor([4]))
+    assert (memory[0][4] == 5).all()
+    assert (memory[2][4] == -18).all()  # the group has two layers
+
+
+def test_d3_layers_of_4_and_8_heads_in_one_group():
+    """D3: pages of 16384 and 32768, two tensors, both moved."""
+    tensors = TensorList()
+    small = torch.ones(PAGES, TOKENS, 4, 128, dtype=torch.float16)
+    large = torch.ones(PAGES, TOKENS, 8, 128, dtype=torch.float16)
+    layers = [whole(tensors, i, byte_pages(t, 1, "kv")) for i, t in enumerate((small, large))]
+    caches = CanonicalKVCaches(tuple(tensors.tensors), (group_of("kv", layers),))
+    assert [r.size_bytes for r in caches.group("kv").references] == [16384, 32768]
+    assert caches.group("kv").bytes_per_page == 49152
+    into = [torch.zeros_like(small), torch.zeros_like(large)]
+    tensors = TensorList()
+    layers = [whole(tensors, i, byte_pages(t, 1, "kv")) for i, t in enumerate(into)]
+    target = CanonicalKVCaches(tuple(tensors.tensors), (group_of("kv", layers),))
+    copy_pages(caches, target, "kv", torch.tensor([3]), torch.tensor([8]))
+    for tensor in into:
+        assert (tensor[8] == 1).all()
+        assert int(tensor.count_nonzero()) == tensor[8].numel()
+
+
+@pytest.mark.parametrize("pair", itertools.permutations(["page_major", "token_major"], 2))
+def test_pages_move_between_arrangements(pair):
+    """The same layers, arranged differently; bytes by numpy."""
+    members = [LayerPages(name=i, page_bytes=5 * 7, backend="b", page_size_tokens=5) for i in range(3)]
+    source, target = (
+        allocate_cross_layer([members], pages=4, arrangement=arrangement, device="cpu")[0]
+        for arrangement in pair
+    )
+    source.tensor.view(-1).copy_(torch.arange(4 * 105) % 127)
+    target.tensor.fill_(-18)
+    copy_pages(
+        as_canonical([source], ["kv"]), as_canonical([target], ["kv"]), "kv",
+        torch.tensor([3, 1]), torch.tensor([0, 2]),
+    )  # fmt: skip
+    for layer in range(3):
+        a, b = (g.layer_view(layer).numpy().reshape(4, 35) for g in (source, target))
+        assert np.array_equal(b[[0, 2]], a[[3, 1]])
+        assert (b[[1, 3]] == -18).all()
+
+
+def test_bytes_in_another_order_do_not_move():
+    members = [LayerPages(name=0, page_bytes=32, backend="b", heads=2, page_size_tokens=2)]
+    views = [
+        as_canonical(allocate_cross_layer([members], pages=2, arrangement=a, device="cpu"), ["kv"])
+        for a in ("token_major", "head_major")
+    ]
+    with pytest.raises(ValueError, match="the layers of group kv differ"):
+        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ([0, 1], [0], "page lists have shapes"),
+        ([[0]], [[1]], "page lists have shapes"),
+        ([10], [0], "pages 10 to 10 asked for, the group has 10"),
+        ([0], [-1], "pages -1 to -1 asked for"),
+        ([0, 1], [4, 4], "listed twice"),
+    ],
+)
+def test_page_lists_that_are_none(source, target, message):
+    caches, memory = checklist_d1(1)
+    before = [m.clone() for m in memory]
+    with pytest.raises(ValueError, match=message):
+        copy_pages(caches, caches, "mla", torch.tensor(source), torch.tensor(target))
+    assert all(torch.equal(a, b) for a, b in zip(memory, before, strict=True))
+
+
+# -------------------------------------------------------------------- runs
+
+
+def places(runs, pages=1, page_bytes=0):
+    """Every byte a reference means, by its definition; `pages` of them."""
+    return [
+        p * page_bytes + runs.offset_bytes + i * runs.run_stride_bytes + b
+        for p in range(pages)
+        for i in range(runs.run_count)
+        for b in range(runs.run_bytes)
+    ]
+
+
+runs_strategy = st.builds(
+    lambda offset, size, count, gap: PageRuns(
+        tensor_index=0, offset_bytes=offset, run_bytes=size, run_count=count, run_stride_bytes=size + gap
+    ),
+    st.integers(0, 9),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 6),
+)
+
+
+@given(runs_strategy)
+def test_simplified_runs_mean_the_same_bytes(runs):
+    assert sorted(places(runs.simplified())) == sorted(places(runs))
+    assert runs.simplified().size_bytes == runs.size_bytes == len(places(runs))
+    assert runs.end_bytes == max(places(runs)) + 1
+
+
+@given(runs_strategy, st.integers(1, 4), st.integers(0, 9))
+def test_folded_runs_mean_the_bytes_of_all_pages(runs, pages, gap):
+    page_bytes = runs.end_bytes + gap
+    go_on = runs.run_count * runs.run_stride_bytes == page_bytes
+    if pages > 1 and runs.run_count > 1 and not go_on:
+        with pytest.raises(ValueError, match="cannot be one page"):
+            runs.folded(pages, page_bytes)
+        return
+    folded = runs.folded(pages, page_bytes)
+    assert sorted(places(folded)) == sorted(places(runs, pages, page_bytes))
+
+
+@given(st.lists(runs_strategy, max_size=6), st.integers(1, 3))
+def test_merged_runs_mean_the_same_bytes(references, tensors):
+    """Also where references of one rhythm lie side by side, which chance rarely makes."""
+    spread = [replace(r, tensor_index=i % tensors) for i, r in enumerate(references)]
+    found = merged(spread)
+    for index in range(tensors):
+        before = [b for r in spread if r.tensor_index == index for b in places(r)]
+        after = [b for r in found if r.tensor_index == index for b in places(r)]
+        assert sorted(before) == sorted(after)
+    assert len(found) <= len(spread)
+
+
+def test_neighbours_are_merged_across_layers():
+    def token_major(position, positions, count=4):
+        return PageRuns(
+            tensor_index=0, offset_bytes=position * 8, run_bytes=8, run_count=count,
+            run_stride_bytes=positions * 8,
+        )  # fmt: skip
+
+    assert merged(token_major(i, 3) for i in (2, 0, 1)) == (
+        PageRuns(tensor_index=0, offset_bytes=0, run_bytes=96),
+    )
+    assert merged(token_major(i, 4) for i in range(3)) == (
+        PageRuns(tensor_index=0, offset_bytes=0, run_bytes=24, run_count=4, run_stride_bytes=32),
+    )
+    assert len(merged([token_major(0, 4), token_major(2, 4)])) == 2
+
+
+# -------------------------------------------------------------------- proof
+
+
+def test_structs_are_frozen():
+    caches, _ = checklist_d1(0)
+    with pytest.raises(FrozenInstanceError):
+        caches.tensors = ()
+    with pytest.raises(FrozenInstanceError):
+        caches.groups[0].num_pages = 3
+    with pytest.raises(FrozenInstanceError):
+        caches.groups[0].layers[0].runs.run_bytes = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset_bytes": -1}, "negative place"),
+        ({"tensor_index": -1}, "negative place"),
+        ({"run_bytes": 0}, "no bytes"),
+        ({"run_count": 0}, "no bytes"),
+        ({"run_count": 2, "run_stride_bytes": 7}, "runs 7 bytes apart overlap"),
+    ],
+)
+def test_runs_that_are_none(change, message):
+    with pytest.raises(ValueError, match=message):
+        PageRuns(**{"tensor_index": 0, "offset_bytes": 0, "run_bytes": 8, **change})
+
+
+def one_layer(**runs):
+    runs = {"tensor_index": 0, "offset_bytes": 0, "run_bytes": 8, **runs}
+    return LayerReference(layer_id=0, part="kv", runs=PageRuns(**runs))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layers", "message"),
+    [
+        (torch.zeros(10, 8), [one_layer()], "tensor 0 is torch.float32"),
+        (torch.zeros(10, 2, 4, dtype=torch.int8), [one_layer()], "tensor 0 is torch.int8"),
+        (torch.zeros(10, 16, dtype=torch.int8)[:, ::2], [one_layer()], r"stride \(16, 2\)"),
+        (torch.zeros(80, dtype=torch.int8).as_strided((10, 8), (7, 1)), [one_layer()], "7 bytes apart"),
+        (torch.zeros(9, 8, dtype=torch.int8), [one_layer()], "in 10 pages ends at byte 8, outside"),
+        (torch.zeros(10, 7, dtype=torch.int8), [one_layer()], "ends at byte 8, outside of tensor 0"),
+        (torch.zeros(10, 8, dtype=torch.int8), [one_layer(tensor_index=1)], "refers to one of 1 tensors"),
+        (
+            torch.zeros(10, 32, dtype=torch.int8),
+            [one_layer(run_count=2, run_stride_bytes=16), replace(one_layer(offset_bytes=23), part="x")],
+            "byte 23 of a page of tensor 0 has two owners",
+        ),
+        (torch.zeros(10, 16, dtype=torch.int8), [one_layer(), one_layer(offset_bytes=8)], "twice"),
+    ],
+)  # fmt: skip
+def test_views_that_prove_nothing(tensor, layers, message):
+    with pytest.raises(ValueError, match=message):
+        CanonicalKVCaches((tensor,), (group_of("kv", layers),))
+
+
+def test_a_tensor_or_a_name_that_is_listed_twice():
+    tensor = torch.zeros(10, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="tensor 1 is listed twice"):
+        CanonicalKVCaches((tensor, tensor.view(10, 8)), ())
+    with pytest.raises(ValueError, match="same name"):
+        CanonicalKVCaches((tensor,), (group_of("kv", [one_layer()]), group_of("kv", [one_layer()])))
+
+
+def test_lookups():
+    caches, _ = checklist_d1(0)
+    assert caches.group("mamba").layer(7, "ssm").runs.size_bytes == 63 * 64 * 2
+    assert caches.group("mla").layer(4).runs.tensor_index == 1
+    assert caches.group("mla").indexed_by is IndexedBy.PAGE
+    with pytest.raises(KeyError, match="no group 'kv'; there are: attention, mla, mamba, aligned"):
+        caches.group("kv")
+    with pytest.raises(KeyError, match="parts \\['conv_0', 'ssm'\\] of layer 7, asked for None"):
+        caches.group("mamba").layer(7)
+    with pytest.raises(KeyError, match="parts \\[\\] of layer 0"):
+        caches.group("mla").layer(0)
+
+
+def test_byte_pages_refuse_what_they_would_have_to_copy():
+    good = torch.zeros(6, 3, dtype=torch.bfloat16)
+    assert byte_pages(good, 2, "kv").data_ptr() == good.data_ptr()
+    assert tuple(byte_pages(good, 2, "kv").shape) == (3, 12)
+    with pytest.raises(ValueError, match=r"kv has shape \(3, 6\) and stride \(1, 3\)"):
+        byte_pages(good.t(), 1, "kv")
+    with pytest.raises(ValueError, match="kv has 6 units along its first axis.*pages of 4"):
+        byte_pages(good, 4, "kv")
+    assert tuple(byte_pages(torch.zeros(0, 3), 4, "kv").shape) == (0, 0)
