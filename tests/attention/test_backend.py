@@ -40,28 +40,30 @@ def runner(pool, *layers, device="cpu"):
     )
 
 
-def make_pool(layout, k_scales=None):
+def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales)(
-        SLOTS, 1, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER
+    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales, arrangement=arrangement)(
+        SLOTS, page_size, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER
     )
     for tensor in pool.kv_buffer:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: nobody may read it
+    if pool.cross_layer is not None:
+        pool.cross_layer.group.tensor.fill_(-1)  # the same, in the neighbour layer too
     return pool
 
 
 class Case:
     """Requests with random keys at random slots; row `i` of a request is at position `i`."""
 
-    def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0):
+    def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0, **placed):
         from sgl_kvpool.attention.backend import KVPoolMLABackend
 
         monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.k_scale = layout, lengths, prefixes, k_scale
-        self.pool = make_pool(layout, {LAYER: k_scale})
+        self.pool = make_pool(layout, {LAYER: k_scale}, **placed)
         self.runner = runner(self.pool)
         self.layer = self.runner.model[0]
         self.backend = KVPoolMLABackend(self.runner)
@@ -102,7 +104,8 @@ class Case:
         self.backend.init_forward_metadata(batch)
         keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
         tokens = len(keys)
-        self.q = torch.randn(tokens, HEADS, RANK + ROPE).bfloat16()
+        generator = torch.Generator().manual_seed(8)
+        self.q = torch.randn(tokens, HEADS, RANK + ROPE, generator=generator).bfloat16()
         q, k, extra = self.q.reshape(tokens, -1), keys, {}
         if split:
             extra = {"q_rope": self.q[..., RANK:], "k_rope": keys[..., RANK:]}

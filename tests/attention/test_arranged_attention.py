@@ -1,0 +1,71 @@
+"""kvpool_mla over token-major and page-major pools: neighbours poisoned, nothing copied."""
+
+import itertools
+
+import codec_oracle as oracle
+import pytest
+import torch
+from test_backend import Case, assert_attends
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("published")
+
+PLACED = list(itertools.product(["token_major", "page_major"], [1, 8]))
+
+
+@pytest.mark.parametrize(("arrangement", "page_size"), PLACED)
+@pytest.mark.parametrize("reads_rows", [False, True])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_a4_b5_scattered_rows_among_poison(layout, reads_rows, arrangement, page_size, monkeypatch):
+    """A4, B5: slots are a random permutation; all else in the buffer is 0xFF, a NaN where there is one.
+
+    Finite, equal to the oracle, and bit for bit what a layer-major pool gives.
+    """
+    shapes = {"EXTEND": ([9, 40, 5, 33], [0, 30, 4, 0]), "DECODE": ([1, 40, 7, 65], [0, 39, 6, 64])}
+    for mode, lengths in shapes.items():
+        case = Case(
+            layout, *lengths, monkeypatch, reads_rows=reads_rows, arrangement=arrangement, page_size=page_size
+        )
+        found = case.run(mode)
+        assert torch.isfinite(found).all()
+        fresh = mode == "EXTEND" and not reads_rows
+        assert_attends(found, case.wanted(fresh_as_computed=fresh))
+        packed = Case(layout, *lengths, monkeypatch, reads_rows=reads_rows)
+        assert torch.equal(found, packed.run(mode))
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest new storage that any torch operation makes while this is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in _tensors((args, kwargs or {}))}
+        for tensor in _tensors(found):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:
+                self.bytes = max(self.bytes, storage.nbytes())
+        return found
+
+
+def _tensors(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("arrangement", "page_size"), PLACED)
+@pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_b2_no_forward_allocates_as_much_as_a_cache(layout, mode, arrangement, page_size, monkeypatch):
+    """B2: the smallest part of the cache anybody could copy is one layer's rows."""
+    monkeypatch.setattr("test_backend.SLOTS", 16000)
+    case = Case(layout, [5, 9], [4, 8], monkeypatch, arrangement=arrangement, page_size=page_size)
+    layer_bytes = case.pool.get_kv_size_bytes() // case.pool.layer_num
+    with LargestAllocation() as largest:
+        case.run(mode)
+    assert 0 < largest.bytes < layer_bytes / 8
+    with LargestAllocation() as control:  # the measure sees a copy of one layer
+        case.pool.get_row_buffer(case.layer.layer_id).contiguous().clone()
+    assert control.bytes >= layer_bytes

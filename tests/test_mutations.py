@@ -1,0 +1,93 @@
+"""Seven defects that reviews of vLLM's cache layouts found (pull request 42374), put into our code.
+
+A named test notices each. Each runs in a copy of the project.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: defect: (file, code, code with the defect, tests that must fail)
+MUTATIONS = {
+    "geometry guessed from a shape": (
+        "pool/regions.py",
+        "if info.buffers.layout is KVBufferLayout.NHD:",
+        "if info.buffers.k[0].shape[0] != (pool.size + pool.page_size) // pool.page_size:",
+        "tests/pool/test_regions.py::test_b1_sizes_that_could_be_taken_for_each_other",
+    ),
+    "the cache copied in every forward": (
+        "attention/backend.py",
+        "rows = pool.get_row_buffer(layer.layer_id).squeeze(1)",
+        "rows = pool.get_row_buffer(layer.layer_id).squeeze(1).contiguous()",
+        "tests/attention/test_arranged_attention.py::test_b2_no_forward_allocates_as_much_as_a_cache",
+    ),
+    "a reshape that copies": (
+        "cross_layer.py",
+        "view = self.tensor.select(-2, self.position(name))",
+        "view = self.tensor.select(-2, self.position(name)).reshape(self.pages, -1)",
+        "tests/test_cross_layer.py::test_b2_all_views_share_one_storage",
+    ),
+    "two axes swapped": (
+        "arrangement.py",
+        'KVArrangement.TOKEN_MAJOR: "BNLC",',
+        'KVArrangement.TOKEN_MAJOR: "BLNC",',
+        "tests/test_arrangement.py::test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte",
+    ),
+    "two strides swapped": (
+        "cross_layer.py",
+        "run_stride_bytes=self.positions * step,",
+        "run_stride_bytes=self.pieces * step,",
+        "tests/test_cross_layer.py::test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer",
+    ),
+    "the page size taken from the wrong axis": (
+        "arrangement.py",
+        "pages = slots.div(self.page_size_tokens,",
+        "pages = slots.div(self.row_bytes,",
+        "tests/test_arrangement.py::test_slots_to_rows",
+    ),
+    "position and head strides swapped": (
+        "cross_layer.py",
+        "return (pages, pieces, positions, layer.span_bytes // pieces)",
+        "return (pages, positions, pieces, layer.span_bytes // pieces)",
+        "tests/test_cross_layer.py::test_gpt_oss_head_major",
+    ),
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy whose tests import the copy."""
+    ignore = shutil.ignore_patterns("__pycache__", "byte_mla_python", "engine", "gpu", "demo")
+    for folder in ("sgl_kvpool", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def run(project, *tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", MUTATIONS)
+def test_a_defect_makes_its_test_fail(defect, project):
+    file, code, mutated, test = MUTATIONS[defect]
+    path = project / "sgl_kvpool" / file
+    text = path.read_text()
+    assert text.count(code) == 1
+    path.write_text(text.replace(code, mutated))
+    status, output = run(project, test)
+    assert status == 1, output  # 1: tests ran and failed; another number would be no answer
+    assert f"FAILED {test}" in output
+    assert " error" not in output.rpartition("\n= ")[2].lower()
+
+
+def test_without_a_defect_they_pass(project):
+    status, output = run(project, *sorted({mutation[3] for mutation in MUTATIONS.values()}))
+    assert status == 0, output
