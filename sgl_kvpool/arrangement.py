@@ -77,6 +77,8 @@ class KVArrangement(str, enum.Enum):
         return self.axes[0] == "L"
 
 
+_INT32_MAX = 2**31 - 1
+
 _AXES = {
     KVArrangement.LAYER_MAJOR: "LBNC",
     KVArrangement.TOKEN_MAJOR: "BNLC",
@@ -165,10 +167,13 @@ class RowPlacement:
         Returns
         -------
         Tensor
-            Of the same shape, dtype and device; `slots` itself where slots are row numbers already.
+            Of the same shape and device; `slots` itself where slots are row numbers already. int64 if
+            a row number does not fit into int32, else of the same dtype.
         """
         if self.slots_are_rows:
             return slots
+        if self.rows > _INT32_MAX:
+            slots = slots.long()
         pages = slots.div(self.page_size_tokens, rounding_mode="floor")
         rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
         return rows.where(slots >= 0, slots)

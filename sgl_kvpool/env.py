@@ -8,6 +8,7 @@ __all__ = [
     "ALLOW_UNTESTED",
     "CHECK_FINITE",
     "CHILD_LAYOUT",
+    "KV_CACHE_ARRANGEMENT",
     "KV_CACHE_LAYOUT",
     "PLUGIN",
     "PREFILL_READS_ROWS",
@@ -20,6 +21,8 @@ __all__ = [
 #: Layout of the KV cache, as `--kv-cache-layout`. SGLang takes every variable that begins with SGL_ for
 #: an old name of its own and warns when a process starts; the warning means nothing here.
 KV_CACHE_LAYOUT = "SGL_KVPOOL_KV_CACHE_LAYOUT"
+#: How the pages of all layers lie in memory, as `--kv-cache-arrangement`.
+KV_CACHE_ARRANGEMENT = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
 #: pools. Not for users; without the prefix that SGLang warns about.
 CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"
@@ -60,7 +63,7 @@ def plugin_list_problem() -> str | None:
     if not allowed or PLUGIN in [name.strip() for name in allowed.split(",")]:
         return None
     return (
-        f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout is then "
-        f"an unknown argument and {KV_CACHE_LAYOUT} is ignored without a word; add {PLUGIN} to the list, or "
-        "unset it"
+        f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout and "
+        f"--kv-cache-arrangement are then unknown arguments, and {KV_CACHE_LAYOUT} and "
+        f"{KV_CACHE_ARRANGEMENT} are ignored without a word; add {PLUGIN} to the list, or unset it"
     )

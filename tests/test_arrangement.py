@@ -87,6 +87,15 @@ def test_slots_to_rows(name, page_size, dtype):
     assert rows.max() == placement.rows - 1
 
 
+def test_row_numbers_beyond_int32():
+    """61 layers and 40 million slots: pages of the last slots begin behind 2^31."""
+    placement = RowPlacement(KVArrangement.PAGE_MAJOR, 61, 40_000_000 // 64, 64, 416)
+    slots = torch.tensor([39_999_999, -1, 0], dtype=torch.int32)
+    expected = (39_999_999 // 64) * 61 * 64 + 63
+    assert expected > 2**31
+    assert placement.slot_to_row(slots).tolist() == [expected, -1, 0]
+
+
 def test_slots_are_rows_where_the_arrangement_is_linear_in_the_slot():
     slots = torch.tensor([3, 1])
     for arrangement in KVArrangement.of_rows():

@@ -30,7 +30,10 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 
 
 #: Variables of the user's that would change what a server here is compared for.
-_NOT_INHERITED = (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, env.SGLANG_PLUGINS)
+_NOT_INHERITED = (
+    *(env.KV_CACHE_LAYOUT, env.KV_CACHE_ARRANGEMENT),
+    *(env.PREFILL_READS_ROWS, env.SGLANG_PLUGINS),
+)
 
 
 #: Requests to this machine go to it, whatever proxy the environment names.
@@ -130,8 +133,9 @@ class Server:
     def shell_command(self) -> str:
         """One line for a POSIX shell that starts the same server there, environment included."""
         assignments = [f"{name}={value}" for name, value in self.environment.items()]
-        # A layout from another shell's environment would contradict the one in the arguments.
-        return shlex.join(["env", "-u", env.KV_CACHE_LAYOUT, *assignments, *self.command])
+        # What another shell's environment asks for would contradict the arguments, or come on top.
+        unset = ["-u", env.KV_CACHE_LAYOUT, "-u", env.KV_CACHE_ARRANGEMENT]
+        return shlex.join(["env", *unset, *assignments, *self.command])
 
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.

@@ -86,6 +86,8 @@ def packages() -> Finding:
 
 def plugin() -> Finding:
     """Whether SGLang will load the plugin, and what the environment asks of it."""
+    from sgl_kvpool.sglang_plugin.record import OPTIONS
+
     finding = Finding()
     found = importlib.metadata.entry_points(group=_GROUP, name=env.PLUGIN)
     finding.facts["entry point"] = next((point.value for point in found), None)
@@ -103,18 +105,19 @@ def plugin() -> Finding:
     problem = env.plugin_list_problem()
     if problem:
         finding.problems.append(problem)
-    for name in (env.KV_CACHE_LAYOUT, env.PREFILL_READS_ROWS, env.ALLOW_UNTESTED, env.CHECK_FINITE):
+    options = {option.env: option for option in OPTIONS}
+    for name in (*options, env.PREFILL_READS_ROWS, env.ALLOW_UNTESTED, env.CHECK_FINITE):
         value = env.text(name)
         if value is None:
             continue
         finding.facts[name] = value
         try:
-            if name != env.KV_CACHE_LAYOUT:
+            if name in options:
+                options[name].exported()
+            else:
                 env.flag(name)
-            elif value != "auto":
-                MLAKVCacheLayout.parse(value)
         except ValueError as error:
-            finding.problems.append(f"{name}: {error}")
+            finding.problems.append(str(error))
     return finding
 
 

@@ -1,7 +1,7 @@
 """Entry point of the SGLang plugin.
 
-SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds one
-argument and changes nothing. A scheduler process learns from the environment that its server was asked
+SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds its
+arguments and changes nothing. A scheduler process learns from the environment that its server was asked
 for a layout, and only then hooks the pools.
 """
 
@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 
 from sgl_kvpool import env
+from sgl_kvpool.sglang_plugin.record import AUTO, LAYOUT, OPTIONS, Option
 
 logger = logging.getLogger(__name__)
 
@@ -24,39 +25,41 @@ def register() -> None:
     Raises
     ------
     SystemExit
-        A layout was asked for and this SGLang cannot serve it. SGLang logs and swallows every other
-        exception of a plugin, and would go on with a pool of another layout.
+        A layout or an arrangement was asked for and this SGLang cannot serve it. SGLang logs and swallows
+        every other exception of a plugin, and would go on with a pool of another layout.
     """
     try:
         _install()
     except Exception as error:  # whatever it is, SGLang would log it and serve without the layout
-        if _asked_for():
-            raise SystemExit(
-                f"sgl-kvpool: a KV cache layout was asked for, but the plugin failed: {error!r}"
-            ) from error
+        asked = _asked_for()
+        if asked:
+            text = f"sgl-kvpool: {asked} was asked for, but the plugin failed: {error!r}"
+            raise SystemExit(text) from error
         raise
 
 
 def _install() -> None:
     from sgl_kvpool.sglang_plugin import seams
 
+    asked = _asked_for()
     problem = seams.version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
-        if _asked_for():
-            raise SystemExit(f"sgl-kvpool: a KV cache layout was asked for, but {problem}")
-        _warn(f"sgl-kvpool does nothing, --kv-cache-layout and kv_cache_layout= are unknown: {problem}")
+        if asked:
+            raise SystemExit(f"sgl-kvpool: {asked} was asked for, but {problem}")
+        ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
+        _warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
 
-    if stop_if(seams.check(seams.SERVER_ARGS), fatal=_asked_for()):
+    if stop_if(seams.check(seams.SERVER_ARGS), fatal=bool(asked)):
         return
     from sgl_kvpool.sglang_plugin import server_args
 
     server_args.install()
-    stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=_asked_for())
+    stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=bool(asked))
 
     # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
     # an Engine: hooking the pools there does nothing, since it builds none.
-    if _exported() and "sglang.srt.mem_cache.memory_pool" in sys.modules:
+    if _exported(LAYOUT) and "sglang.srt.mem_cache.memory_pool" in sys.modules:
         from sgl_kvpool.sglang_plugin import pools
 
         stop_if(seams.check(seams.SCHEDULER))
@@ -81,17 +84,21 @@ def _warn(text: str) -> None:
         logger.warning(text)
 
 
-def _asked_for() -> bool:
-    """Whether a layout was asked for, as far as it shows before arguments are parsed."""
+def _asked_for() -> str | None:
+    """What was asked for, as far as it shows before arguments are parsed; None for nothing."""
     words = [word.partition("=") for word in sys.argv]
-    flags = [
-        value or following
-        for (flag, _, value), following in zip(words, [*sys.argv[1:], ""], strict=True)
-        if flag == "--kv-cache-layout"
-    ]
-    return _exported() or any(value != "auto" for value in flags)
+    for option in OPTIONS:
+        flags = [
+            value or following
+            for (flag, _, value), following in zip(words, [*sys.argv[1:], ""], strict=True)
+            if flag == option.flag
+        ]
+        if _exported(option) or any(value != AUTO for value in flags):
+            return f"a {option.words}"
+    return None
 
 
-def _exported() -> bool:
-    """Whether the environment asks for a layout: the user's, or the server that spawned this process."""
-    return env.text(env.CHILD_LAYOUT) is not None or (env.text(env.KV_CACHE_LAYOUT) or "auto") != "auto"
+def _exported(option: Option) -> bool:
+    """Whether the environment asks for it: the user's, or the server that spawned this process."""
+    told = option is LAYOUT and env.text(env.CHILD_LAYOUT) is not None
+    return told or (env.text(option.env) or AUTO) != AUTO

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
-from sgl_kvpool.sglang_plugin.record import layout_of
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT, arrangement_of, layout_of
 
 __all__ = ["build_server_info", "install"]
 
@@ -66,13 +66,16 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
 
 def build_server_info(original, server_args, scheduler_info):
     """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
-    info = original(server_args, scheduler_info)
-    layout = layout_of(server_args)
-    return info if layout is None else {**info, "kv_cache_layout": layout.value}
+    return {**original(server_args, scheduler_info), **_in_use(server_args)}
 
 
 def _get_server_info(original, self):
     """The Engine describes itself without `build_server_info`."""
-    info = original(self)
-    layout = layout_of(self.tokenizer_manager.server_args)
-    return info if layout is None else {**info, "kv_cache_layout": layout.value}
+    return {**original(self), **_in_use(self.tokenizer_manager.server_args)}
+
+
+def _in_use(server_args) -> dict[str, str]:
+    layout = layout_of(server_args)
+    if layout is None:
+        return {}
+    return {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.launching import build_server_info
-from sgl_kvpool.sglang_plugin.record import layout_of
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
 from sgl_kvpool.sglang_plugin.server_args import require_decided
 
@@ -45,6 +46,15 @@ def _layout(configurator: Any) -> MLAKVCacheLayout | None:
     return None  # a draft model of another kind keeps its own pool
 
 
+def _arrangement(configurator: Any) -> KVArrangement:
+    """Arrangement of a KVCacheConfigurator's rows."""
+    # Not a draft's: it has few layers, nothing reads its pages as one run, and with a single layer strides
+    # cannot tell packed rows from others.
+    if configurator.is_draft_worker:
+        return KVArrangement.LAYER_MAJOR
+    return arrangement_of(configurator.server_args)
+
+
 def _row_format(configurator: Any, layout: MLAKVCacheLayout):
     config = configurator.model_config
     return layout.row_format(config.kv_lora_rank, config.qk_rope_head_dim)
@@ -65,17 +75,24 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         )
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
-    return LayoutMLATokenToKVPool.bind(layout, _checked_k_scales(self, layout))
+    return LayoutMLATokenToKVPool.bind(
+        layout, _checked_k_scales(self, layout), arrangement=_arrangement(self), readers=_readers()
+    )
+
+
+def _readers() -> tuple[str, ...]:
+    """Names of the attention backends that read the pool."""
+    from sglang.srt.runtime_context import attention_backends
+
+    return tuple(name for name in attention_backends() if name is not None)
 
 
 def _checked_k_scales(self, layout: MLAKVCacheLayout) -> dict[int, float]:
     if not layout.uses_k_scale:
         return {}
-    from sglang.srt.runtime_context import attention_backends
-
     k_scales = collect_k_scales(self.model)
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
-    stock = sorted({name for name in attention_backends() if name != KVPOOL_BACKEND})
+    stock = sorted({name for name in _readers() if name != KVPOOL_BACKEND})
     if scaled and stock:
         raise ValueError(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
@@ -133,14 +150,24 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"--kv-cache-layout {layout} was asked for, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
+    arrangement = _arrangement(self)
+    if pool.kv_cache_arrangement is not arrangement:
+        raise RuntimeError(
+            f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
+            "leave out --kv-cache-arrangement, and report the server's arguments"
+        )
+    chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
     fmt = pool.row_format
     logger.info(
-        "sgl-kvpool: KV cache layout %s: %d bytes per token and layer, %d layers, %d tokens, %.2f GB%s",
+        "sgl-kvpool: KV cache layout %s: %d bytes per token and layer, %d layers, %d tokens, %.2f GB, "
+        "arrangement %s%s%s",
         layout,
         fmt.row_bytes,
         pool.layer_num,
         pool.size,
         pool.get_kv_size_bytes() / _GB,
+        arrangement,
+        " (auto)" if chosen else "",
         " (draft model)" if self.is_draft_worker else "",
     )
     return pool

@@ -1,25 +1,152 @@
-"""The layout on SGLang's `ServerArgs`: a string in an underscore attribute.
+"""Our arguments: a table, and what it says of SGLang's `ServerArgs`, where they are underscore attributes.
 
 SGLang drops what is not a field of its own when it parses arguments, but it pickles underscore attributes
-of a record into every process of the server.
+of a record into every process of the server. Imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvpool import env
+from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["ATTRIBUTE", "AUTO", "layout_of"]
+__all__ = [
+    "ARRANGEMENT",
+    "AUTO",
+    "LAYOUT",
+    "OPTIONS",
+    "Option",
+    "arrangement_of",
+    "choose_arrangement",
+    "layout_of",
+]
 
-#: SGLang as it is.
+#: Not asked for: SGLang as it is, or our choice.
 AUTO = "auto"
 
-#: What the user wrote (None for nothing), and after resolution the layout in use or `AUTO`.
-ATTRIBUTE = "_kvpool_kv_cache_layout"
+#: Names of the options that some record of this process was asked for by flag or keyword.
+_asked: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of the server: a flag, an Engine keyword and an environment variable.
+
+    Attributes
+    ----------
+    name : str
+        The keyword.
+    env : str
+        The environment variable.
+    values : tuple of str
+        What can be asked for besides `AUTO`.
+    help : str
+        For `--help`.
+    """
+
+    name: str
+    env: str
+    values: tuple[str, ...]
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def words(self) -> str:
+        """As in a sentence."""
+        return "KV " + self.name.removeprefix("kv_").replace("_", " ")
+
+    @property
+    def attribute(self) -> str:
+        """Of the record: what the user wrote (None for nothing), after resolution what was asked for."""
+        return f"_kvpool_{self.name}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values of the argument."""
+        return (AUTO, *self.values)
+
+    def keyword(self, value: Any) -> str | None:
+        """Value of the Engine keyword as a plain string; ValueError for one that is no choice."""
+        if value is None:
+            return None
+        if value not in self.choices:
+            raise ValueError(f"{self.name}={value!r} is not one of: {', '.join(self.choices)}")
+        return str(value)
+
+    def remember(self, server_args: Any, value: str | None) -> None:
+        """Keep what the user wrote on the record."""
+        setattr(server_args, self.attribute, value)
+        if value not in (None, AUTO):
+            _asked.add(self.name)
+
+    def exported(self) -> str | None:
+        """What the environment says, None for nothing; ValueError for what is no choice."""
+        value = env.text(self.env)
+        if value is not None and value not in self.choices:
+            raise ValueError(
+                f"{self.env}={value!r} is not a {self.words}; choose one of: {', '.join(self.choices)}"
+            )
+        return value
+
+    def requested(self, server_args: Any) -> str:
+        """What flag or keyword and environment say together; ValueError if they contradict each other."""
+        written = getattr(server_args, self.attribute, None)
+        exported = self.exported()
+        if written is not None and exported is not None and written != exported:
+            raise ValueError(
+                f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
+                f"{exported!r} in the environment ({self.env}); give one of them, or the same"
+            )
+        if exported is None and self.name in _asked and self.attribute not in vars(server_args):
+            # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
+            raise ValueError(
+                f"this ServerArgs does not say whether it was asked for a {self.words}, and another one of "
+                f"this process was; if it is a copy, use copy.deepcopy, and say which with {self.env}="
+                f"{'|'.join(self.choices)}"
+            )
+        return written or exported or AUTO
+
+
+LAYOUT = Option(
+    "kv_cache_layout",
+    env.KV_CACHE_LAYOUT,
+    tuple(layout.value for layout in MLAKVCacheLayout),
+    "The bytes of an MLA KV cache row: pool, memory budget and attention follow. "
+    f"'{AUTO}' (as without the argument) is SGLang as it is.",
+)
+ARRANGEMENT = Option(
+    "kv_cache_arrangement",
+    env.KV_CACHE_ARRANGEMENT,
+    tuple(arrangement.value for arrangement in KVArrangement.of_rows()),
+    "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's; in the "
+    f"others a page of all layers is one run of bytes. '{AUTO}' (as without the argument) takes what "
+    "everything in this server can read.",
+)
+OPTIONS = (LAYOUT, ARRANGEMENT)
 
 
 def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
     """Layout a resolved `ServerArgs` was asked for; None for SGLang as it is."""
-    value = getattr(server_args, ATTRIBUTE, None) or AUTO
+    value = getattr(server_args, LAYOUT.attribute, None) or AUTO
     return None if value == AUTO else MLAKVCacheLayout.parse(value)
+
+
+def arrangement_of(server_args: Any) -> KVArrangement:
+    """Arrangement of the rows of a resolved `ServerArgs`; SGLang's, layer_major, if nothing was resolved."""
+    return choose_arrangement(getattr(server_args, ARRANGEMENT.attribute, None) or AUTO)
+
+
+def choose_arrangement(requested: str) -> KVArrangement:
+    """Arrangement to use for what was asked for."""
+    if requested != AUTO:
+        return KVArrangement.parse(requested)
+    # What every reader reads as fast as SGLang's own pool. Reads of the other two have not been measured on
+    # a GPU, and nothing in this release uses the one run of bytes that their pages are.
+    return KVArrangement.LAYER_MAJOR

@@ -1,4 +1,7 @@
-"""What a layout cannot be combined with: each an error at start that names value, reason and way out."""
+"""What layouts and arrangements cannot be combined with.
+
+Each is an error at start that names value, reason and way out.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, can_read, readers, suggestions
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
     "FEATURES",
@@ -24,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Feature:
-    """A server argument that a layout is refused with.
+    """A server argument that a layout, or an arrangement, is refused with.
 
     Attributes
     ----------
@@ -38,6 +43,8 @@ class Feature:
         Tells from the field's value whether the feature is on.
     layouts : callable
         Which layouts are refused; all unless said.
+    arrangements : callable, optional
+        Which arrangements are refused, whatever the layout. A feature with it is not about layouts.
     """
 
     field: str
@@ -45,6 +52,7 @@ class Feature:
     reason: str
     in_use: Callable[[Any], bool] = bool
     layouts: Callable[[MLAKVCacheLayout], bool] = lambda layout: True
+    arrangements: Callable[[KVArrangement], bool] | None = None
 
 
 def _packed(layout: MLAKVCacheLayout) -> bool:
@@ -53,6 +61,14 @@ def _packed(layout: MLAKVCacheLayout) -> bool:
 
 def _not_stock(layout: MLAKVCacheLayout) -> bool:
     return layout is not MLAKVCacheLayout.BF16
+
+
+def _disaggregates(mode: str | None) -> bool:
+    return mode not in (None, "null")
+
+
+def _shared_buffer(arrangement: KVArrangement) -> bool:
+    return not arrangement.is_layer_packed
 
 
 #: Features that build another pool, or read rows without knowing the layout.
@@ -101,7 +117,7 @@ FEATURES = (
         "disaggregation_mode",
         "--disaggregation-mode",
         "a peer without this layout would pass today's handshake and read other bytes",
-        in_use=lambda value: value not in (None, "null"),
+        in_use=_disaggregates,
         layouts=_not_stock,
     ),
     Feature(
@@ -109,6 +125,19 @@ FEATURES = (
         "--enable-hierarchical-cache",
         "SGLang's host pools do not know packed rows; sgl-kvpool's come in a later release",
         layouts=_packed,
+    ),
+    Feature(
+        "disaggregation_mode",
+        "--disaggregation-mode",
+        "SGLang sends each layer's pages as runs of its own, and here other layers' rows lie between them",
+        in_use=_disaggregates,
+        arrangements=_shared_buffer,
+    ),
+    Feature(
+        "enable_hierarchical_cache",
+        "--enable-hierarchical-cache",
+        "SGLang's host pools take packed rows; sgl-kvpool's come in a later release",
+        arrangements=_shared_buffer,
     ),
 )
 
@@ -126,16 +155,17 @@ def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str) -> None:
     )
 
 
-def check_features(layout: MLAKVCacheLayout, view: Any) -> None:
-    """Refuse server arguments that do not go with the layout; `view` has ServerArgs' fields."""
+def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+    """Refuse server arguments that do not go with layout and arrangement; `view` has ServerArgs' fields."""
     for feature in FEATURES:
+        if feature.arrangements is None:
+            refused, ours = feature.layouts(layout), f"{LAYOUT.flag} {layout}"
+        else:
+            refused, ours = feature.arrangements(arrangement), f"{ARRANGEMENT.flag} {arrangement}"
         value = getattr(view, feature.field)
-        if feature.layouts(layout) and feature.in_use(value):
+        if refused and feature.in_use(value):
             text = feature.flag if value is True else f"{feature.flag} {value}"
-            raise ValueError(
-                f"{text} does not work with --kv-cache-layout {layout}: {feature.reason}; "
-                "leave out one of the two"
-            )
+            raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
@@ -175,19 +205,22 @@ def backends_in_use(view: Any) -> tuple[str | None, str | None]:
     return attention_backends_of(view)
 
 
-def unreadable(flag: str, backend: str, layout: MLAKVCacheLayout) -> str:
-    """Text of the error for a backend that cannot read a layout."""
-    return (
-        f"{flag} {backend} cannot read rows of --kv-cache-layout {layout}; leave it out, or use one of: "
-        f"{', '.join(readers(layout))}"
-    )
+def unreadable(flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement) -> str:
+    """Text of the error for a backend that cannot read a layout, or its arrangement."""
+    able = ", ".join(readers(layout, arrangement))
+    if can_read(backend, layout):
+        return (
+            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}; leave out one of the "
+            f"two, or use one of: {able}"
+        )
+    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or use one of: {able}"
 
 
-def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
+def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
     """Refuse backends that cannot read the rows, and what our own backend does not do yet."""
     for phase, backend in zip(("prefill", "decode"), backends_in_use(view), strict=True):
-        if backend is not None and not can_read(backend, layout):
-            raise ValueError(unreadable(f"the {phase} attention backend", backend, layout))
+        if backend is not None and not can_read(backend, layout, arrangement):
+            raise ValueError(unreadable(f"the {phase} attention backend", backend, layout, arrangement))
     if env.flag(env.PREFILL_READS_ROWS) and backends_in_use(view)[0] != KVPOOL_BACKEND:
         raise ValueError(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend "
@@ -196,15 +229,15 @@ def check_backends(layout: MLAKVCacheLayout, view: Any) -> None:
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
     if view.device not in KVPOOL_DEVICES:
-        stock = suggestions(layout, view.device)
+        stock = suggestions(layout, view.device, arrangement)
         raise ValueError(
             f"attention backend {KVPOOL_BACKEND} runs on --device {' and '.join(KVPOOL_DEVICES)} only in "
             f"this release, and the device is {view.device}; "
             + (
                 f"name a stock one with --attention-backend ({', '.join(stock)}) or use --device cpu"
                 if stock
-                else f"layout {layout} has no other reader: use --device cpu, or bf16 or fp8 with a "
-                "stock --attention-backend"
+                else f"{arrangement} rows of layout {layout} have no other reader: use --device cpu, or "
+                "bf16 or fp8 in layer_major with a stock --attention-backend"
             )
         )
     if view.speculative_algorithm is not None:

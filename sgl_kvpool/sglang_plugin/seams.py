@@ -117,6 +117,7 @@ SCHEDULER = (
         ("name",),
         hooked=False,
     ),
+    Seam("sglang.srt.runtime_context.attention_backends", hooked=False),
     Seam(
         f"{_POOL}.__init__",
         (

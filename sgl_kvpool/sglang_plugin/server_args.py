@@ -1,7 +1,7 @@
-"""The argument: `--kv-cache-layout`, its Engine keyword and its environment variable, and what follows.
+"""Our arguments on SGLang's command line and in its Engine, and what follows from them.
 
-The layout travels as a string in an underscore attribute of SGLang's `ServerArgs`, which SGLang pickles
-into every process of the server. Decisions are declared in SGLang's own resolution steps.
+What was asked for travels as strings in underscore attributes of SGLang's `ServerArgs` (:mod:`.record`).
+Decisions are declared in SGLang's own resolution steps.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import launching, refusals, seams
-from sgl_kvpool.sglang_plugin.record import ATTRIBUTE, AUTO, layout_of
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, LAYOUT, OPTIONS, arrangement_of, layout_of
 
-__all__ = ["AUTO", "choices", "install", "require_decided"]
+__all__ = ["install", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
+#: Of the function that takes our Engine keywords.
+_EXTENDED = "_kvpool_extended"
 _installed = False
-#: Whether some record of this process was asked for a layout by flag or keyword.
-_was_asked = False
-
-
-def choices() -> list[str]:
-    """Values of `--kv-cache-layout`."""
-    return [AUTO, *(layout.value for layout in MLAKVCacheLayout)]
 
 
 def require_decided(server_args: Any) -> None:
@@ -34,11 +29,11 @@ def require_decided(server_args: Any) -> None:
     Its process was told to serve a layout (by the environment), but no argument was checked and SGLang
     was not shown the layout's dtype.
     """
-    if getattr(server_args, ATTRIBUTE, None) is None:
+    if getattr(server_args, LAYOUT.attribute, None) is None:
         raise RuntimeError(
-            f"{env.KV_CACHE_LAYOUT} asks for a layout, but the server's arguments were resolved before "
+            f"{LAYOUT.env} asks for a layout, but the server's arguments were resolved before "
             "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
-            "or start the server with --kv-cache-layout"
+            f"or start the server with {LAYOUT.flag}"
         )
 
 
@@ -54,7 +49,7 @@ def install() -> None:
     for step, hook in zip(seams.STEPS, (_decide, _check_model, _choose_backend, _finish), strict=True):
         register_resolution_hook(step)(hook)
     add_attention_backend_choices([KVPOOL_BACKEND])
-    # The ways to ask come last: whatever fails before leaves the argument unknown, never ignored.
+    # The ways to ask come last: whatever fails before leaves the arguments unknown, never ignored.
     seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
     seams.wrap("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args)
     seams.wrap("sglang.srt.plugins.load_plugins", _load_plugins)
@@ -66,27 +61,21 @@ def install() -> None:
 
 def _add_cli_args(original, parser):
     original(parser)
-    parser.add_argument(
-        "--kv-cache-layout",
-        dest="kv_cache_layout",
-        choices=choices(),
-        default=None,
-        help="[sgl-kvpool] The bytes of an MLA KV cache row: pool, memory budget and attention follow. "
-        f"'{AUTO}' (as without the argument) is SGLang as it is. Also {env.KV_CACHE_LAYOUT}.",
-    )
+    for option in OPTIONS:
+        parser.add_argument(
+            option.flag,
+            dest=option.name,
+            choices=option.choices,
+            default=None,
+            help=f"[sgl-kvpool] {option.help} Also {option.env}.",
+        )
 
 
 def _from_cli_args(original, cls, args):
     server_args = original(cls, args)
-    _remember(server_args, getattr(args, "kv_cache_layout", None))
+    for option in OPTIONS:
+        option.remember(server_args, getattr(args, option.name, None))
     return server_args
-
-
-def _remember(server_args: Any, value: str | None) -> None:
-    """Keep what the user wrote on the record; None for nothing."""
-    global _was_asked
-    setattr(server_args, ATTRIBUTE, value)
-    _was_asked = _was_asked or value not in (None, AUTO)
 
 
 def _load_plugins(original):
@@ -96,66 +85,46 @@ def _load_plugins(original):
 
 
 def _extend_engine() -> None:
-    """Let `Engine(...)` take the keyword, once its module is imported; the command line does not need it.
+    """Let `Engine(...)` take the keywords, once its module is imported; the command line does not need it.
 
     Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
     """
     module = sys.modules.get("sglang.srt.entrypoints.engine")
-    if module is None or hasattr(module.Engine.server_args_class, ATTRIBUTE):
+    if module is None or hasattr(module.Engine.server_args_class, _EXTENDED):
         return
     build = _engine_server_args(module.Engine.server_args_class)
     module.Engine.server_args_class = staticmethod(build)
 
 
 def _engine_server_args(previous):
-    """`ServerArgs(**kwargs)` that also takes `kv_cache_layout`."""
+    """`ServerArgs(**kwargs)` that also takes our keywords."""
 
     def build(**kwargs):
-        value = kwargs.pop("kv_cache_layout", None)
-        if value is not None and value != AUTO:
-            if value not in choices():
-                raise ValueError(f"kv_cache_layout={value!r} is not one of: {', '.join(choices())}")
-            value = MLAKVCacheLayout.parse(value).value
+        values = {option: option.keyword(kwargs.pop(option.name, None)) for option in OPTIONS}
         server_args = previous(**kwargs)
-        _remember(server_args, value)
+        for option, value in values.items():
+            option.remember(server_args, value)
         return server_args
 
-    setattr(build, ATTRIBUTE, None)
+    setattr(build, _EXTENDED, True)
     return build
-
-
-def _requested(server_args: Any) -> MLAKVCacheLayout | None:
-    """What flag or keyword and environment say together; ValueError if they contradict each other."""
-    written = getattr(server_args, ATTRIBUTE, None)
-    exported = env.text(env.KV_CACHE_LAYOUT)
-    if exported is not None and exported not in choices():
-        raise ValueError(
-            f"{env.KV_CACHE_LAYOUT}={exported!r} is not a KV cache layout; choose one of: "
-            f"{', '.join(choices())}"
-        )
-    if written is not None and exported is not None and written != exported:
-        raise ValueError(
-            f"the KV cache layout is {written!r} as argument (--kv-cache-layout or kv_cache_layout=) but "
-            f"{exported!r} in the environment ({env.KV_CACHE_LAYOUT}); give one of them, or the same"
-        )
-    if exported is None and _was_asked and ATTRIBUTE not in vars(server_args):
-        # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
-        raise ValueError(
-            "this ServerArgs does not say whether it was asked for a KV cache layout, and another one of "
-            f"this process was; if it is a copy, use copy.deepcopy, and say which with {env.KV_CACHE_LAYOUT}="
-            f"{'|'.join(choices())}"
-        )
-    value = written or exported or AUTO
-    return None if value == AUTO else MLAKVCacheLayout.parse(value)
 
 
 # -------------------------------------------------------------------- resolution steps
 
 
 def _decide(server_args, previous):
-    """First step: fix the layout and the `kv_cache_dtype` that SGLang is shown."""
-    layout = _requested(server_args)
-    setattr(server_args, ATTRIBUTE, AUTO if layout is None else layout.value)
+    """First step: fix layout, arrangement and the `kv_cache_dtype` that SGLang is shown."""
+    requested = {option: option.requested(server_args) for option in OPTIONS}
+    for option, value in requested.items():
+        setattr(server_args, option.attribute, value)
+    layout = layout_of(server_args)
+    if layout is None and requested[ARRANGEMENT] != AUTO:
+        raise ValueError(
+            f"{ARRANGEMENT.flag} {requested[ARRANGEMENT]} (or {ARRANGEMENT.env}) arranges pools of "
+            f"sgl-kvpool, and this server has none without a layout; leave it out, or add {LAYOUT.flag} "
+            f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
+        )
     if layout is not None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -163,7 +132,7 @@ def _decide(server_args, previous):
         for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE):
             env.flag(name)
         refusals.check_dtype(layout, server_args.kv_cache_dtype)
-        refusals.check_features(layout, server_args)
+        refusals.check_features(layout, arrangement_of(server_args), server_args)
         # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
         declare_resolution(server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False))
     previous(server_args)
@@ -187,7 +156,7 @@ def _choose_backend(server_args, previous):
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    layout = layout_of(server_args)
+    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     named = {
         "--attention-backend": server_args.attention_backend,
         "--prefill-attention-backend": server_args.prefill_attention_backend,
@@ -197,19 +166,19 @@ def _choose_backend(server_args, previous):
         for flag, backend in named.items():
             if backend == KVPOOL_BACKEND:
                 raise ValueError(
-                    f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add --kv-cache-layout "
-                    f"({', '.join(choices()[1:])})"
+                    f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
+                    f"({', '.join(LAYOUT.values)})"
                 )
         previous(server_args)
         return
     for flag, backend in named.items():
-        if backend is not None and not can_read(backend, layout):
-            raise ValueError(refusals.unreadable(flag, backend, layout))
+        if backend is not None and not can_read(backend, layout, arrangement):
+            raise ValueError(refusals.unreadable(flag, backend, layout, arrangement))
     phases = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
     if server_args.attention_backend is None and None in phases:
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     view = resolving_view(server_args)
-    refusals.check_backends(layout, view)
+    refusals.check_backends(layout, arrangement, view)
     if KVPOOL_BACKEND in refusals.backends_in_use(view):
         _disable_cuda_graphs(server_args, declare_resolution, view)
     previous(server_args)
@@ -225,16 +194,16 @@ def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
 
 
 def _finish(server_args, previous):
-    """Last step: nothing that SGLang resolved on the way may contradict the layout."""
+    """Last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
     previous(server_args)
-    layout = layout_of(server_args)
+    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None:
         return
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(server_args)
-    refusals.check_features(layout, view)
-    refusals.check_backends(layout, view)
+    refusals.check_features(layout, arrangement, view)
+    refusals.check_backends(layout, arrangement, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)
     if view.kv_cache_dtype != shown:
         raise ValueError(

@@ -96,6 +96,7 @@ def broken(tmp_path_factory):
         pythonpath=folder,
         SGLANG_PLUGINS="other, another",
         SGL_KVPOOL_KV_CACHE_LAYOUT="int2",
+        SGL_KVPOOL_KV_CACHE_ARRANGEMENT="head_major",
         SGL_KVPOOL_CHECK_FINITE="perhaps",
     )
 
@@ -115,11 +116,13 @@ def test_a_broken_installation_still_gets_a_report(broken):
 
 
 def test_environment_problems_name_value_and_way_out(broken):
-    listed, layout, flag = json.loads(broken.stdout)["probes"]["plugin"]["problems"]
+    listed, layout, arrangement, flag = json.loads(broken.stdout)["probes"]["plugin"]["problems"]
     assert "SGLANG_PLUGINS='other, another' keeps SGLang from loading sgl_kvpool" in listed
     assert "unset it" in listed
     assert "SGL_KVPOOL_KV_CACHE_LAYOUT" in layout
     assert "'int2'" in layout
+    assert "SGL_KVPOOL_KV_CACHE_ARRANGEMENT='head_major' is not a KV cache arrangement" in arrangement
+    assert "auto, layer_major, token_major, page_major" in arrangement
     assert "SGL_KVPOOL_CHECK_FINITE='perhaps'" in flag
 
 
@@ -132,6 +135,15 @@ def test_allow_untested_makes_the_version_a_note(tmp_path):
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "SGL_KVPOOL_ALLOW_UNTESTED": value}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
         assert expected in done.stdout, done.stderr
+
+
+def test_what_the_environment_asks_for_is_listed(monkeypatch):
+    asked = {"SGL_KVPOOL_KV_CACHE_LAYOUT": "bf16", "SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "page_major"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    found = probes.plugin()
+    assert found.facts.items() >= asked.items()
+    assert found.problems == []
 
 
 @pytest.mark.parametrize("value", ["sgl_kvpool", "other, sgl_kvpool", ""])

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
-LAYOUT = "--kv-cache-layout"
+LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
 
 #: The demo model, saying what pool it is served from.
@@ -44,6 +44,24 @@ CONFIGURATIONS = {
     # Our pool, read by a stock backend.
     "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
+    # The layers of a page in one run, asked for in each of the ways there are.
+    **{
+        f"{layout}-{arrangement}": (
+            [LAYOUT, layout, ARRANGEMENT, arrangement, "--page-size", page_size],
+            READS_ROWS,
+        )
+        for layout in ("bf16", "fp8", "fp8_block_scale", "fp4")
+        for arrangement, page_size in (("token_major", "4"), ("page_major", "16"))
+    },
+    "fp8-page_major": (
+        [LAYOUT, "fp8", "--page-size", "16"],
+        {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
+    ),
+    "fp4-token_major": (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
+    "bf16-token_major-native": (
+        [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
+        {},
+    ),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
@@ -54,6 +72,7 @@ CONFIGURATIONS = {
 SERVED = {"fp8_block_scale": (str(Path(sys.executable).parent / "sglang"), "serve")}
 #: Page size 64, prefill in chunks of 64 tokens, given as YAML.
 YAML = "kv-cache-layout: fp4\npage-size: 64\nchunked-prefill-size: 64\n"
+ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\npage-size: 4\n"
 
 
 def clean_environment():
@@ -74,6 +93,7 @@ def serve(name, model_path, folder):
     """Start one configuration, ask it everything, stop it; returns the answers."""
     folder.mkdir()
     (folder / "server.yaml").write_text(YAML)
+    (folder / "arranged.yaml").write_text(ARRANGED_YAML)
     foreign = folder / "foreign" / "sglang-0.6.1.dist-info"
     foreign.mkdir(parents=True)
     (foreign / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
@@ -166,8 +186,7 @@ def printed(model_path, folder):
 
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
-    markers = [item.get_closest_marker("engine") for item in session.items]
-    names = [name for marker in markers if marker for name in marker.args]
+    names = [n for item in session.items for marker in item.iter_markers("engine") for n in marker.args]
     # Jobs that start several servers one after the other come first.
     names.sort(key=lambda name: name not in JOBS)
     session.config._kvpool_names = list(dict.fromkeys(names))

@@ -22,7 +22,8 @@ def main(model_path):
     import sglang
 
     answers = []
-    for extra in ({"kv_cache_layout": "fp4"}, {"attention_backend": "torch_native"}):
+    ours = {"kv_cache_layout": "fp4", "kv_cache_arrangement": "page_major", "page_size": 8}
+    for extra in (ours, {"attention_backend": "torch_native"}):
         engine = sglang.Engine(model_path=model_path, **ARGUMENTS, **extra)
         text = engine.generate(PROMPT, SAMPLING)
         info = engine.get_server_info()
@@ -30,6 +31,7 @@ def main(model_path):
             {
                 "output_ids": text["output_ids"],
                 "layout": info.get("kv_cache_layout"),
+                "arrangement": info.get("kv_cache_arrangement"),
                 "attention_backend": info["attention_backend"],
                 "tokens": info["max_total_num_tokens"],
                 "environment": [k for k in os.environ if "KVPOOL" in k and os.environ[k]],

@@ -156,6 +156,55 @@ def test_prefill_reads_rows_only_if_asked(record):
     assert line not in record("bf16")["log"]
 
 
+# ------------------------------------------------------------------ arrangements
+
+CROSS = [(layout, arrangement) for layout in LAYOUTS for arrangement in ("token_major", "page_major")]
+#: The layer-major server of each layout whose prefill reads stored rows.
+PLAIN = {layout: layout for layout in LAYOUTS} | {"bf16": "bf16-rows"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arrangement"),
+    [
+        pytest.param(layout, arrangement, marks=pytest.mark.engine(f"{layout}-{arrangement}", PLAIN[layout]))
+        for layout, arrangement in CROSS
+    ],
+)
+def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout, arrangement):
+    """The same rows elsewhere: one request after the other, then all at once over pages in no order."""
+    plain, found = record(PLAIN[layout]), record(f"{layout}-{arrangement}")
+    page_size = {"token_major": 4, "page_major": 16}[arrangement]
+    assert found["info"]["kv_cache_arrangement"] == arrangement
+    assert found["info"]["kv_cache_layout"] == layout
+    assert found["info"]["page_size"] == page_size
+    assert tokens(found["first"]) == tokens(plain["first"])
+    assert tokens(found["batch"]) == tokens(plain["batch"])
+    assert mean_distance(logprobs(found["prompt"]), logprobs(plain["prompt"])) < 0.02
+    hits = cached(found["batch"])
+    lengths = [answer["meta_info"]["prompt_tokens"] for answer in found["batch"]]
+    assert hits == [(length - 1) // page_size * page_size for length in lengths]
+
+
+@pytest.mark.engine(*(f"{layout}-{arrangement}" for layout, arrangement in CROSS))
+@pytest.mark.engine(*LAYOUTS)
+def test_the_log_says_where_the_layers_lie(record):
+    for layout, arrangement in CROSS:
+        assert f"arrangement {arrangement}" in record(f"{layout}-{arrangement}")["log"]
+    for layout in LAYOUTS:
+        assert "arrangement layer_major (auto" in record(layout)["log"]
+        assert record(layout)["info"]["kv_cache_arrangement"] == "layer_major"
+
+
+@pytest.mark.engine("disabled", "bf16-token_major-native")
+def test_a_stock_backend_that_takes_strides_reads_token_major_rows(record):
+    stock, found = record("disabled"), record("bf16-token_major-native")
+    assert found["info"]["attention_backend"] == "torch_native"
+    assert found["info"]["kv_cache_arrangement"] == "token_major"
+    assert tokens(found["first"]) == tokens(stock["first"])
+    assert tokens(found["batch"]) == tokens(stock["batch"])
+    assert logprobs(found["prompt"]) == logprobs(stock["prompt"])
+
+
 # ------------------------------------------------------------------ pages, chunks, YAML, Engine
 
 
@@ -178,6 +227,8 @@ def test_pages_of_64_and_chunked_prefill(record):
 def test_engine_keyword_and_a_second_engine_without_it(record):
     first, second = record("engines")
     assert first["layout"] == "fp4"
+    assert first["arrangement"] == "page_major"
+    assert second["arrangement"] is None
     assert first["attention_backend"] == "kvpool_mla"
     assert second["layout"] is None
     assert second["attention_backend"] == "torch_native"

@@ -62,6 +62,11 @@ def resolve(monkeypatch):
     """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
+    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", raising=False)
+    from sgl_kvpool.sglang_plugin import record
+
+    # What records of other tests were asked for.
+    monkeypatch.setattr(record, "_asked", set())
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import restore_context, snapshot_context
     from sglang.srt.server_args import prepare_server_args
@@ -77,3 +82,14 @@ def resolve(monkeypatch):
 
     yield run
     restore_context(before)
+
+
+@pytest.fixture
+def arranged(resolve, checkpoints):
+    """`arranged(arrangement, ..., layout=)`: a resolved record of a server with both arguments."""
+
+    def run(arrangement, *argv, layout="bf16"):
+        named = ["--kv-cache-arrangement", arrangement] if arrangement else []
+        return resolve(checkpoints["mla"], "--kv-cache-layout", layout, *named, *argv)
+
+    return run

@@ -25,8 +25,9 @@ def configurator(published, resolve, checkpoints):
     pools.install()
     assert seams.check(seams.SCHEDULER, applied=True) == []
 
-    def build(layout, *, backend=None, model="mla3", draft=False, eagle=0):
+    def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []
+        named += ["--kv-cache-arrangement", arrangement] if arrangement else []
         args = resolve(checkpoints[model], "--kv-cache-layout", layout, *named)
         kvc = object.__new__(KVCacheConfigurator)
         kvc.server_args = args
@@ -55,6 +56,14 @@ def test_tokens_agree_with_hand_arithmetic(configurator, layout, page_size):
     sizes = configurator(layout)
     wanted = (available - WORKSPACE) // (LAYERS * ROW_BYTES[layout]) // page_size * page_size
     assert sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens == wanted
+
+
+@pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_an_arrangement_changes_no_size(configurator, layout, arrangement):
+    plain, arranged = configurator(layout), configurator(layout, arrangement=arrangement)
+    assert plain._cell_size == arranged._cell_size == LAYERS * ROW_BYTES[layout]
+    assert plain._fixed_overhead_bytes == arranged._fixed_overhead_bytes == WORKSPACE
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])

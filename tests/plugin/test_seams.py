@@ -91,11 +91,15 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(oth
         (["x", "--kv-cache-layout", "fp4"], {}),
         (["x", "--kv-cache-layout=fp4"], {}),
         (["x"], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp4"}),
+        (["x", "--kv-cache-arrangement", "token_major"], {}),
+        (["x"], {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}),
     ],
 )
-def test_another_version_with_a_layout_is_refused(other_sglang, argv, environment):
+def test_another_version_that_was_asked_for_something_refuses(other_sglang, argv, environment):
     done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang, **environment)
+    asked = "arrangement" if "token_major" in [*argv, *environment.values()] else "layout"
     assert done.returncode == 1
+    assert f"a KV cache {asked} was asked for, but SGLang 0.6.1" in done.stderr
     assert "went on" not in done.stdout
     assert "SGLang 0.6.1" in done.stderr
     assert "sglang>=0.5.23,<0.5.24" in done.stderr
@@ -169,7 +173,7 @@ def test_a_flag_of_the_environment_that_is_neither_yes_nor_no(other_sglang):
 
 
 def test_auto_is_not_asking_for_a_layout(other_sglang):
-    for argv in (["x", "--kv-cache-layout", "auto"], ["x", "--kv-cache-layout=auto"]):
+    for argv in (["x", "--kv-cache-layout", "auto"], ["x", "--kv-cache-arrangement=auto"]):
         done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang)
         assert "went on" in done.stdout, done.stderr
 

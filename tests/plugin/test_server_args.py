@@ -199,6 +199,7 @@ def test_our_backend_does_not_run_on_cuda_yet(layout):
     """The check itself: no CUDA device can be resolved on a machine without one."""
     from types import SimpleNamespace
 
+    from sgl_kvpool.arrangement import KVArrangement
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.refusals import check_backends
 
@@ -211,10 +212,10 @@ def test_our_backend_does_not_run_on_cuda_yet(layout):
         "enable_deterministic_inference": False,
     }
     with pytest.raises(ValueError, match="--device cpu only.*device is cuda"):
-        check_backends(MLAKVCacheLayout(layout), SimpleNamespace(**fields))
+        check_backends(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, SimpleNamespace(**fields))
     if layout in ("bf16", "fp8"):
         fields["attention_backend"] = "flashmla"
-        check_backends(MLAKVCacheLayout(layout), SimpleNamespace(**fields))
+        check_backends(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
@@ -230,6 +231,7 @@ def test_deterministic_inference_is_refused(resolve, checkpoints):
     """By us wherever SGLang lets it through; on a CPU it refuses by itself."""
     from types import SimpleNamespace
 
+    from sgl_kvpool.arrangement import KVArrangement
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.refusals import check_backends
 
@@ -244,7 +246,7 @@ def test_deterministic_inference_is_refused(resolve, checkpoints):
         enable_deterministic_inference=True,
     )
     with pytest.raises(ValueError, match="--enable-deterministic-inference does not work"):
-        check_backends(MLAKVCacheLayout.FP4, fields)
+        check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, fields)
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):

@@ -1,0 +1,248 @@
+"""`--kv-cache-arrangement`: the ways to ask for it, and what is refused."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT, OPTIONS, arrangement_of, layout_of
+
+ENV = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+MOVED = ARRANGEMENTS[1:]
+
+
+# -------------------------------------------------------------------- ways to ask
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_flag(arranged, arrangement, layout):
+    args = arranged(arrangement, layout=layout)
+    assert arrangement_of(args) is KVArrangement(arrangement)
+    assert layout_of(args) == layout
+
+
+@pytest.mark.parametrize("arrangement", [None, "auto"])
+@pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
+def test_auto_is_what_every_reader_reads(arranged, arrangement, backend):
+    args = arranged(arrangement, "--attention-backend", backend)
+    assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
+
+
+def test_environment_and_yaml(arranged, monkeypatch, tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-cache-arrangement: page_major\n")
+    assert arrangement_of(arranged(None, "--config", str(config))) == "page_major"
+    monkeypatch.setenv(ENV, "token_major")
+    assert arrangement_of(arranged(None)) == "token_major"
+    assert arrangement_of(arranged("token_major")) == "token_major"
+
+
+def test_engine_keyword(resolve, checkpoints, monkeypatch):
+    """Both keywords; what the Engine's classes hand on is looked at in tests/engine."""
+    from sglang.srt.entrypoints import engine
+
+    engine.load_plugins()
+
+    def build(**keywords):
+        return engine.Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", **keywords)
+
+    for value in ("page_major", KVArrangement.PAGE_MAJOR):
+        args = build(kv_cache_layout=MLAKVCacheLayout.FP4, kv_cache_arrangement=value)
+        args.resolve_once()
+        assert (layout_of(args), arrangement_of(args)) == ("fp4", "page_major")
+        assert type(vars(args)[ARRANGEMENT.attribute]) is str  # pickled into processes without our enum
+    with pytest.raises(
+        ValueError, match="kv_cache_arrangement='head_major' is not one of: auto, layer_major"
+    ):
+        build(kv_cache_arrangement="head_major")
+    monkeypatch.setenv(ENV, "token_major")
+    both = build(kv_cache_layout="fp4", kv_cache_arrangement="page_major")
+    with pytest.raises(
+        ValueError, match=rf"'page_major' as argument.*kv_cache_arrangement=.*'token_major'.*{ENV}"
+    ):
+        both.resolve_once()
+
+
+@pytest.mark.parametrize("written", ["layer_major", "auto"])
+def test_flag_against_environment(arranged, monkeypatch, written):
+    monkeypatch.setenv(ENV, "token_major")
+    text = rf"the KV cache arrangement is '{written}' as argument.*'token_major' in the environment \({ENV}\)"
+    with pytest.raises(ValueError, match=text):
+        arranged(written)
+
+
+@pytest.mark.parametrize("name", ["head_major", "nhd"])
+def test_unknown_names(arranged, monkeypatch, capsys, name):
+    with pytest.raises(SystemExit):
+        arranged(name)
+    assert f"'{name}'" in capsys.readouterr().err
+    monkeypatch.setenv(ENV, name)
+    text = f"{ENV}='{name}' is not a KV cache arrangement.*: auto, layer_major, token_major, page_major$"
+    with pytest.raises(ValueError, match=text):
+        arranged(None)
+
+
+@pytest.mark.parametrize("layout", [(), ("--kv-cache-layout", "auto")])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_an_arrangement_needs_a_layout(resolve, checkpoints, arrangement, layout):
+    text = f"--kv-cache-arrangement {arrangement}.*add --kv-cache-layout bf16, which keeps SGLang's rows"
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints["mla"], *layout, "--kv-cache-arrangement", arrangement)
+
+
+def test_an_exported_arrangement_needs_a_layout(resolve, checkpoints, monkeypatch):
+    monkeypatch.setenv(ENV, "token_major")
+    with pytest.raises(ValueError, match=rf"--kv-cache-arrangement token_major \(or {ENV}\).*leave it out"):
+        resolve(checkpoints["mla"])
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+    assert arrangement_of(resolve(checkpoints["mla"])) == "token_major"
+
+
+def test_auto_needs_none(resolve, checkpoints):
+    args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
+    assert layout_of(args) is None
+    assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
+
+
+def test_nothing_resolved_is_layer_major():
+    assert arrangement_of(SimpleNamespace()) is KVArrangement.LAYER_MAJOR
+
+
+def test_help_shows_the_argument(resolve):
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert "--kv-cache-arrangement {auto,layer_major,token_major,page_major}" in parser.format_help()
+    assert ENV in parser.format_help()
+
+
+def test_it_travels_to_other_processes(arranged):
+    args = arranged("page_major")
+    for other in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
+        assert (layout_of(other), arrangement_of(other)) == ("bf16", "page_major")
+
+
+def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
+    """As those that lost the layout, which is looked at first."""
+    args = arranged("token_major")
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "bf16")
+    with pytest.raises(ValueError, match=rf"asked for a KV cache arrangement.*{ENV}=auto\|layer_major\|"):
+        copy.copy(args).resolve_once()
+    monkeypatch.setenv(ENV, "token_major")
+    record = copy.copy(args)
+    record.resolve_once()
+    assert arrangement_of(record) == "token_major"
+
+
+def test_the_options_are_told_apart():
+    assert [option.flag for option in OPTIONS] == ["--kv-cache-layout", "--kv-cache-arrangement"]
+    assert [option.words for option in OPTIONS] == ["KV cache layout", "KV cache arrangement"]
+    for field in ("name", "env", "flag", "attribute", "help"):
+        assert len({getattr(option, field) for option in OPTIONS}) == len(OPTIONS)
+    assert LAYOUT.attribute == "_kvpool_kv_cache_layout"
+
+
+def test_the_demos_servers_are_asked_by_their_arguments_alone():
+    from sgl_kvpool.demo.server import _NOT_INHERITED, Server
+
+    assert {option.env for option in OPTIONS} <= set(_NOT_INHERITED)
+    for option in OPTIONS:
+        assert f"-u {option.env} " in Server(["--port", "1"], "log").shell_command
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("arrangement", MOVED)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--disaggregation-mode", "prefill"),
+        ("--disaggregation-mode", "decode"),
+        ("--enable-hierarchical-cache",),
+    ],
+)
+def test_features_that_take_packed_rows(arranged, arrangement, argv):
+    text = f"^{' '.join(argv)} does not work with --kv-cache-arrangement {arrangement}: .*one of the two"
+    with pytest.raises(ValueError, match=text):
+        arranged(arrangement, *argv)
+
+
+@pytest.mark.parametrize("arrangement", [None, "auto", "layer_major"])
+@pytest.mark.parametrize("argv", [("--disaggregation-mode", "prefill"), ("--enable-hierarchical-cache",)])
+def test_which_work_with_sglangs_arrangement(arranged, arrangement, argv):
+    assert arrangement_of(arranged(arrangement, *argv)) == "layer_major"
+
+
+def test_where_the_layout_is_the_obstacle_it_is_named(arranged):
+    with pytest.raises(ValueError, match="does not work with --kv-cache-layout fp4"):
+        arranged("token_major", "--enable-hierarchical-cache", layout="fp4")
+    with pytest.raises(ValueError, match=r"triton cannot read rows of --kv-cache-layout fp4.*: kvpool_mla$"):
+        arranged("token_major", "--attention-backend", "triton", layout="fp4")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"]
+)
+@pytest.mark.parametrize(
+    ("arrangement", "backend"),
+    [
+        *(("token_major", name) for name in ("intel_amx", "fa4")),
+        *(("page_major", name) for name in ("flashinfer", "torch_native", "triton", "intel_amx")),
+    ],
+)
+def test_backends_that_cannot_read_an_arrangement(arranged, flag, arrangement, backend):
+    text = f"^{flag} {backend} cannot read rows of --kv-cache-arrangement {arrangement}; .*kvpool_mla"
+    with pytest.raises(ValueError, match=text):
+        arranged(arrangement, flag, backend)
+
+
+@pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "flashinfer", "fa3"])
+def test_backends_that_take_the_row_stride(arranged, backend):
+    assert arrangement_of(arranged("token_major", "--attention-backend", backend)) == "token_major"
+
+
+def fields(backend, device):
+    return SimpleNamespace(
+        attention_backend=backend,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        device=device,
+        speculative_algorithm=None,
+        enable_deterministic_inference=False,
+    )
+
+
+def test_backends_on_cuda():
+    """The check itself: no CUDA device can be resolved on a machine without one."""
+    from sgl_kvpool.sglang_plugin.refusals import check_backends
+
+    bf16 = MLAKVCacheLayout.BF16
+    check_backends(bf16, KVArrangement.TOKEN_MAJOR, fields("flashinfer", "cuda"))
+    with pytest.raises(ValueError, match="prefill attention backend flashinfer.*arrangement page_major"):
+        check_backends(bf16, KVArrangement.PAGE_MAJOR, fields("flashinfer", "cuda"))
+    with pytest.raises(ValueError, match=r"device is cuda.*\(fa3, flashinfer, flashmla, triton\)"):
+        check_backends(bf16, KVArrangement.TOKEN_MAJOR, fields("kvpool_mla", "cuda"))
+    with pytest.raises(ValueError, match="page_major rows of layout bf16 have no other reader"):
+        check_backends(bf16, KVArrangement.PAGE_MAJOR, fields("kvpool_mla", "cuda"))
+
+
+def test_a_backend_changed_on_the_way_is_noticed(arranged, monkeypatch):
+    from sglang.srt.arg_groups import overrides, resolution_hooks
+
+    def meddle(server_args, previous):
+        previous(server_args)
+        overrides.declare_resolution(server_args, "other plugin", attention_backend="intel_amx")
+
+    hooks = {**resolution_hooks._HOOKS, "handle_other_validations": [meddle]}
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", hooks)
+    with pytest.raises(ValueError, match="intel_amx cannot read rows of --kv-cache-arrangement token_major"):
+        arranged("token_major")

@@ -1,0 +1,93 @@
+"""The pool that a scheduler builds in an arrangement, and what the server says of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_kvpool.arrangement import KVArrangement
+
+
+@pytest.fixture
+def built(published, arranged, monkeypatch):
+    """`built(arrangement, ...)`: the pool that our hooks make SGLang build, and the line in the log."""
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from sgl_kvpool.sglang_plugin import pools
+
+    def build(arrangement, *, draft=False, backends=("torch_native", None), other=None, layout="bf16"):
+        monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
+        kvc = SimpleNamespace(
+            server_args=arranged(arrangement, layout=layout), use_mla_backend=True, is_draft_worker=draft
+        )
+        bound = pools._resolve_kv_pool_class(
+            lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool
+        )
+        pool = bound(
+            *(12, 4, torch.bfloat16, 512, 64, 3, "cpu", False),
+            **({"kv_cache_arrangement": other} if other else {}),
+        )
+        lines = []
+        # Not caplog: SGLang puts handlers of its own in place of all others when it resolves arguments.
+        monkeypatch.setattr(pools.logger, "info", lambda text, *values: lines.append(text % values))
+        assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
+        (line,) = lines
+        return pool, line
+
+    return build
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
+def test_the_pool_has_the_arrangement(built, arrangement, layout):
+    pool, line = built(arrangement, layout=layout, backends=("kvpool_mla", "kvpool_mla"))
+    assert pool.kv_cache_arrangement is KVArrangement(arrangement)
+    assert pool.kv_cache_layout == layout
+    assert pool.get_kv_size_bytes() == 16 * 3 * {"bf16": 1152, "fp4": 416}[layout]
+    assert line.endswith(f" GB, arrangement {arrangement}")
+
+
+def test_the_log_says_what_auto_is(built):
+    for arrangement in (None, "auto"):
+        pool, line = built(arrangement)
+        assert pool.kv_cache_arrangement is KVArrangement.LAYER_MAJOR
+        assert line.endswith(" GB, arrangement layer_major (auto)")
+
+
+def test_drafts_keep_layer_major(built):
+    pool, line = built("token_major", draft=True)
+    assert pool.kv_cache_arrangement is KVArrangement.LAYER_MAJOR
+    assert line.endswith("arrangement layer_major (draft model)")
+
+
+def test_the_pool_is_told_its_readers(built):
+    """Backends as the scheduler has them; a model runner may have changed them since the arguments."""
+    with pytest.raises(ValueError, match="intel_amx cannot read token_major rows"):
+        built("token_major", backends=("torch_native", "intel_amx"))
+
+
+def test_a_pool_of_another_arrangement_is_noticed(built):
+    with pytest.raises(RuntimeError, match="was to be token_major, but SGLang built one that is page_major"):
+        built("token_major", other="page_major", backends=("kvpool_mla", "kvpool_mla"))
+
+
+# -------------------------------------------------------------------- what a server says of itself
+
+
+@pytest.mark.parametrize(("arrangement", "said"), [(None, "layer_major"), ("token_major", "token_major")])
+def test_server_info(arranged, arrangement, said):
+    from sgl_kvpool.sglang_plugin.launching import _get_server_info, build_server_info
+
+    args = arranged(arrangement)
+    engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
+    wanted = {"version": 1, "kv_cache_layout": "bf16", "kv_cache_arrangement": said}
+    assert build_server_info(lambda args, info: {"version": 1}, args, {}) == wanted
+    assert _get_server_info(lambda self: {"version": 1}, engine) == wanted
+
+
+def test_server_info_without_a_layout(resolve, checkpoints):
+    from sgl_kvpool.sglang_plugin.launching import build_server_info
+
+    args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
+    assert build_server_info(lambda args, info: {"version": 1}, args, {}) == {"version": 1}

@@ -1,0 +1,68 @@
+"""The table of attention backends, and what the pool asks of it."""
+
+import re
+
+import pytest
+
+from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.attention.readers import STOCK_READERS, STRIDED_READERS, can_read, check_readers, readers
+from sgl_kvpool.attention.readers import suggestions as suggested
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+EVERY_BACKEND = ["kvpool_mla", *sorted(set().union(*STOCK_READERS.values())), "dsa", "unheard_of"]
+#: Those on SGLang's own list for MLA, and the one that indexes with torch.
+STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla", "torch_native"}
+
+
+@pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
+@pytest.mark.parametrize("arrangement", list(KVArrangement))
+def test_check_readers_is_the_table(layout, arrangement):
+    stock = set(STOCK_READERS[layout])
+    stock &= {"layer_major": stock, "token_major": STRIDED}.get(arrangement, set())
+    able = {"kvpool_mla", *stock} if arrangement != "head_major" else set()
+    assert set(readers(layout, arrangement)) == able
+    for backend in EVERY_BACKEND:
+        assert can_read(backend, layout, arrangement) == (backend in able)
+        if backend in able:
+            check_readers(layout, arrangement, (backend, backend))
+            continue
+        with pytest.raises(
+            ValueError, match=f"{backend} cannot read {arrangement} rows of KV cache layout {layout}"
+        ):
+            check_readers(layout, arrangement, (backend,))
+    check_readers(layout, arrangement, ())
+
+
+def test_check_readers_names_each_once_and_those_that_can():
+    with pytest.raises(ValueError) as error:
+        check_readers(MLAKVCacheLayout.BF16, KVArrangement.TOKEN_MAJOR, ("fa4", "triton", "intel_amx", "fa4"))
+    assert str(error.value) == (
+        "attention backend fa4, intel_amx cannot read token_major rows of KV cache layout bf16; those that "
+        "can: kvpool_mla, cutedsl_mla, fa3, flashinfer, flashmla, torch_native, triton, trtllm_mla"
+    )
+
+
+def test_the_table_is_sglangs_allow_list():
+    """The first list in this SGLang's function is that for MLA."""
+    import inspect
+
+    from sglang.srt.arg_groups.kv_cache_hook import handle_page_major_kv_layout
+
+    source = inspect.getsource(handle_page_major_kv_layout)
+    listed = re.search(r"if use_mla_backend\(server_args\):\s*allowed_full = \{([^}]*)\}", source)
+    audited = set(re.findall(r'"(\w+)"', listed[1]))
+    assert STRIDED_READERS[KVArrangement.TOKEN_MAJOR] == audited | {"torch_native"}
+
+
+def test_every_arrangement_of_rows_but_sglangs_is_in_the_table():
+    assert {KVArrangement.LAYER_MAJOR, *STRIDED_READERS} == set(KVArrangement.of_rows())
+
+
+def test_suggestions():
+    bf16, fp4 = MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4
+    assert suggested(bf16, "cpu", KVArrangement.TOKEN_MAJOR) == ("torch_native",)
+    assert suggested(bf16, "cuda", KVArrangement.TOKEN_MAJOR) == ("fa3", "flashinfer", "flashmla", "triton")
+    for device in ("cpu", "cuda"):
+        assert suggested(bf16, device, KVArrangement.PAGE_MAJOR) == ()
+        assert suggested(fp4, device, KVArrangement.TOKEN_MAJOR) == ()
+        assert suggested(bf16, device, KVArrangement.LAYER_MAJOR) == suggested(bf16, device)
