@@ -5,8 +5,8 @@
 
 The same rows of 61 layers lie layer-major, token-major and page-major. Measured, interleaved in one run:
 
-* decoding the rows of 8 requests of one layer (`gather_rows`), as a ratio to layer-major: rows of a layer are
-  further apart in the other two, so that fewer of them share a page of virtual memory or a cache set;
+* decoding half of the rows of one layer in random order (`gather_rows`), as a ratio to layer-major: rows of a
+  layer are further apart in the other two, so that fewer of them share a page of virtual memory;
 * collecting scattered pages of all layers into one buffer with torch, as a ratio to layer-major, where a page
   is 61 runs of bytes instead of one. The limit beside it is one contiguous copy of as many bytes.
 """
@@ -74,7 +74,7 @@ def measure(layout: MLAKVCacheLayout, *, pages: int, moved: int, rounds: int, de
         for name, call in calls.items():
             times[name].append(microseconds(call, device))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    row = {"layout": layout.value, "pages": pages, "rows_decoded": len(slots), "pages_moved": moved}
+    row = {"layout": layout.value, "pool_pages": pages, "decoded_rows": len(slots), "moved_pages": moved}
     for kind in ("decode", "pages"):
         base = medians[f"{kind} layer_major"]
         found = {str(a): medians[f"{kind} {a}"] for a in KVArrangement.of_rows()}

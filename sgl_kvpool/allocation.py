@@ -16,6 +16,7 @@ from sgl_kvpool.canonical import (
 )
 from sgl_kvpool.cross_layer import CrossLayerGroup, LayerPages, check_pieces, shape_of
 from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.sizes import whole_number
 
 __all__ = ["allocate_cross_layer", "allocate_states", "as_canonical"]
 
@@ -56,8 +57,7 @@ def allocate_cross_layer(
     names = [layer.name for members in sets for layer in members]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"layers {names}: give at least one, and each once")
-    if not isinstance(pages, int) or pages < 1:
-        raise ValueError(f"pages={pages!r} is not a positive integer")
+    pages = whole_number("pages", pages)
     tokens = {layer.page_size_tokens for members in sets for layer in members}
     if len(tokens) != 1:
         raise ValueError(
@@ -99,9 +99,17 @@ def allocate_states(
     Returns
     -------
     dict of (layer, kind) to Tensor [slots, bytes], int8
+
+    Raises
+    ------
+    ValueError
+        A number that is no positive integer.
     """
+    slots = whole_number("slots", slots)
     return {
-        (layer, kind): torch.zeros((slots, size_bytes), dtype=torch.int8, device=device)
+        (layer, kind): torch.zeros(
+            (slots, whole_number(f"{kind} of layer {layer}", size_bytes)), dtype=torch.int8, device=device
+        )
         for layer, kinds in layers.items()
         for kind, size_bytes in kinds.items()
     }
@@ -126,7 +134,16 @@ def as_canonical(
     Returns
     -------
     CanonicalKVCaches
+
+    Raises
+    ------
+    ValueError
+        A name for each set is not there, or groups (or states) that were not allocated together.
     """
+    if {len(group.layers) for group in groups} != {len(names)}:
+        raise ValueError(f"{len(names)} names for {[len(group.layers) for group in groups]} sets of layers")
+    if len({(group.pages, group.first.page_size_tokens) for group in groups}) != 1:
+        raise ValueError(f"groups of {[group.pages for group in groups]} pages were not allocated together")
     tensors = TensorList()
     indices = [tensors.add(group.canonical_tensor()) for group in groups]
     found = [
@@ -143,17 +160,19 @@ def as_canonical(
         for number, name in enumerate(names)
     ]
     if states:
-        references = [
-            LayerReference(
-                layer_id=layer,
-                part=kind,
-                runs=PageRuns(tensor_index=tensors.add(byte_pages(state, 1, kind)), offset_bytes=0,
-                              run_bytes=state.shape[1]),
-            )
-            for (layer, kind), state in states.items()
-        ]  # fmt: skip
-        slots = min(len(state) for state in states.values())
-        found.append(
-            CanonicalGroup(name="state", layers=tuple(references), num_pages=slots, page_size_tokens=None)
-        )
+        found.append(_state_group(states, tensors))
     return CanonicalKVCaches(tuple(tensors.tensors), tuple(found))
+
+
+def _state_group(states: Mapping[tuple[int | str, str], torch.Tensor], tensors: TensorList) -> CanonicalGroup:
+    slots = {len(state) for state in states.values()}
+    if len(slots) != 1:
+        raise ValueError(f"states of {sorted(slots)} slots were not allocated together")
+    references = []
+    for (layer, kind), state in states.items():
+        view = byte_pages(state, 1, f"{kind} of layer {layer}")
+        runs = PageRuns(tensor_index=tensors.add(view), offset_bytes=0, run_bytes=view.shape[1])
+        references.append(LayerReference(layer_id=layer, part=kind, runs=runs, content="bytes"))
+    return CanonicalGroup(
+        name="state", layers=tuple(references), num_pages=slots.pop(), page_size_tokens=None
+    )

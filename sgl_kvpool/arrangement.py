@@ -22,7 +22,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+from sgl_kvpool.sizes import whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -110,19 +113,20 @@ class RowPlacement:
     row_bytes: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "arrangement", KVArrangement.parse(self.arrangement))
         if self.arrangement not in KVArrangement.of_rows():
             raise ValueError(f"{self.arrangement} splits pages by head, and rows have one; use page_major")
         for name in ("layers", "pages", "page_size_tokens", "row_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a positive integer")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
 
-    @property
+    # Kept once computed: pools ask at every write.
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each axis; that of C in bytes."""
         return {"L": self.layers, "B": self.pages, "N": self.page_size_tokens, "C": self.row_bytes}
 
-    @property
+    @cached_property
     def strides_bytes(self) -> dict[str, int]:
         """Distance in bytes between neighbours along each axis."""
         strides, step = {}, 1
@@ -140,13 +144,13 @@ class RowPlacement:
         """First byte of a layer's row 0."""
         return layer * self.strides_bytes["L"]
 
-    @property
+    @cached_property
     def row_stride_bytes(self) -> int:
         """Distance between row number i and row number i + 1 of a layer's view."""
         # With one token in a page its axis has no neighbours: rows are as far apart as pages.
         return self.strides_bytes["N" if self.page_size_tokens > 1 else "B"]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a layer's view: one more than the largest row number."""
         return self.row_of_slot(self.pages * self.page_size_tokens - 1) + 1
@@ -162,28 +166,39 @@ class RowPlacement:
         Parameters
         ----------
         slots : Tensor of int32 or int64, any shape
-            Negative values mean "none" and stay as they are.
+            Negative values mean "none" and stay as they are. Those that are no slots of the pool become
+            `rows`, which is no row either.
 
         Returns
         -------
         Tensor
             Of the same shape and device; `slots` itself where slots are row numbers already. int64 if
             a row number does not fit into int32, else of the same dtype.
+
+        Raises
+        ------
+        TypeError
+            Slots of another dtype.
         """
+        kind = slots.dtype
+        if kind.itemsize < 4 or not kind.is_signed or kind.is_floating_point or kind.is_complex:
+            raise TypeError(f"slots are {kind}, expected int32 or int64")
         if self.slots_are_rows:
             return slots
         if self.rows > _INT32_MAX:
             slots = slots.long()
         pages = slots.div(self.page_size_tokens, rounding_mode="floor")
         rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
+        # Before the bounds check of a reader, int32 may have wrapped around for a slot far outside.
+        rows = rows.where(slots < self.pages * self.page_size_tokens, self.rows)
         return rows.where(slots >= 0, slots)
 
-    @property
+    @cached_property
     def slots_are_rows(self) -> bool:
         """Whether `slot_to_row` changes nothing; true of every arrangement if a page is one token."""
         return self._rows_per_page == self.page_size_tokens
 
-    @property
+    @cached_property
     def _rows_per_page(self) -> int:
         """Row numbers from one page to the next: more than a page has where other layers lie between."""
         return self.strides_bytes["B"] // self.row_stride_bytes

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool.page_runs import PageRuns, merged
+from sgl_kvpool.sizes import whole_number
 
 __all__ = [
     "CanonicalGroup",
@@ -54,15 +55,15 @@ class LayerReference:
     part : str
         What the bytes are: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
     runs : PageRuns
-    order : str
-        What follows each other in the bytes of a page: "token" or "head". Only bytes of the same order
-        mean the same.
+    content : str
+        What the bytes mean: dtype, shape and order, in words that are equal only where the bytes of a page
+        are interchangeable.
     """
 
     layer_id: int | str | None
     part: str
     runs: PageRuns
-    order: str = "token"
+    content: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,11 @@ class CanonicalGroup:
         Pages, or state slots, SGLang's reserved one included.
     page_size_tokens : int or None
         Tokens of a page; None for states.
+
+    Raises
+    ------
+    ValueError
+        Numbers that are none of pages or tokens.
     """
 
     name: str
@@ -86,8 +92,15 @@ class CanonicalGroup:
     num_pages: int
     page_size_tokens: int | None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_pages", whole_number("num_pages", self.num_pages, 0))
+        if self.page_size_tokens is not None:
+            tokens = whole_number("page_size_tokens", self.page_size_tokens)
+            object.__setattr__(self, "page_size_tokens", tokens)
+
     @property
     def indexed_by(self) -> IndexedBy:
+        """Whether its numbers are pages or state slots."""
         return IndexedBy.STATE_SLOT if self.page_size_tokens is None else IndexedBy.PAGE
 
     @property
@@ -183,7 +196,6 @@ class CanonicalKVCaches:
         ValueError
             Names the tensor or the group and what is wrong with it.
         """
-        places = set()
         for index, tensor in enumerate(self.tensors):
             if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
                 raise ValueError(
@@ -192,10 +204,10 @@ class CanonicalKVCaches:
                 )
             if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
                 raise ValueError(f"tensor {index}: pages {tensor.stride(0)} bytes apart overlap")
-            place = _place(tensor)
-            if place in places:
-                raise ValueError(f"tensor {index} is listed twice")
-            places.add(place)
+        spans = sorted((*_span(tensor), i) for i, tensor in enumerate(self.tensors) if tensor.numel())
+        for (storage, _, end, one), (other, begin, _, two) in pairwise(spans):
+            if storage == other and begin < end:
+                raise ValueError(f"tensors {one} and {two} share memory; list it once")
         for group in self.groups:
             self._validate_group(group)
         names = [group.name for group in self.groups]
@@ -207,7 +219,7 @@ class CanonicalKVCaches:
         parts = [(layer.layer_id, layer.part) for layer in group.layers]
         if len(set(parts)) != len(parts):
             raise ValueError(f"{where} has a part of a layer twice: {parts}")
-        taken: dict[int, list[tuple[int, int]]] = {}
+        taken: dict[int, list[tuple[torch.Tensor, int]]] = {}
         for layer in group.layers:
             runs = layer.runs
             if runs.tensor_index >= len(self.tensors):
@@ -218,21 +230,34 @@ class CanonicalKVCaches:
                     f"{where}: {layer} in {group.num_pages} pages ends at byte {runs.end_bytes}, outside of "
                     f"tensor {runs.tensor_index}, {len(tensor)} pages of {tensor.shape[1]} bytes"
                 )
-            starts = [runs.offset_bytes + i * runs.run_stride_bytes for i in range(runs.run_count)]
-            taken.setdefault(runs.tensor_index, []).extend((s, s + runs.run_bytes) for s in starts)
+            starts = runs.offset_bytes + torch.arange(runs.run_count) * runs.run_stride_bytes
+            taken.setdefault(runs.tensor_index, []).append((starts, runs.run_bytes))
         for index, spans in taken.items():
-            spans.sort()
-            for (_, end), (start, _) in pairwise(spans):
-                if start < end:
-                    raise ValueError(f"{where}: byte {start} of a page of tensor {index} has two owners")
+            starts = torch.cat([starts for starts, _ in spans])
+            ends = torch.cat([starts + size for starts, size in spans])
+            order = starts.argsort()
+            overlap = (ends[order][:-1] > starts[order][1:]).nonzero()
+            if len(overlap):
+                byte = int(starts[order][1:][overlap[0]])
+                raise ValueError(f"{where}: byte {byte} of a page of tensor {index} has two owners")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Identity of the memory a tensor lies in."""
+    storage = tensor.untyped_storage()
+    # Meta tensors have no address; their storage object is all there is.
+    return str(tensor.device), storage.data_ptr() if tensor.device.type != "meta" else storage._cdata
+
+
+def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+    """Storage, first byte and end of `[pages, page_bytes]` int8."""
+    begin = tensor.storage_offset()
+    return _storage(tensor), begin, begin + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]
 
 
 def _place(tensor: torch.Tensor) -> tuple:
     """What two views of the same bytes have in common."""
-    storage = tensor.untyped_storage()
-    # Meta tensors have no address; their storage object is all there is.
-    base = storage.data_ptr() if tensor.device.type != "meta" else storage._cdata
-    return (str(tensor.device), base, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (*_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 class TensorList:

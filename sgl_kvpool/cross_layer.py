@@ -24,6 +24,7 @@ import torch
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.canonical import LayerReference
 from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.sizes import whole_number
 
 __all__ = ["CrossLayerGroup", "LayerPages", "check_pieces", "shape_of"]
 
@@ -47,6 +48,8 @@ class LayerPages:
         KV heads, for `head_major`.
     padded_page_bytes : int, optional
         Distance to the next position; `page_bytes` unless given. Only `page_major` can pad.
+    content : str
+        What the bytes of a page mean, for `LayerReference`.
 
     Raises
     ------
@@ -60,12 +63,14 @@ class LayerPages:
     page_size_tokens: int = 1
     heads: int = 1
     padded_page_bytes: int | None = None
+    content: str = "bytes"
 
     def __post_init__(self) -> None:
-        for field in ("page_bytes", "page_size_tokens", "heads"):
+        for field in ("page_bytes", "page_size_tokens", "heads", "padded_page_bytes"):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"layer {self.name}: {field}={value!r} is not a positive integer")
+            if value is not None or field != "padded_page_bytes":
+                value = whole_number(f"layer {self.name}: {field}", value)
+                object.__setattr__(self, field, value)
         if self.span_bytes < self.page_bytes:
             raise ValueError(
                 f"layer {self.name}: padded_page_bytes={self.padded_page_bytes} holds no page of "
@@ -121,6 +126,7 @@ class CrossLayerGroup:
 
     @property
     def pages(self) -> int:
+        """Pages of the buffer."""
         return self.tensor.shape[0]
 
     @property
@@ -194,7 +200,7 @@ class CrossLayerGroup:
                     run_count=self.pieces,
                     run_stride_bytes=self.positions * step,
                 ).simplified(),
-                order="head" if "H" in self.arrangement.axes else "token",
+                content=layer.content + (" by head" if "H" in self.arrangement.axes else ""),
             )
             for position, layer in enumerate(self.layers[number])
             if layer is not None
@@ -255,6 +261,7 @@ def _pieces(arrangement: KVArrangement, layer: LayerPages) -> int:
 
 
 def check_pieces(arrangement: KVArrangement, layer: LayerPages) -> None:
+    """ValueError, with the reason, for a page that an arrangement cannot cut."""
     if arrangement.is_layer_packed:
         raise ValueError(f"{arrangement} keeps layers apart and has no page of all layers")
     pieces = _pieces(arrangement, layer)
@@ -269,6 +276,7 @@ def check_pieces(arrangement: KVArrangement, layer: LayerPages) -> None:
 
 
 def shape_of(arrangement: KVArrangement, layer: LayerPages, pages: int, positions: int) -> tuple[int, ...]:
+    """Shape of the tensor of a group whose layers are like `layer`."""
     pieces = _pieces(arrangement, layer)
     if arrangement.axes[1] == "L":
         return (pages, positions, layer.span_bytes)

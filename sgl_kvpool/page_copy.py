@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from sgl_kvpool.canonical import CanonicalKVCaches, LayerReference
+from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
 
 __all__ = ["copy_pages"]
 
@@ -28,16 +26,22 @@ def copy_pages(
     source, target : CanonicalKVCaches
     group : str
         Name of a group in both.
-    source_pages, target_pages : Tensor [pages], int64
+    source_pages, target_pages : Tensor [pages], int32 or int64
         On the device of their caches.
 
     Raises
     ------
     ValueError
-        Lists of different lengths, a page outside of the group or twice in the target, or layers that
-        differ.
+        Lists of different lengths, a page outside of the group or twice in the target, or layers whose
+        bytes do not mean the same.
+    TypeError
+        Lists that are no tensors of integers.
     """
     ours, theirs = source.group(group), target.group(group)
+    for pages in (source_pages, target_pages):
+        kind = getattr(pages, "dtype", type(pages).__name__)
+        if kind not in (torch.int32, torch.int64):
+            raise TypeError(f"a list of pages is {kind}, expected a tensor of int32 or int64")
     if source_pages.shape != target_pages.shape or source_pages.dim() != 1:
         raise ValueError(
             f"page lists have shapes {tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
@@ -49,13 +53,19 @@ def copy_pages(
             )
     if len(target_pages.unique()) != len(target_pages):
         raise ValueError("a page of the target is listed twice")
-    if _contents(ours.layers) != _contents(theirs.layers):
-        raise ValueError(f"the layers of group {group} differ, or their bytes do")
+    if ours.page_size_tokens != theirs.page_size_tokens or _contents(ours) != _contents(theirs):
+        mine, other = _contents(ours), _contents(theirs)
+        differing = next((pair for pair in zip(mine, other, strict=False) if pair[0] != pair[1]), None)
+        raise ValueError(
+            f"the layers of group {group} differ, or what their bytes mean: {len(mine)} and {len(other)} "
+            f"parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, first {differing}"
+        )
+    source_pages, target_pages = source_pages.long(), target_pages.long()
     for ref, out in zip(ours.layers, theirs.layers, strict=True):
         moved = source.view(ours, ref.runs)[source_pages]
         into = target.view(theirs, out.runs)
         into[target_pages] = moved.reshape(len(moved), *into.shape[1:]).to(into.device)
 
 
-def _contents(layers: Sequence[LayerReference]) -> list[tuple]:
-    return [(layer.layer_id, layer.part, layer.order, layer.runs.size_bytes) for layer in layers]
+def _contents(group: CanonicalGroup) -> list[tuple]:
+    return [(layer.layer_id, layer.part, layer.content, layer.runs.size_bytes) for layer in group.layers]

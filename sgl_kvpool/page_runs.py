@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from sgl_kvpool.sizes import whole_number
+
 __all__ = ["PageRuns", "merged"]
 
 
@@ -22,7 +24,7 @@ class PageRuns:
     Raises
     ------
     ValueError
-        Runs without bytes, before the page, or on top of each other.
+        Numbers that are no sizes, runs without bytes, or on top of each other.
     """
 
     tensor_index: int
@@ -32,10 +34,11 @@ class PageRuns:
     run_stride_bytes: int = 0
 
     def __post_init__(self) -> None:
+        least = {"tensor_index": 0, "offset_bytes": 0, "run_bytes": 1, "run_count": 1, "run_stride_bytes": 0}
+        for name, at_least in least.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least))
         if self.run_count == 1:
             object.__setattr__(self, "run_stride_bytes", self.run_bytes)
-        if self.tensor_index < 0 or self.offset_bytes < 0 or self.run_bytes < 1 or self.run_count < 1:
-            raise ValueError(f"{self} has a negative place, or no bytes")
         if self.run_stride_bytes < self.run_bytes:
             raise ValueError(f"{self}: runs {self.run_stride_bytes} bytes apart overlap")
 
@@ -79,13 +82,19 @@ class PageRuns:
 
 
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
-    """References with neighbours joined: the next begins where runs of the same rhythm end."""
+    """References with neighbours joined: the next begins where runs of the same rhythm end.
+
+    References that overlap stay apart.
+    """
     joined: list[PageRuns] = []
     for runs in sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes)):
         last = joined[-1] if joined else None
         rhythm_is_the_same = last is not None and (
             (last.tensor_index, last.run_count) == (runs.tensor_index, runs.run_count)
-            and (runs.run_count == 1 or last.run_stride_bytes == runs.run_stride_bytes)
+            and (
+                runs.run_count == 1
+                or last.run_stride_bytes == runs.run_stride_bytes >= last.run_bytes + runs.run_bytes
+            )
         )
         if (
             last is not None

@@ -55,7 +55,7 @@ def test_b3_rows_of_a_view_are_the_bytes_at_the_address(name):
             assert np.array_equal(view[rows].numpy(), expected)
 
 
-def test_a1_a_packed_reader_of_a_token_major_pool_reads_a_neighbour():
+def test_a1_a_packed_reader_of_a_page_major_pool_reads_a_neighbour():
     """A1, the numbers of the checklist: L=4, B=3, N=2, C=6, whole pages of a layer in page-major order."""
     placement = RowPlacement(KVArrangement.PAGE_MAJOR, layers=4, pages=3, page_size_tokens=2, row_bytes=6)
     strides = placement.strides_bytes
@@ -144,11 +144,38 @@ def test_views_share_the_buffers_storage_at_an_offset():
 
 
 @pytest.mark.parametrize("field", ["layers", "pages", "page_size_tokens", "row_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 2.0, "3"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", True, None])
 def test_sizes_that_are_none(field, value):
     sizes = {"layers": 1, "pages": 1, "page_size_tokens": 1, "row_bytes": 1, field: value}
     with pytest.raises(ValueError, match=f"{field}={value!r} is not a positive integer"):
         RowPlacement(KVArrangement.LAYER_MAJOR, **sizes)
+
+
+def test_sizes_of_any_integer_type_and_arrangements_by_name():
+    placement = RowPlacement("page_major", *np.array([2, 3, 4, 8]))
+    assert placement == RowPlacement(KVArrangement.PAGE_MAJOR, 2, 3, 4, 8)
+    with pytest.raises(ValueError, match="unknown KV cache arrangement 'nhd'"):
+        RowPlacement("nhd", 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float32, torch.complex64]
+)
+@pytest.mark.parametrize("name", ORDER)
+def test_slots_of_another_dtype(name, dtype):
+    """Row numbers would wrap around in the small ones."""
+    placement = RowPlacement(name, 2, 3, 4, 8)
+    with pytest.raises(TypeError, match=f"slots are {dtype}, expected int32 or int64"):
+        placement.slot_to_row(torch.ones(2).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_outside_are_no_rows(dtype):
+    """Also where int32 wraps: 915320992 * 61 is congruent to a row of the pool."""
+    placement = RowPlacement("page_major", layers=61, pages=4, page_size_tokens=64, row_bytes=416)
+    slots = torch.tensor([255, 256, 915320992, 2**31 - 1], dtype=dtype)
+    rows = placement.slot_to_row(slots).tolist()
+    assert rows == [placement.rows - 1] + [placement.rows] * 3
 
 
 def test_buffers_that_do_not_fit():

@@ -34,7 +34,7 @@ def whole(tensors, layer_id, tensor, part="kv", size_bytes=None):
     index = tensors.add(tensor)
     size_bytes = tensor.shape[1] if size_bytes is None else size_bytes
     runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=size_bytes)
-    return LayerReference(layer_id=layer_id, part=part, runs=runs)
+    return LayerReference(layer_id=layer_id, part=part, runs=runs, content="fp16")
 
 
 def checklist_d1(fill):
@@ -56,7 +56,7 @@ def checklist_d1(fill):
             index = tensors.add(memory[i])
             for part, offset, rows in (("conv_0", 0, 64), ("ssm", 64 * 64 * 2, ssm)):
                 runs = PageRuns(tensor_index=index, offset_bytes=offset, run_bytes=rows * 64 * 2)
-                references.append(LayerReference(layer_id=first + i, part=part, runs=runs))
+                references.append(LayerReference(layer_id=first + i, part=part, runs=runs, content="fp16"))
         groups.append(group_of(name, references))
     return CanonicalKVCaches(tuple(tensors.tensors), tuple(groups)), memory
 
@@ -89,6 +89,33 @@ def test_d2_a_transfer_leaves_the_padding_alone():
     copy_pages(source, target, "aligned", torch.tensor([1]), torch.tensor([4]))
     assert (memory[0][4] == 5).all()
     assert (memory[2][4] == -18).all()  # the group has two layers
+
+
+def padded(fill):
+    """The Mamba group of D1 through our allocator: pages of 16256 bytes, 16384 apart."""
+    members = [LayerPages(name=i, page_bytes=16256, padded_page_bytes=16384, backend="b") for i in range(3)]
+    (group,) = allocate_cross_layer([members], pages=PAGES, arrangement="page_major", device="cpu")
+    group.tensor.fill_(fill)
+    return group, as_canonical([group], ["mamba"])
+
+
+def test_d1_d2_padding_of_the_allocator():
+    """D1, D2: the tensor's page is padded, the references are not, and a transfer leaves the tails alone."""
+    (source, ours), (target, theirs) = padded(5), padded(-18)
+    assert tuple(target.tensor.shape) == (10, 3, 16384)
+    assert tuple(theirs.tensors[0].shape) == (10, 49152)
+    assert [(r.offset_bytes, r.size_bytes) for r in theirs.group("mamba").references] == [
+        (0, 16256), (16384, 16256), (32768, 16256),
+    ]  # fmt: skip
+    assert theirs.group("mamba").bytes_per_page == 48768
+    assert tuple(source.layer_view(1).shape) == (10, 16256)
+    copy_pages(ours, theirs, "mamba", torch.tensor([7]), torch.tensor([2]))
+    assert (target.tensor[2, :, :16256] == 5).all()
+    assert (target.tensor[2, :, 16256:] == -18).all()
+    assert (target.tensor[[0, 1, *range(3, 10)]] == -18).all()
+    for layer in range(3):
+        target.layer_view(layer).fill_(1)
+    assert (target.tensor[..., 16256:] == -18).all()
 
 
 def test_d3_layers_of_4_and_8_heads_in_one_group():
@@ -128,6 +155,33 @@ def test_pages_move_between_arrangements(pair):
         a, b = (g.layer_view(layer).numpy().reshape(4, 35) for g in (source, target))
         assert np.array_equal(b[[0, 2]], a[[3, 1]])
         assert (b[[1, 3]] == -18).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"content": "e5m2"}, {"page_size_tokens": 8, "page_bytes": 64}, {"name": 1}, {"page_bytes": 32}],
+)
+def test_bytes_that_mean_something_else_do_not_move(change):
+    layer = {"name": 0, "page_bytes": 64, "backend": "b", "page_size_tokens": 4, "content": "e4m3"}
+    views = [
+        as_canonical(
+            allocate_cross_layer([[LayerPages(**fields)]], pages=2, arrangement="page_major", device="cpu"),
+            ["kv"],
+        )
+        for fields in (layer, {**layer, **change})
+    ]
+    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    "pages", [torch.tensor([0, 1], dtype=torch.uint8), torch.tensor([True]), [0], np.array([0])]
+)
+def test_page_lists_of_another_kind(pages):
+    """Torch takes uint8 and bool as masks."""
+    caches, _ = checklist_d1(1)
+    with pytest.raises(TypeError, match="a list of pages is .*, expected a tensor of int32 or int64"):
+        copy_pages(caches, caches, "mla", pages, torch.tensor([4, 5])[: len(pages)])
 
 
 def test_bytes_in_another_order_do_not_move():
@@ -203,7 +257,7 @@ def test_folded_runs_mean_the_bytes_of_all_pages(runs, pages, gap):
 
 @given(st.lists(runs_strategy, max_size=6), st.integers(1, 3))
 def test_merged_runs_mean_the_same_bytes(references, tensors):
-    """Also where references of one rhythm lie side by side, which chance rarely makes."""
+    """Whatever they are, overlaps included: no byte is lost or added."""
     spread = [replace(r, tensor_index=i % tensors) for i, r in enumerate(references)]
     found = merged(spread)
     for index in range(tensors):
@@ -211,6 +265,27 @@ def test_merged_runs_mean_the_same_bytes(references, tensors):
         after = [b for r in found if r.tensor_index == index for b in places(r)]
         assert sorted(before) == sorted(after)
     assert len(found) <= len(spread)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.permutations(range(6)), st.integers(0, 63))
+def test_merged_runs_side_by_side(size, positions, count, order, present):
+    """Layers of one rhythm, some of them missing: as many references as there are gaps between them."""
+    layers = [i for i in order if i < positions and present >> i & 1]
+    references = [
+        PageRuns(tensor_index=0, offset_bytes=i * size, run_bytes=size, run_count=count,
+                 run_stride_bytes=positions * size)
+        for i in layers
+    ]  # fmt: skip
+    found = merged(references)
+    assert sorted(b for r in found for b in places(r)) == sorted(b for r in references for b in places(r))
+    assert len(found) == sum(1 for i in layers if i - 1 not in layers)
+
+
+def test_overlapping_runs_of_one_rhythm_stay_apart():
+    one = PageRuns(tensor_index=0, offset_bytes=0, run_bytes=2, run_count=2, run_stride_bytes=2)
+    other = PageRuns(tensor_index=0, offset_bytes=2, run_bytes=1, run_count=2, run_stride_bytes=2)
+    found = merged([one, other])
+    assert sorted(b for r in found for b in places(r)) == [0, 1, 2, 2, 3, 4]
 
 
 def test_neighbours_are_merged_across_layers():
@@ -245,10 +320,12 @@ def test_structs_are_frozen():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offset_bytes": -1}, "negative place"),
-        ({"tensor_index": -1}, "negative place"),
-        ({"run_bytes": 0}, "no bytes"),
-        ({"run_count": 0}, "no bytes"),
+        ({"offset_bytes": -1}, "offset_bytes=-1 is not an integer of at least 0"),
+        ({"offset_bytes": True}, "offset_bytes=True is not"),
+        ({"tensor_index": -1}, "tensor_index=-1 is not an integer of at least 0"),
+        ({"run_bytes": 0}, "run_bytes=0 is not a positive integer"),
+        ({"run_bytes": 8.0}, r"run_bytes=8\.0 is not a positive integer"),
+        ({"run_count": 0}, "run_count=0 is not a positive integer"),
         ({"run_count": 2, "run_stride_bytes": 7}, "runs 7 bytes apart overlap"),
     ],
 )
@@ -259,7 +336,7 @@ def test_runs_that_are_none(change, message):
 
 def one_layer(**runs):
     runs = {"tensor_index": 0, "offset_bytes": 0, "run_bytes": 8, **runs}
-    return LayerReference(layer_id=0, part="kv", runs=PageRuns(**runs))
+    return LayerReference(layer_id=0, part="kv", runs=PageRuns(**runs), content="fp16")
 
 
 @pytest.mark.parametrize(
@@ -285,12 +362,29 @@ def test_views_that_prove_nothing(tensor, layers, message):
         CanonicalKVCaches((tensor,), (group_of("kv", layers),))
 
 
-def test_a_tensor_or_a_name_that_is_listed_twice():
+def test_memory_or_a_name_that_is_listed_twice():
     tensor = torch.zeros(10, 8, dtype=torch.int8)
-    with pytest.raises(ValueError, match="tensor 1 is listed twice"):
-        CanonicalKVCaches((tensor, tensor.view(10, 8)), ())
+    flat = tensor.view(-1)
+    for other in (tensor.view(10, 8), tensor.view(5, 16), flat[40:].view(5, 8), flat[:1].view(1, 1)):
+        with pytest.raises(ValueError, match="tensors . and . share memory"):
+            CanonicalKVCaches((tensor, other), ())
+    CanonicalKVCaches((flat[:40].view(5, 8), flat[40:].view(5, 8)), ())  # side by side
     with pytest.raises(ValueError, match="same name"):
         CanonicalKVCaches((tensor,), (group_of("kv", [one_layer()]), group_of("kv", [one_layer()])))
+
+
+@pytest.mark.parametrize(
+    ("pages", "tokens", "message"),
+    [
+        (-3, 16, "num_pages=-3"),
+        (2.5, 16, r"num_pages=2\.5"),
+        (10, 0, "page_size_tokens=0"),
+        (True, 1, "num_pages"),
+    ],
+)
+def test_groups_of_numbers_that_are_none(pages, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        CanonicalGroup(name="kv", layers=(), num_pages=pages, page_size_tokens=tokens)
 
 
 def test_lookups():

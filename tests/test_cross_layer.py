@@ -100,17 +100,30 @@ def test_a1_a_packed_reader_reads_a_neighbour():
 
 
 def test_gemma_2_one_set_and_two():
-    """26 layers of one kind, or 13 full and 13 sliding ones on the same bytes: twice the pages."""
+    """26 layers of one kind, or 13 full and 13 sliding ones on the same bytes: twice the pages.
+
+    (7842, 26, 2, 16, 4, 256) against (15685, 13, 2, 16, 4, 256), bf16.
+    """
     page = 2 * 16 * 4 * 256 * 2
+    memory = 15685 * 13 * page
     (one,) = allocate_cross_layer(
         [layers(range(26), page)], pages=7842, arrangement="page_major", device="meta"
     )
-    assert one.tensor.view(torch.bfloat16).view(7842, 26, 2, 16, 4, 256).shape[1] == 26
+    found = one.tensor.view(torch.bfloat16).unflatten(-1, (2, 16, 4, 256))
+    assert tuple(found.shape) == (7842, 26, 2, 16, 4, 256)
+    assert found.stride() == (26 * 32768, 32768, 16384, 1024, 256, 1)
+    assert memory - one.page_bytes < one.tensor.nbytes <= memory
+
     pairs = [layers([f"{kind}.{i}" for i in range(13)], page) for kind in ("full", "sliding")]
     (two,) = allocate_cross_layer(pairs, pages=15685, arrangement="page_major", device="meta")
-    assert tuple(two.tensor.view(torch.bfloat16).view(15685, 13, 2, 16, 4, 256).shape[:2]) == (15685, 13)
+    found = two.tensor.view(torch.bfloat16).unflatten(-1, (2, 16, 4, 256))
+    assert tuple(found.shape) == (15685, 13, 2, 16, 4, 256)
+    assert found.stride() == (13 * 32768, 32768, 16384, 1024, 256, 1)
     assert two.holes == ()
-    assert 15685 // 2 == 7842
+    for i in range(13):
+        full, sliding = two.layer_view(f"full.{i}"), two.layer_view(f"sliding.{i}")
+        assert full.storage_offset() == sliding.storage_offset() == i * page
+        assert full.stride() == sliding.stride() == (13 * page, 1)
 
 
 def gpt_oss(heads, arrangement, pages):
@@ -139,14 +152,25 @@ def test_gpt_oss_head_major():
     assert view.stride() == (196608 // 2, 1024, 64, 49152 // 2, 1)
 
 
-@pytest.mark.parametrize(("arrangement", "heads"), [("page_major", 8), ("head_major", 4)])
-def test_full_and_sliding_layers_pair_on_the_same_bytes(arrangement, heads):
-    group = gpt_oss(heads, arrangement, 100)
+@pytest.mark.parametrize(
+    ("arrangement", "heads", "pages"), [("page_major", 8, 136756), ("head_major", 4, 66511)]
+)
+def test_full_and_sliding_layers_pair_on_the_same_bytes(arrangement, heads, pages):
+    group = gpt_oss(heads, arrangement, pages)
     for i in range(12):
         full, sliding = (group.layer_view(f"{kind}.{i}") for kind in ("full", "sliding"))
         assert full.storage_offset() == sliding.storage_offset()
         assert full.stride() == sliding.stride()
     assert len({group.layer_view(f"full.{i}").storage_offset() for i in range(12)}) == 12
+
+
+def test_b1_sentinel_sizes():
+    """B1: 1234 pages and 5678 heads, which vLLM used to probe shapes with, mean nothing here."""
+    members = layers(range(2), 5678 * 6, heads=5678)
+    (group,) = allocate_cross_layer([members], pages=1234, arrangement="head_major", device="meta")
+    assert tuple(group.tensor.shape) == (1234, 5678, 2, 6)
+    (runs,) = [r.runs for r in group.references(0, 0) if r.layer_id == 1]
+    assert (runs.offset_bytes, runs.run_bytes, runs.run_count, runs.run_stride_bytes) == (6, 6, 5678, 12)
 
 
 def test_c1_a_hybrid_of_three_sets():
@@ -203,6 +227,28 @@ def test_c3_equal_shapes_of_two_backends_do_not_share():
             arrangement=KVArrangement.PAGE_MAJOR,
             tensor=torch.zeros(2, 2, 64, dtype=torch.int8),
             layers=((ours[0], theirs[0]),),
+        )
+
+
+def test_c3_equal_is_not_identical():
+    """C3: backends that compare equal are two all the same."""
+
+    class Backend:
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            return 1
+
+    one, other = layers(["a"], 64, backend=Backend()), layers(["b"], 64, backend=Backend())
+    assert one[0].backend == other[0].backend
+    groups = allocate_cross_layer([[*one, *other]], pages=2, arrangement="page_major", device="cpu")
+    assert [group.positions for group in groups] == [1, 1]
+    with pytest.raises(ValueError, match="layers a and b are read by different backends"):
+        CrossLayerGroup(
+            arrangement=KVArrangement.PAGE_MAJOR,
+            tensor=torch.zeros(2, 2, 64, dtype=torch.int8),
+            layers=((one[0], other[0]),),
         )
 
 
@@ -282,6 +328,8 @@ def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
     [
         ({"page_bytes": 0}, "page_bytes=0 is not a positive integer"),
         ({"page_bytes": 2.0}, "page_bytes=2.0 is not"),
+        ({"page_bytes": True}, "page_bytes=True is not"),
+        ({"padded_page_bytes": float("nan")}, "padded_page_bytes=nan is not"),
         ({"heads": -1}, "heads=-1 is not"),
         ({"padded_page_bytes": 63}, "padded_page_bytes=63 holds no page of 64 bytes"),
         ({"backend": None}, "layer a names no backend"),
@@ -306,6 +354,28 @@ def test_nothing_to_allocate(sets, pages, message):
         allocate_cross_layer(
             [layers(s, 8) for s in sets], pages=pages, arrangement="page_major", device="cpu"
         )
+
+
+def test_views_of_what_was_not_allocated_together():
+    sets = [layers(["a"], 8), layers(["b"], 8)]
+    groups = allocate_cross_layer(sets, pages=2, arrangement="page_major", device="cpu")
+    other = allocate_cross_layer(
+        [layers(["c"], 8), layers(["d"], 8)], pages=5, arrangement="page_major", device="cpu"
+    )
+    for names in (["one"], ["one", "two", "three"]):
+        with pytest.raises(ValueError, match=f"{len(names)} names for"):
+            as_canonical(groups, names)
+    with pytest.raises(ValueError, match=r"groups of \[2, 5\] pages were not allocated together"):
+        as_canonical([*groups, *other], ["one", "two"])
+    states = {(0, "conv"): torch.zeros(4, 8), (0, "ssm"): torch.zeros(3, 8)}
+    with pytest.raises(ValueError, match=r"states of \[3, 4\] slots"):
+        as_canonical(groups, ["one", "two"], states)
+    whole = as_canonical(groups, ["one", "two"], {(0, "conv"): torch.zeros(4, 8)})
+    assert whole.group("state").bytes_per_page == 32  # of float32
+    with pytest.raises(ValueError, match="slots=0 is not"):
+        allocate_states({0: {"conv": 8}}, slots=0, device="cpu")
+    with pytest.raises(ValueError, match=r"conv of layer 0=8\.0 is not"):
+        allocate_states({0: {"conv": 8.0}}, slots=1, device="cpu")
 
 
 def test_tensors_that_do_not_fit_their_layers():

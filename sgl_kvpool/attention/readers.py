@@ -137,7 +137,7 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
     ----------
     layout : MLAKVCacheLayout
     arrangement : KVArrangement
-    backends : sequence of str
+    backends : sequence of str, or str
         Names of all that will read it; may be empty, and may name one twice.
 
     Raises
@@ -145,6 +145,8 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
     ValueError
         Names each backend that cannot, and those that can.
     """
+    if isinstance(backends, str):
+        backends = (backends,)
     unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
     if unable:
         raise ValueError(

@@ -43,8 +43,8 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
     cross_layer: CrossLayerRows | None = None
 
     def _create_buffers(self) -> None:
-        if self.kv_cache_arrangement.is_layer_packed:
-            super()._create_buffers()
+        if self.kv_cache_arrangement.is_layer_packed or not self.layer_num:
+            super()._create_buffers()  # a pipeline stage may have no layer
             return
         slots = self.size + self.page_size  # the first page holds the slot that padded tokens write to
         if slots % self.page_size:
@@ -114,8 +114,15 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
 
     def get_cpu_copy(self, indices, *args, **kwargs):
         """Rows of some slots on the CPU, as SGLang's."""
-        return super().get_cpu_copy(self.slot_to_row(indices), *args, **kwargs)
+        return super().get_cpu_copy(self._rows_to_copy(indices), *args, **kwargs)
 
     def load_cpu_copy(self, kv_cache_cpu, indices, *args, **kwargs):
         """Put rows that `get_cpu_copy` took into slots."""
-        super().load_cpu_copy(kv_cache_cpu, self.slot_to_row(indices), *args, **kwargs)
+        super().load_cpu_copy(kv_cache_cpu, self._rows_to_copy(indices), *args, **kwargs)
+
+    def _rows_to_copy(self, slots: torch.Tensor) -> torch.Tensor:
+        # Torch would count a negative row from the end of the view, where other layers' rows are. These
+        # copies wait for the device anyway.
+        if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
+            raise IndexError(f"slot {int(slots.min())} is none; leave out tokens without a slot")
+        return self.slot_to_row(slots)

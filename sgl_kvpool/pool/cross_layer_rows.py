@@ -50,12 +50,17 @@ class CrossLayerRows:
                 page_bytes=page_size_tokens * fmt.row_bytes,
                 backend=fmt,
                 page_size_tokens=page_size_tokens,
+                content=fmt.tag,
             )
             for layer_id in layer_ids
         ]
         (self.group,) = allocate_cross_layer([layers], pages=pages, arrangement=arrangement, device=device)
         self.placement = RowPlacement(arrangement, len(layers), pages, page_size_tokens, fmt.row_bytes)
-        # What `move` indexes: one axis for slots, or one for pages and one for tokens.
+        # Two descriptions of one buffer: bytes for transfers, rows for kernels. They have to agree.
+        last = len(layers) - 1
+        if self.layer(last).data_ptr() != self.group.layer_view(layer_ids[last]).data_ptr():
+            raise RuntimeError(f"rows and pages of {arrangement} begin at different addresses")
+        # What `move` indexes: an axis each for pages and tokens.
         shape = [self.placement.sizes[axis] for axis in arrangement.axes]  # B N L C or B L N C
         self._axes = self.group.tensor.view(shape)
 

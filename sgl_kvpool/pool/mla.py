@@ -109,8 +109,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
             cls.__init__,
             kv_cache_layout=layout,
             k_scales=k_scales,
-            kv_cache_arrangement=arrangement,
-            readers=tuple(readers),
+            kv_cache_arrangement=KVArrangement.parse(arrangement),
+            readers=readers,
         )
         members = {"__init__": init, "__module__": cls.__module__}
         return type(f"{cls.__name__}_{layout.value}", (cls,), members)
@@ -135,10 +135,10 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
             self.kv_cache_dim = self.row_format.row_bytes
             self.store_dtype = torch.uint8
         super()._create_buffers()
-        slot_bytes = self.kv_buffer[0][0].nbytes
-        if slot_bytes != self.row_format.row_bytes:
+        slot_bytes = {buffer[0].nbytes for buffer in self.kv_buffer}
+        if slot_bytes - {self.row_format.row_bytes}:
             raise RuntimeError(
-                f"a slot of the {self.kv_cache_layout} pool has {slot_bytes} bytes, its rows have "
+                f"a slot of the {self.kv_cache_layout} pool has {sorted(slot_bytes)} bytes, its rows have "
                 f"{self.row_format.row_bytes}; this SGLang allocates MLA pools differently"
             )
 

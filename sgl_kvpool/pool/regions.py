@@ -1,8 +1,8 @@
 """Byte regions of SGLang's pools, for `CanonicalKVCaches.from_pool`.
 
 Geometry comes from what a pool says of itself (`get_device_pool_infos` and its fields), never from shapes. A
-kind of pool is described if it stands in the table at the end, by its exact class: a subclass may store
-other bytes.
+kind of pool is described if it stands in the table at the end, by its exact class (ours also by subclass): a
+subclass may store other bytes. And what is described has to be all that the pool says it stores.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
+    get_tensor_size_bytes,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList, byte_pages
 from sgl_kvpool.page_runs import PageRuns
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.sizes import whole_number
 
 __all__ = ["describe"]
 
@@ -41,8 +43,8 @@ _LayerIds = Mapping[int, int] | None
 
 def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
     """See `CanonicalKVCaches.from_pool`."""
-    if page_size_tokens is not None and (not isinstance(page_size_tokens, int) or page_size_tokens < 1):
-        raise ValueError(f"page_size_tokens={page_size_tokens!r} is not a positive integer")
+    if page_size_tokens is not None:
+        page_size_tokens = whole_number("page_size_tokens", page_size_tokens)
     regions = _Regions(page_size_tokens)
     regions.add(pool)
     return CanonicalKVCaches(tuple(regions.tensors.tensors), tuple(regions.groups))
@@ -75,36 +77,47 @@ class _Regions:
         info: MHABufferInfo = pool_info.buffer_info
         info.validate(layer_ids=pool_info.layer_ids)
         if info.buffers.layout is KVBufferLayout.NHD:
-            unit_tokens, order = 1, "token"
+            unit_tokens, order = 1, "by token"
         elif info.buffers.layout is KVBufferLayout.HND:
-            unit_tokens, order = info.page_size, "head"
+            # Folded or not, heads take turns every `page_size` tokens.
+            unit_tokens, order = info.page_size, f"by head in pages of {info.page_size}"
         else:
             raise TypeError(f"{type(pool).__name__} with {info.buffers.layout} buffers is not described")
-        parts = {"k": info.buffers.k, "v": info.buffers.v}
+        # (part, tensors, values of a head, tokens of a unit, order)
+        parts = [
+            ("k", info.buffers.k, info.head_dim, unit_tokens, order),
+            ("v", info.buffers.v, info.v_head_dim, unit_tokens, order),
+        ]
         if info.scales is not None:
             if info.scales.layout is not KVScaleLayout.TOKEN:
                 raise TypeError(f"{type(pool).__name__} with {info.scales.layout} is not described")
-            parts |= {"k_scale": info.scales.k, "v_scale": info.scales.v}
+            parts += [("k_scale", info.scales.k, "scales", 1, "by token")]
+            parts += [("v_scale", info.scales.v, "scales", 1, "by token")]
         page = self._page_tokens(pool)
-        ids = _mapped(pool_info.layer_ids, layer_ids)
         references = [
-            # Scales are per token in every layout.
             self._reference(
                 tensors[index],
                 layer_id,
                 part,
+                f"{pool.dtype} as {tensors[index].dtype} {info.head_num} x {values} {order}",
                 page,
-                1 if part.endswith("_scale") else unit_tokens,
-                order="token" if part.endswith("_scale") else order,
+                tokens,
             )
-            for index, layer_id in enumerate(ids)
-            for part, tensors in parts.items()
+            for index, layer_id in enumerate(_mapped(pool_info.layer_ids, layer_ids))
+            for part, tensors, values, tokens, order in parts
         ]
         self._group(pool, name, references, page)
 
     def _mla(self, pool: MLATokenToKVPool, name: str, layer_ids: _LayerIds) -> None:
         page = self._page_tokens(pool)
         self._group(pool, name, self._mla_references(pool, layer_ids, page), page)
+
+    def _mla_fp4(self, pool: MLATokenToKVPoolFP4, name: str, layer_ids: _LayerIds) -> None:
+        page = self._page_tokens(pool)
+        references = self._mla_references(pool, layer_ids, page)
+        scale_bytes = sum(scale.nbytes for scale in pool.kv_scale_buffer)
+        # SGLang leaves out the scales when it counts.
+        self._group(pool, name, references, page, stored_bytes=_stored_bytes(pool) + scale_bytes)
 
     def _mla_references(self, pool, layer_ids: _LayerIds, page: int) -> list[LayerReference]:
         (pool_info,) = pool.get_device_pool_infos()
@@ -113,23 +126,28 @@ class _Regions:
         if not isinstance(info.buffers, tuple):
             raise TypeError(f"{type(pool).__name__} with {type(info.buffers).__name__} is not described")
         parts = {"kv": info.buffers} | ({} if info.scales is None else {"scale": info.scales})
+        content = f"{pool.dtype} as {info.dtype} {info.kv_lora_rank} + {info.qk_rope_head_dim}"
         return [
-            self._reference(tensors[index], layer_id, part, page)
+            self._reference(tensors[index], layer_id, part, content, page)
             for index, layer_id in enumerate(_mapped(pool_info.layer_ids, layer_ids))
             for part, tensors in parts.items()
         ]
 
     def _layout_mla(self, pool: LayoutMLATokenToKVPool, name: str, layer_ids: _LayerIds) -> None:
+        page = self._page_tokens(pool)
         if pool.cross_layer is None:
-            self._mla(pool, name, layer_ids)
-            return
-        page, buffer = self._page_tokens(pool), pool.cross_layer.group
-        folded = page // pool.page_size
-        tensor = self.tensors.add(byte_pages(buffer.canonical_tensor(), folded, type(pool).__name__))
-        ids = _mapped(pool.model_layer_ids, layer_ids)  # in the order of the buffer's positions
+            references = self._mla_references(pool, layer_ids, page)
+        else:
+            buffer, folded = pool.cross_layer.group, page // pool.page_size
+            tensor = self.tensors.add(byte_pages(buffer.canonical_tensor(), folded, type(pool).__name__))
+            ids = _mapped(pool.model_layer_ids, layer_ids)  # in the order of the buffer's positions
+            references = [
+                replace(reference, layer_id=layer_id, runs=reference.runs.folded(folded, buffer.page_bytes))
+                for layer_id, reference in zip(ids, buffer.references(0, tensor), strict=True)
+            ]
         references = [
-            replace(reference, layer_id=layer_id, runs=reference.runs.folded(folded, buffer.page_bytes))
-            for layer_id, reference in zip(ids, buffer.references(0, tensor), strict=True)
+            replace(reference, content=f"{pool.row_format.tag} k_scale {pool.k_scale(own)}")
+            for own, reference in zip(pool.model_layer_ids, references, strict=True)
         ]
         self._group(pool, name, references, page)
 
@@ -141,14 +159,26 @@ class _Regions:
             )
         page = self._page_tokens(pool)
         references = self._mla_references(pool, layer_ids, page)
+        if pool.dsa_kv_cache_store_fp8:
+            references = [replace(r, content=f"{r.content} packed {pool.kv_cache_dim}") for r in references]
         ids = _mapped(pool.model_layer_ids, layer_ids)
+        content = (
+            f"index keys of {pool.index_kpool} x {pool.index_head_dim} in pages of {pool.index_page_size}"
+        )
         for layer_id, rows, skipped in zip(
             ids, pool.index_k_with_scale_buffer, pool.skip_topk_layers, strict=True
         ):
             # A layer that takes over the top-k of the one before it has no index keys, only a placeholder.
-            if not skipped:
-                # One row of index keys covers the pool's page, in pages of the indexer's kernels.
-                references.append(self._reference(rows, layer_id, "indexer", page, pool.page_size))
+            if skipped:
+                continue
+            # One row of index keys covers the pool's page, in pages of the indexer's kernels.
+            if len(rows) * pool.page_size != pool.size + pool.page_size:
+                raise TypeError(
+                    f"{type(pool).__name__} has {len(rows)} pages of index keys beside {pool.size} + "
+                    f"{pool.page_size} slots; page numbers of the two differ (decode context parallelism?), "
+                    "which is not described"
+                )
+            references.append(self._reference(rows, layer_id, "indexer", content, page, pool.page_size))
         self._group(pool, name, references, page)
 
     def _swa(self, pool: SWAKVPool, name: str, layer_ids: _LayerIds) -> None:
@@ -163,6 +193,8 @@ class _Regions:
 
     def _hybrid_linear(self, pool: HybridLinearKVPool, name: str, layer_ids: _LayerIds) -> None:
         child = pool.full_kv_pool
+        if not hasattr(child, "model_layer_ids"):
+            raise TypeError(f"{type(pool).__name__} around a {type(child).__name__} is not described")
         ids = list(pool.full_attention_layer_id_mapping)
         self.add(child, name, dict(zip(child.model_layer_ids, ids, strict=True)))
         self.add(pool.mamba_pool, "state")
@@ -173,13 +205,13 @@ class _Regions:
         info.validate(layer_ids=pool_info.layer_ids)
         kinds = {f"conv_{index}": states for index, states in enumerate(info.conv)} | {"ssm": info.temporal}
         references = [
-            self._reference(states[index], layer_id, kind, 1)
+            self._reference(states[index], layer_id, kind, _shape_of_state(states[index]), 1)
             for index, layer_id in enumerate(pool_info.layer_ids)
             for kind, states in kinds.items()
             if states[index].numel()  # a model without convolutions has empty ones
         ]
         references += [
-            self._reference(states, None, f"extra_{index}", 1)
+            self._reference(states, None, f"extra_{index}", _shape_of_state(states), 1)
             for index, states in enumerate(info.extra_checkpoint_buffers)
         ]
         slots = info.temporal.shape[1]  # [layers, slots, ...] by MambaStateBufferInfo's definition
@@ -209,9 +241,9 @@ class _Regions:
         tensor: torch.Tensor,
         layer_id: int | None,
         part: str,
+        content: str,
         page_tokens: int,
         unit_tokens: int = 1,
-        order: str = "token",
     ) -> LayerReference:
         """One part of one layer with a tensor of its own, `[units, ...]` of `unit_tokens` tokens each."""
         if page_tokens % unit_tokens:
@@ -222,14 +254,46 @@ class _Regions:
         pages = byte_pages(tensor, page_tokens // unit_tokens, f"{part} of layer {layer_id}")
         index = self.tensors.add(pages)
         runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=pages.shape[1])
-        return LayerReference(layer_id=layer_id, part=part, runs=runs, order=order)
+        return LayerReference(layer_id=layer_id, part=part, runs=runs, content=content)
 
-    def _group(self, pool: Any, name: str, references: list[LayerReference], page_tokens: int) -> None:
+    def _group(
+        self,
+        pool: Any,
+        name: str,
+        references: list[LayerReference],
+        page_tokens: int,
+        stored_bytes: int | None = None,
+    ) -> None:
+        """Add a group, if it is all that the pool says it stores."""
+        described = sum(
+            len(self.tensors.tensors[r.runs.tensor_index]) * r.runs.size_bytes for r in references
+        )
+        stored = _stored_bytes(pool) if stored_bytes is None else stored_bytes
+        if described != stored:
+            raise TypeError(
+                f"{type(pool).__name__} stores {stored} bytes, of which {described} are in buffers that are "
+                "described; a page without the others would be another page"
+            )
         # Not the length of a tensor: a pool may reserve addresses for more pages than it has.
         pages = (pool.size + pool.page_size) // page_tokens
         self.groups.append(
             CanonicalGroup(name=name, layers=tuple(references), num_pages=pages, page_size_tokens=page_tokens)
         )
+
+
+def _stored_bytes(pool: Any) -> int:
+    """What SGLang counts as a pool's size, and what it leaves out."""
+    sizes = pool.get_kv_size_bytes()
+    total = sum(sizes) if isinstance(sizes, tuple) else sizes
+    # Work space of FP4 readers is counted; it is no part of any page.
+    for name in ("dq_k_buffer", "dq_v_buffer"):
+        if getattr(pool, name, None) is not None:
+            total -= get_tensor_size_bytes(getattr(pool, name))
+    return total
+
+
+def _shape_of_state(states: torch.Tensor) -> str:
+    return f"{states.dtype} {tuple(states.shape[1:])}"
 
 
 def _mapped(own: tuple[int, ...], names: _LayerIds) -> tuple[int, ...]:
@@ -240,7 +304,7 @@ def _mapped(own: tuple[int, ...], names: _LayerIds) -> tuple[int, ...]:
 _KINDS: dict[type, Callable] = {
     MHATokenToKVPool: _Regions._mha,
     MLATokenToKVPool: _Regions._mla,
-    MLATokenToKVPoolFP4: _Regions._mla,
+    MLATokenToKVPoolFP4: _Regions._mla_fp4,
     DSATokenToKVPool: _Regions._dsa,
     SWAKVPool: _Regions._swa,
     HybridLinearKVPool: _Regions._hybrid_linear,

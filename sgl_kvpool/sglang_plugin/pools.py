@@ -76,14 +76,18 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
     return LayoutMLATokenToKVPool.bind(
-        layout, _checked_k_scales(self, layout), arrangement=_arrangement(self), readers=_readers()
+        layout, _checked_k_scales(self, layout), arrangement=_arrangement(self), readers=_readers(self)
     )
 
 
-def _readers() -> tuple[str, ...]:
-    """Names of the attention backends that read the pool."""
-    from sglang.srt.runtime_context import attention_backends
+def _readers(configurator: Any) -> tuple[str, ...]:
+    """Names of the attention backends that read the pool of a KVCacheConfigurator."""
+    from sglang.srt.runtime_context import attention_backends, get_spec
 
+    # As model_runner.resolve_draft_attention_backend: one for all phases of a draft, if the user named it.
+    draft = get_spec().speculative_draft_attention_backend if configurator.is_draft_worker else None
+    if draft is not None:
+        return (draft,)
     return tuple(name for name in attention_backends() if name is not None)
 
 
@@ -92,7 +96,7 @@ def _checked_k_scales(self, layout: MLAKVCacheLayout) -> dict[int, float]:
         return {}
     k_scales = collect_k_scales(self.model)
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
-    stock = sorted({name for name in _readers() if name != KVPOOL_BACKEND})
+    stock = sorted({name for name in _readers(self) if name != KVPOOL_BACKEND})
     if scaled and stock:
         raise ValueError(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "

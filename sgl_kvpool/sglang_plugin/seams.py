@@ -118,6 +118,7 @@ SCHEDULER = (
         hooked=False,
     ),
     Seam("sglang.srt.runtime_context.attention_backends", hooked=False),
+    Seam("sglang.srt.runtime_context.get_spec", hooked=False),
     Seam(
         f"{_POOL}.__init__",
         (

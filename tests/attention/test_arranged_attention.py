@@ -34,6 +34,26 @@ def test_a4_b5_scattered_rows_among_poison(layout, reads_rows, arrangement, page
         assert torch.equal(found, packed.run(mode))
 
 
+def test_slots_that_sglang_fills_in_anew_between_two_steps(monkeypatch):
+    """One tensor for `out_cache_loc` in all steps, as under a CUDA graph: rows are found again every step."""
+    case = Case("bf16", [5, 9], [4, 8], monkeypatch, arrangement="page_major", page_size=8)
+    batch = case.batch("DECODE")
+    nope = torch.cat([keys[-1:, :, :128] for keys in case.keys])
+    found = {}
+    for step, slots in enumerate(([3, 50], [120, 77])):
+        batch.out_cache_loc.copy_(torch.tensor(slots))
+        for request, slot in zip(case.rows, slots, strict=True):
+            length = case.lengths[case.rows.index(request)]
+            case.runner.req_to_token_pool.req_to_token[request, length - 1] = slot
+        case.backend.init_forward_metadata(batch)
+        keys = torch.cat([k[-1:] for k in case.keys])
+        q = torch.zeros(2, 3 * 192, dtype=torch.bfloat16)
+        case.backend.forward(q, keys, keys[..., :128], case.layer, batch)
+        found[step] = case.pool.get_mla_kv_buffer(case.layer, torch.tensor(slots))[0]
+    assert torch.equal(found[0], nope)
+    assert torch.equal(found[1], nope)
+
+
 class LargestAllocation(TorchDispatchMode):
     """Bytes of the largest new storage that any torch operation makes while this is active."""
 

@@ -28,7 +28,7 @@ def test_flag(arranged, arrangement, layout):
 
 @pytest.mark.parametrize("arrangement", [None, "auto"])
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
-def test_auto_is_what_every_reader_reads(arranged, arrangement, backend):
+def test_a2_auto_is_what_every_reader_reads(arranged, arrangement, backend):
     args = arranged(arrangement, "--attention-backend", backend)
     assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
 

@@ -16,8 +16,18 @@ def built(published, arranged, monkeypatch):
 
     from sgl_kvpool.sglang_plugin import pools
 
-    def build(arrangement, *, draft=False, backends=("torch_native", None), other=None, layout="bf16"):
+    def build(
+        arrangement,
+        *,
+        draft=False,
+        backends=("torch_native", None),
+        other=None,
+        layout="bf16",
+        draft_backend=None,
+    ):
         monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
+        spec = SimpleNamespace(speculative_draft_attention_backend=draft_backend)
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
         kvc = SimpleNamespace(
             server_args=arranged(arrangement, layout=layout), use_mla_backend=True, is_draft_worker=draft
         )
@@ -65,6 +75,14 @@ def test_the_pool_is_told_its_readers(built):
     """Backends as the scheduler has them; a model runner may have changed them since the arguments."""
     with pytest.raises(ValueError, match="intel_amx cannot read token_major rows"):
         built("token_major", backends=("torch_native", "intel_amx"))
+
+
+def test_a_draft_pool_is_told_the_drafts_reader(built):
+    """--speculative-draft-attention-backend reads the draft's pool and only that."""
+    with pytest.raises(ValueError, match="some_backend cannot read layer_major rows"):
+        built("auto", draft=True, draft_backend="some_backend")
+    built("auto", draft=False, draft_backend="some_backend")
+    built("auto", draft=True, draft_backend="flashinfer", backends=("some_backend", None))
 
 
 def test_a_pool_of_another_arrangement_is_noticed(built):

@@ -129,7 +129,7 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
 
     model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     model[0].k_scale_float = 0.5
-    kvc = SimpleNamespace(model=model)
+    kvc = SimpleNamespace(model=model, is_draft_worker=False)
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
     with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
         pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8"))

@@ -24,8 +24,9 @@ def make_pool(layout, arrangement, page_size=4, pages=PAGES, size=None, **extra)
     shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]
     pool = LayoutMLATokenToKVPool(
         size=(pages - 1) * page_size if size is None else size, page_size=page_size, dtype=shown,
-        kv_lora_rank=512, qk_rope_head_dim=64, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
-        start_layer=START, kv_cache_layout=layout, kv_cache_arrangement=arrangement, **extra,
+        kv_cache_layout=layout, kv_cache_arrangement=arrangement,
+        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": LAYERS, "device": "cpu",
+           "enable_memory_saver": False, "start_layer": START, **extra},
     )  # fmt: skip
     if pool.cross_layer is not None:
         pool.cross_layer.group.tensor.fill_(-18)  # 0xEE
@@ -208,6 +209,43 @@ def test_tokens_without_a_slot_and_slots_outside(arrangement):
     assert np.array_equal(raw(pool), before)
 
 
+@pytest.mark.parametrize(
+    ("layout", "arrangement"),
+    # Not layer-major bf16, which SGLang's own writer stores.
+    [("fp4", "layer_major"), *itertools.product(["bf16", "fp4"], CROSS)],
+)
+def test_slots_far_outside_and_of_another_dtype(layout, arrangement):
+    """61 layers: int32 row numbers wrap around for the first, into another layer's rows of the pool."""
+    pool = make_pool(layout, arrangement, page_size=64, pages=4, layer_num=61, end_layer=START + 60)
+    nope, rope = values(1, 512, 64)
+    before = pool.get_row_buffer(START).clone()
+    for slot in (915320992, 2**31 - 1, 256):
+        with pytest.raises(IndexError):
+            pool.set_mla_kv_buffer(layer_object(START), torch.tensor([slot], dtype=torch.int32), nope, rope)
+        with pytest.raises(IndexError):
+            pool.get_mla_kv_buffer(layer_object(START), torch.tensor([slot], dtype=torch.int32))
+    for bad in (torch.tensor([True]), torch.tensor([3], dtype=torch.uint8), torch.tensor([3.0])):
+        with pytest.raises(TypeError):
+            pool.set_mla_kv_buffer(layer_object(START), bad, nope, rope)
+    if pool.cross_layer is not None:
+        assert (raw(pool) == 0xEE).all()
+    assert torch.equal(pool.get_row_buffer(START), before)
+
+
+@pytest.mark.parametrize("arrangement", CROSS)
+def test_cpu_copies_of_no_slot_are_refused(arrangement):
+    pool = make_pool("fp4", arrangement)
+    copy = pool.get_cpu_copy(torch.tensor([3]))
+    for call in (
+        lambda: pool.get_cpu_copy(torch.tensor([3, -5])),
+        lambda: pool.load_cpu_copy(copy, torch.tensor([-5])),
+    ):
+        with pytest.raises(IndexError, match="slot -5 is none"):
+            call()
+    assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == [[], [], []]
+    assert (raw(pool) == 0xEE).all()
+
+
 @pytest.mark.parametrize("arrangement", CROSS)
 def test_rows_written_by_number_once_per_step(arrangement):
     """What the attention backend does: `slot_to_row` once, then every layer with the same numbers."""
@@ -230,6 +268,22 @@ def test_a_pool_of_a_part_of_a_page_is_refused(arrangement):
     ):
         make_pool("bf16", arrangement, size=13)
     make_pool("bf16", "layer_major", size=13)
+
+
+@pytest.mark.parametrize("arrangement", CROSS)
+def test_numbers_of_any_integer_type(arrangement):
+    pool = make_pool("fp4", arrangement, page_size=np.int64(4), pages=np.int32(5))
+    assert pool.get_kv_size_bytes() == LAYERS * 20 * 416
+
+
+def test_bind_checks_names_and_takes_them_as_strings():
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    with pytest.raises(ValueError, match="unknown KV cache arrangement 'zzz'"):
+        LayoutMLATokenToKVPool.bind("fp4", arrangement="zzz")
+    bound = LayoutMLATokenToKVPool.bind("fp4", arrangement="token_major", readers="kvpool_mla")
+    pool = bound(12, 4, torch.bfloat16, 512, 64, 2, "cpu", False)
+    assert pool.kv_cache_arrangement.value == "token_major"
 
 
 @pytest.mark.parametrize("name", ["head_major", "nhd", ""])

@@ -23,14 +23,14 @@ def mha(page_size=4, size=12, heads=3, dim=8, v_dim=6, layers=2, **extra):
     return MHATokenToKVPool(size, page_size, torch.bfloat16, heads, dim, layers, "cpu", False, **arguments)
 
 
-def mla(dtype=torch.bfloat16, page_size=4, size=12, kind="MLATokenToKVPool"):
+def mla(dtype=torch.bfloat16, page_size=4, size=12, kind="MLATokenToKVPool", layers=3):
     from sglang.srt.mem_cache import memory_pool
 
     pool = getattr(memory_pool, kind)
-    return pool(size=size, page_size=page_size, dtype=dtype, layer_num=3, start_layer=5, **MLA)
+    return pool(size=size, page_size=page_size, dtype=dtype, layer_num=layers, start_layer=5, **MLA)
 
 
-def ours(layout, arrangement, page_size=4, size=12):
+def ours(layout, arrangement, page_size=4, size=12, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
@@ -38,7 +38,7 @@ def ours(layout, arrangement, page_size=4, size=12):
     shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]
     return LayoutMLATokenToKVPool(
         size=size, page_size=page_size, dtype=shown, layer_num=3, start_layer=5,
-        kv_cache_layout=layout, kv_cache_arrangement=arrangement, **MLA,
+        kv_cache_layout=layout, kv_cache_arrangement=arrangement, **MLA, **extra,
     )  # fmt: skip
 
 
@@ -119,6 +119,7 @@ POOLS = {
     "mha-page-1": lambda: mha(page_size=1, size=11),
     "mha-hnd": lambda: mha(),
     "mla-bf16": mla,
+    "draft": lambda: mla(layers=1),  # of an MTP layer
     "mla-fp8": lambda: mla(torch.float8_e4m3fn),
     "mla-fp4-split": lambda: mla(torch.uint8, kind="MLATokenToKVPoolFP4"),
     **{f"ours-{name}": (lambda n=name: ours(n, "layer_major")) for name in LAYOUTS},
@@ -258,11 +259,19 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
             group = caches.group("kv")
             assert group.num_pages == pages
             assert [tuple(t.shape) for t in caches.tensors] == [(pages, page_size * heads * 4)] * 2 * layers
-            assert {r.order for r in group.layers} == {"head" if hnd == "1" else "token"}
+            assert all(("by head" in r.content) == (hnd == "1") for r in group.layers)
             for layer in range(layers):
                 for part, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
                     view = caches.view(group, group.layer(5 + layer, part).runs)
                     assert np.array_equal(as_bytes(view), as_bytes(buffers[layer]))
+
+
+def test_b1_sentinel_sizes():
+    """B1: 1234 pages and 5678 heads, which vLLM used to probe shapes with, mean nothing here."""
+    pool = mha(page_size=1, size=1233, heads=5678, dim=1, v_dim=1, layers=1)
+    group = CanonicalKVCaches.from_pool(pool).group("kv")
+    assert group.num_pages == 1234
+    assert group.layer(5, "v").runs.size_bytes == 5678 * 2
 
 
 @pytest.mark.parametrize(("page", "pages"), [(4, 6), (8, 3), (12, 2), (24, 1)])
@@ -310,12 +319,45 @@ def test_index_pages_fold_into_pages():
         (dsa, 32, "pages of 32 tokens"),
         (mha, 0, "page_size_tokens=0 is not a positive integer"),
         (mha, 4.0, "page_size_tokens=4.0 is not"),
+        (mha, True, "page_size_tokens=True is not"),
         (swa, 8, "slots, which are no whole number of pages of 8"),  # 12 + 4 divide, 8 + 4 do not
     ],
 )
 def test_pages_that_do_not_divide(make, page, message):
     with pytest.raises(ValueError, match=message):
         CanonicalKVCaches.from_pool(make(), page)
+
+
+def mha_pair(first, second):
+    return [mha(**{"size": 28, "page_size": 4, "layers": 1, **extra}) for extra in (first, second)]
+
+
+@pytest.mark.parametrize(
+    ("make", "page"),
+    [
+        # The same number of bytes, other shapes.
+        (lambda: mha_pair({"heads": 2, "dim": 4, "v_dim": 4}, {"heads": 4, "dim": 2, "v_dim": 2}), None),
+        (lambda: mha_pair({"heads": 4}, {"heads": 2, "page_size": 8, "size": 24}), None),
+        (lambda: [mla(torch.float8_e4m3fn), mla(torch.float8_e5m2)], None),
+        (lambda: [ours("fp8", "page_major"), mla(torch.float8_e5m2)], None),
+        (lambda: [ours("fp8", "page_major", k_scales={5: 0.5}), ours("fp8", "page_major")], None),
+        (lambda: [mla(page_size=4, size=12), mla(page_size=8, size=24)], None),
+    ],
+)
+def test_bytes_that_mean_something_else_do_not_move(make, page):
+    source, target = (CanonicalKVCaches.from_pool(p, page) for p in make())
+    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+        copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
+
+
+def test_heads_that_take_turns_in_other_pages_do_not_move(monkeypatch):
+    """Two pages of 4 tokens hold the heads of a page of 8 in another order."""
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    source, target = mha_pair({"dim": 2, "v_dim": 2}, {"dim": 2, "v_dim": 2, "page_size": 8, "size": 24})
+    views = CanonicalKVCaches.from_pool(source, 8), CanonicalKVCaches.from_pool(target)
+    assert views[0].group("kv").bytes_per_page == views[1].group("kv").bytes_per_page
+    with pytest.raises(ValueError, match="by head in pages of 4.*by head in pages of 8"):
+        copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))
 
 
 # -------------------------------------------------------------------- states
@@ -399,6 +441,42 @@ def test_an_unknown_pool_inside_a_known_one_is_refused():
 
     with pytest.raises(TypeError, match="OtherRows is no kind of pool"):
         CanonicalKVCaches.from_pool(swa(swa_kv_pool_class=OtherRows))
+
+
+def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
+    """SGLang's MHABufferInfo leaves out the scales of native FP4."""
+    pool = mha()
+    scales = [torch.zeros(4, 3, 4, 1, dtype=torch.uint8) for _ in range(2)]
+    pool.native_k_scale_buffer = pool.native_v_scale_buffer = scales
+    with pytest.raises(TypeError, match="MHATokenToKVPool stores 2880 bytes, of which 2688 are in buffers"):
+        CanonicalKVCaches.from_pool(pool)
+
+
+@pytest.mark.parametrize("index_buf_size", [512, 64])
+def test_index_keys_with_page_numbers_of_their_own_are_refused(index_buf_size):
+    """As under decode context parallelism, where a page of index keys spans the ranks."""
+    with pytest.raises(TypeError, match="page numbers of the two differ"):
+        CanonicalKVCaches.from_pool(dsa(index_buf_size=index_buf_size))
+
+
+def test_a_hybrid_around_a_pool_of_two_kinds_is_refused():
+    with pytest.raises(TypeError, match="HybridLinearKVPool around a SWAKVPool is not described"):
+        CanonicalKVCaches.from_pool(hybrid(use_mla=False, full_kv_pool=swa()))
+
+
+def test_pipeline_stages_without_layers():
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    none = {"size": 12, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 0, **MLA}
+    pools = [mla(layers=0)] + [
+        LayoutMLATokenToKVPool(**none, kv_cache_layout="fp4", kv_cache_arrangement=arrangement)
+        for arrangement in ("layer_major", "token_major", "page_major")
+    ]
+    for pool in pools:
+        caches = CanonicalKVCaches.from_pool(pool)
+        assert caches.tensors == ()
+        assert (caches.group("kv").num_pages, caches.group("kv").bytes_per_page) == (4, 0)
+        assert pool.get_kv_size_bytes() == 0
 
 
 def test_buffers_with_gaps_are_refused():
