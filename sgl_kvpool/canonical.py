@@ -34,6 +34,7 @@ __all__ = [
     "LayerReference",
     "TensorList",
     "byte_pages",
+    "check_interchangeable",
 ]
 
 
@@ -309,3 +310,18 @@ def byte_pages(tensor: torch.Tensor, units_per_page: int, name: str) -> torch.Te
         )
     page_bytes = tensor.nbytes // units * units_per_page if units else 0
     return tensor.view(-1).view(torch.int8).view(units // units_per_page, page_bytes)
+
+
+def check_interchangeable(ours: CanonicalGroup, theirs: CanonicalGroup) -> None:
+    """ValueError if a page of one group is not, byte for byte of content, a page of the other."""
+
+    def contents(group: CanonicalGroup) -> list[tuple]:
+        return [(layer.layer_id, layer.part, layer.content, layer.runs.size_bytes) for layer in group.layers]
+
+    mine, other = contents(ours), contents(theirs)
+    if mine != other or ours.page_size_tokens != theirs.page_size_tokens:
+        differing = next((pair for pair in zip(mine, other, strict=False) if pair[0] != pair[1]), None)
+        raise ValueError(
+            f"the layers of group {ours.name} differ, or what their bytes mean: {len(mine)} and {len(other)} "
+            f"parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, first {differing}"
+        )

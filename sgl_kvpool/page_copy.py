@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.canonical import CanonicalKVCaches, check_interchangeable
 
 __all__ = ["copy_pages"]
 
@@ -53,19 +53,9 @@ def copy_pages(
             )
     if len(target_pages.unique()) != len(target_pages):
         raise ValueError("a page of the target is listed twice")
-    if ours.page_size_tokens != theirs.page_size_tokens or _contents(ours) != _contents(theirs):
-        mine, other = _contents(ours), _contents(theirs)
-        differing = next((pair for pair in zip(mine, other, strict=False) if pair[0] != pair[1]), None)
-        raise ValueError(
-            f"the layers of group {group} differ, or what their bytes mean: {len(mine)} and {len(other)} "
-            f"parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, first {differing}"
-        )
+    check_interchangeable(ours, theirs)
     source_pages, target_pages = source_pages.long(), target_pages.long()
     for ref, out in zip(ours.layers, theirs.layers, strict=True):
         moved = source.view(ours, ref.runs)[source_pages]
         into = target.view(theirs, out.runs)
         into[target_pages] = moved.reshape(len(moved), *into.shape[1:]).to(into.device)
-
-
-def _contents(group: CanonicalGroup) -> list[tuple]:
-    return [(layer.layer_id, layer.part, layer.content, layer.runs.size_bytes) for layer in group.layers]

@@ -1,0 +1,1 @@
+"""The host tier: pages that leave the device and come back."""

@@ -1,0 +1,164 @@
+"""Transfer plans against copies of single bytes, for all pairs of arrangements."""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.canonical import (
+    CanonicalGroup,
+    CanonicalKVCaches,
+    LayerReference,
+    TensorList,
+    byte_pages,
+)
+from sgl_kvpool.cross_layer import LayerPages
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.page_runs import PageRuns
+
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+LAYERS, PAGES, TOKENS, ROW = 3, 7, 4, 5
+
+
+def side(arrangement, fill, layers=LAYERS, pages=PAGES, tokens=TOKENS, row=ROW, content="rows"):
+    """Caches of `layers` layers, and the bytes of layer l, page p by plain indexing."""
+    if arrangement == "layer_major":
+        memory = torch.empty(layers, pages, tokens * row, dtype=torch.int8)
+        tensors = TensorList()
+        references = []
+        for layer in range(layers):
+            index = tensors.add(byte_pages(memory[layer], 1, "kv"))
+            runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=tokens * row)
+            references.append(LayerReference(layer_id=layer, part="kv", runs=runs, content=content))
+        group = CanonicalGroup(name="kv", layers=tuple(references), num_pages=pages, page_size_tokens=tokens)
+        caches = CanonicalKVCaches(tuple(tensors.tensors), (group,))
+        pages_of = memory.numpy()  # [layer, page, bytes]
+    else:
+        members = [
+            LayerPages(name=i, page_bytes=tokens * row, backend="b", page_size_tokens=tokens, content=content)
+            for i in range(layers)
+        ]
+        (buffer,) = allocate_cross_layer([members], pages=pages, arrangement=arrangement, device="cpu")
+        caches = as_canonical([buffer], ["kv"])
+        raw = buffer.tensor.numpy()
+        if arrangement == "page_major":
+            pages_of = raw.transpose(1, 0, 2)
+        else:
+            pages_of = raw.transpose(2, 0, 1, 3)  # [layer, page, token, row]
+    pages_of[...] = fill if np.isscalar(fill) else fill(pages_of.shape)
+    return caches, pages_of
+
+
+def distinct(shape):
+    return (np.arange(np.prod(shape)).reshape(shape) * 37 % 127).astype(np.int8)
+
+
+def carry_out(descriptors):
+    """What an engine does, with memmove."""
+    for source, target, size in zip(
+        descriptors.sources, descriptors.targets, descriptors.sizes_bytes, strict=True
+    ):
+        ctypes.memmove(int(target), int(source), int(size))
+
+
+@pytest.mark.parametrize(("device", "host"), list(itertools.product(ARRANGEMENTS, repeat=2)))
+@given(data=st.data())
+@settings(max_examples=25)
+def test_pages_arrive_and_nothing_else_changes(device, host, data):
+    """Any lists, all layers or some; every byte not meant stays 0xEE, the source as it was."""
+    source, from_pages = side(device, distinct)
+    target, to_pages = side(host, -18, pages=PAGES + 2)
+    taken = data.draw(st.lists(st.integers(0, PAGES - 1), max_size=PAGES))
+    put = data.draw(st.permutations(range(PAGES + 2)))[: len(taken)]
+    layers = sorted(data.draw(st.sets(st.integers(0, LAYERS - 1))))
+    plan = TransferPlan(source, target, "kv")
+    before, expected = from_pages.copy(), to_pages.copy()
+    for layer in layers:
+        expected[layer, put] = from_pages[layer, taken].reshape(len(taken), *expected.shape[2:])
+    copies = plan.descriptors(
+        np.array(taken, dtype=np.int64), np.array(put, dtype=np.int32), plan.copy_runs_of(layers)
+    )
+    carry_out(copies)
+    assert np.array_equal(to_pages, expected)
+    assert np.array_equal(from_pages, before)
+    assert copies.sizes_bytes.sum() == len(taken) * len(layers) * TOKENS * ROW
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "copy_runs", "copies"),
+    [
+        ("page_major", "page_major", 1, 1),
+        ("token_major", "token_major", 1, 1),
+        ("layer_major", "layer_major", LAYERS, LAYERS),
+        ("layer_major", "page_major", LAYERS, LAYERS * 3),
+        ("page_major", "layer_major", LAYERS, LAYERS * 3),
+        ("token_major", "page_major", LAYERS, LAYERS * 3 * TOKENS),
+        ("token_major", "layer_major", LAYERS, LAYERS * 3 * TOKENS),
+    ],
+)
+def test_copies_of_three_neighbouring_pages(device, host, copy_runs, copies):
+    """As few as the bytes allow."""
+    plan = TransferPlan(side(device, 0)[0], side(host, 0)[0], "kv")
+    assert len(plan.copy_runs) == copy_runs
+    found = plan.descriptors(np.array([4, 2, 3]), np.array([3, 1, 2]))
+    assert len(found.sources) == copies
+
+
+def test_neighbours_in_one_order_only_stay_apart():
+    plan = TransferPlan(side("page_major", 0)[0], side("page_major", 0)[0], "kv")
+    assert len(plan.descriptors(np.array([1, 2, 3]), np.array([3, 2, 1])).sources) == 3
+    assert len(plan.descriptors(np.array([1, 2, 4, 5]), np.array([0, 1, 2, 3])).sources) == 2
+
+
+def test_no_pages_and_no_layers():
+    plan = TransferPlan(side("page_major", 0)[0], side("layer_major", 0)[0], "kv")
+    none = np.array([], dtype=np.int64)
+    assert len(plan.descriptors(none, none).sources) == 0
+    assert len(plan.descriptors(np.array([1]), np.array([1]), plan.copy_runs_of([])).sources) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "error", "message"),
+    [
+        ([0, 7], [0, 1], ValueError, "source pages 0 to 7 asked for; group kv has 7"),
+        ([0], [-1], ValueError, "target pages -1 to -1 asked for"),
+        ([0, 1], [2], ValueError, "2 source pages for 1 target pages"),
+        ([0, 1], [2, 2], ValueError, "a target page is listed twice"),
+        ([0.0], [1.0], TypeError, "expected a 1-d array of integers"),
+        ([True], [True], TypeError, "expected a 1-d array of integers"),
+        ([[0]], [[1]], TypeError, "expected a 1-d array of integers"),
+    ],
+)
+def test_page_lists_that_are_none(source, target, error, message):
+    plan = TransferPlan(side("page_major", 0)[0], side("layer_major", 0)[0], "kv")
+    with pytest.raises(error, match=message):
+        plan.descriptors(np.array(source), np.array(target))
+    with pytest.raises(TypeError, match="source pages are list"):
+        plan.check_pages([0], np.array([1]))
+
+
+@pytest.mark.parametrize("other", [{"content": "e5m2"}, {"layers": 2}, {"tokens": 2, "row": 10}, {"row": 6}])
+def test_sides_that_differ(other):
+    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+        TransferPlan(side("page_major", 0)[0], side("layer_major", 0, **other)[0], "kv")
+
+
+def test_runs_that_cannot_be_paired():
+    """Four runs of 10 on one side, five of 8 on the other."""
+
+    def strided(count, size):
+        tensor = torch.zeros(3, 100, dtype=torch.int8)
+        runs = PageRuns(
+            tensor_index=0, offset_bytes=0, run_bytes=size, run_count=count, run_stride_bytes=size + 5
+        )
+        layer = LayerReference(layer_id=0, part="kv", runs=runs, content="x")
+        group = CanonicalGroup(name="kv", layers=(layer,), num_pages=3, page_size_tokens=4)
+        return CanonicalKVCaches((tensor,), (group,))
+
+    with pytest.raises(ValueError, match="4 runs of 10 bytes on one side and 5 of 8 on the other"):
+        TransferPlan(strided(4, 10), strided(5, 8), "kv")
