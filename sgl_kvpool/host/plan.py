@@ -15,7 +15,7 @@ Addresses are byte addresses as integers; whether a device or the host owns them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -37,6 +37,11 @@ class CopyRun:
     run_count: int = 1
     source_run_stride: int = 0
     target_run_stride: int = 0
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The fields in their order, as csrc/copy_run.h reads them."""
+        return astuple(self)
 
     @property
     def size_bytes(self) -> int:

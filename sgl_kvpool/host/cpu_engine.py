@@ -1,0 +1,80 @@
+"""The `cpu` engine: transfers between two places in host memory, with memcpy and threads.
+
+Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm-ffi keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kvpool.host.plan import CopyRun, TransferPlan
+
+__all__ = ["CpuEngine"]
+
+_SOURCES = Path(__file__).resolve().parent / "csrc"
+
+
+@cache
+def _module() -> Any:
+    from tvm_ffi import cpp
+
+    return cpp.load(
+        "sgl_kvpool_cpu_engine",
+        sources=[str(_SOURCES / "cpu_engine.cpp")],
+        extra_cflags=["-O3", "-Wall", "-Wextra"],
+        extra_include_paths=[str(_SOURCES)],
+    )
+
+
+class CpuEngine:
+    """Carries out transfers of one plan whose both sides are in host memory.
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    threads : int, optional
+        torch's number of threads unless given. Each copies a share of the (layer, page) pairs.
+    """
+
+    def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
+        self.plan = plan
+        self.threads = torch.get_num_threads() if threads is None else threads
+        self._module = _module()
+        self._all_layers = self.prepared(plan.copy_runs)
+
+    @staticmethod
+    def prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
+        """`[runs, 8]` int64 as `copy` takes them, for layers that are transferred again and again."""
+        return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
+
+    def copy(
+        self, source_pages: np.ndarray, target_pages: np.ndarray, layers: torch.Tensor | None = None
+    ) -> None:
+        """Copy pages, and return when they are there.
+
+        Parameters
+        ----------
+        source_pages, target_pages : ndarray [pages], integers
+            Page i of the one goes to page i of the other.
+        layers : Tensor, optional
+            Of `prepared`; all layers unless given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `TransferPlan.check_pages`, before anything is copied.
+        """
+        self.plan.check_pages(source_pages, target_pages)
+        runs = self._all_layers if layers is None else layers
+        if not len(runs) or not len(source_pages):
+            return
+        pages = [
+            torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in (source_pages, target_pages)
+        ]
+        self._module.copy_pages(runs, *pages, self.threads)

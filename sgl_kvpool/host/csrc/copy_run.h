@@ -1,0 +1,36 @@
+// Addresses of a transfer, for nvcc and g++ alike: the one place in compiled code that spells them.
+// The meaning of the fields is CopyRun's in ../plan.py.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define KVPOOL_HD __host__ __device__ __forceinline__
+#else
+#define KVPOOL_HD inline
+#endif
+
+namespace kvpool {
+
+// As the rows of an int64 tensor [runs, 8], in this order.
+struct CopyRun {
+  int64_t source_address;
+  int64_t target_address;
+  int64_t source_page_stride;
+  int64_t target_page_stride;
+  int64_t run_bytes;
+  int64_t run_count;
+  int64_t source_run_stride;
+  int64_t target_run_stride;
+
+  KVPOOL_HD int64_t source(int64_t page, int64_t run) const {
+    return source_address + page * source_page_stride + run * source_run_stride;
+  }
+  KVPOOL_HD int64_t target(int64_t page, int64_t run) const {
+    return target_address + page * target_page_stride + run * target_run_stride;
+  }
+};
+
+static_assert(sizeof(CopyRun) == 8 * sizeof(int64_t), "a row of the tensor of runs");
+
+}  // namespace kvpool
