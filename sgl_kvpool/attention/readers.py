@@ -18,6 +18,7 @@ __all__ = [
     "STRIDED_READERS",
     "can_read",
     "check_readers",
+    "obstacle",
     "readers",
     "suggestions",
 ]
@@ -128,6 +129,13 @@ def can_read(
 ) -> bool:
     """Whether the backend of this name reads rows of this layout in this arrangement."""
     return backend in readers(layout, arrangement)
+
+
+def obstacle(arrangement: KVArrangement) -> str:
+    """Why most backends cannot read an arrangement, for messages."""
+    if arrangement.is_slot_linear:
+        return "its kernels are not known to take rows with other layers between them, and would read those"
+    return "a slot times a stride is not the place of its row"
 
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:

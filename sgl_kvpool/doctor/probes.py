@@ -118,6 +118,12 @@ def plugin() -> Finding:
                 env.flag(name)
         except ValueError as error:
             finding.problems.append(str(error))
+    asked = {name: env.text(name) not in (None, "auto") for name in options}
+    if asked[env.KV_CACHE_ARRANGEMENT] and not asked[env.KV_CACHE_LAYOUT]:
+        finding.notes.append(
+            f"{env.KV_CACHE_ARRANGEMENT} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
+            "--kv-cache-layout will refuse to start"
+        )
     return finding
 
 
@@ -189,10 +195,17 @@ def _driver(finding: Finding) -> None:
 def used(device: str) -> Finding:
     """What a server on `device` would use for each layout."""
     from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
+    from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, choose_arrangement
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else "torch"})
+    try:
+        asked = ARRANGEMENT.exported() or AUTO
+    except ValueError:  # the probe of the plugin says so
+        asked = AUTO
+    arrangement = choose_arrangement(asked)
+    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
     for layout in MLAKVCacheLayout:
-        stock = suggestions(layout, device)
+        stock = suggestions(layout, device, arrangement)
         if device in KVPOOL_DEVICES:
             text = f"attention by {KVPOOL_BACKEND}, chosen by itself"
         elif stock:

@@ -11,7 +11,14 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, can_read, readers, suggestions
+from sgl_kvpool.attention.readers import (
+    KVPOOL_BACKEND,
+    KVPOOL_DEVICES,
+    can_read,
+    obstacle,
+    readers,
+    suggestions,
+)
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
@@ -210,8 +217,8 @@ def unreadable(flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: K
     able = ", ".join(readers(layout, arrangement))
     if can_read(backend, layout):
         return (
-            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}; leave out one of the "
-            f"two, or use one of: {able}"
+            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
+            f"{obstacle(arrangement)}; leave out one of the two, or use one of: {able}"
         )
     return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or use one of: {able}"
 

@@ -83,6 +83,21 @@ def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
     assert "trtllm_mla" not in facts["bf16"]
 
 
+def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
+    assert probes.used("cpu").facts["arrangement"] == "layer_major (auto)"
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "token_major")
+    facts = probes.used("cuda").facts
+    assert facts["arrangement"] == "token_major"
+    assert "flashmla" in facts["fp8"]
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "page_major")
+    assert probes.used("cuda").facts["bf16"] == "refused on cuda in this release"
+    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
+    (note,) = probes.plugin().notes
+    assert "a server that is not given --kv-cache-layout will refuse to start" in note
+    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    assert probes.plugin().notes == []
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
     """The report where torch kills the process that imports it and SGLang is another version."""
