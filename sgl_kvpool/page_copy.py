@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from sgl_kvpool.canonical import CanonicalKVCaches, check_interchangeable
 
-__all__ = ["copy_pages"]
+__all__ = ["copy_checked_pages", "copy_pages"]
 
 
 def copy_pages(
@@ -54,8 +56,21 @@ def copy_pages(
     if len(target_pages.unique()) != len(target_pages):
         raise ValueError("a page of the target is listed twice")
     check_interchangeable(ours, theirs)
+    copy_checked_pages(source, target, group, source_pages, target_pages, range(len(ours.layers)))
+
+
+def copy_checked_pages(
+    source: CanonicalKVCaches,
+    target: CanonicalKVCaches,
+    group: str,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+    parts: Iterable[int],
+) -> None:
+    """`copy_pages` of some layers, by their places in the group, for lists that have been checked."""
+    ours, theirs = source.group(group), target.group(group)
     source_pages, target_pages = source_pages.long(), target_pages.long()
-    for ref, out in zip(ours.layers, theirs.layers, strict=True):
-        moved = source.view(ours, ref.runs)[source_pages]
-        into = target.view(theirs, out.runs)
+    for part in parts:
+        moved = source.view(ours, ours.layers[part].runs)[source_pages]
+        into = target.view(theirs, theirs.layers[part].runs)
         into[target_pages] = moved.reshape(len(moved), *into.shape[1:]).to(into.device)

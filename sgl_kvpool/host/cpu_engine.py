@@ -40,30 +40,38 @@ class CpuEngine:
     plan : TransferPlan
     threads : int, optional
         torch's number of threads unless given. Each copies a share of the (layer, page) pairs.
+
+    Raises
+    ------
+    RuntimeError
+        The engine cannot be compiled here.
     """
+
+    name = "cpu"
 
     def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
         self.plan = plan
         self.threads = torch.get_num_threads() if threads is None else threads
         self._module = _module()
-        self._all_layers = self.prepared(plan.copy_runs)
+        self._all_layers = self._prepared(plan.copy_runs)
+        self._one_layer = [
+            self._prepared(plan.copy_runs_of([part])) for part in range(len(plan.source_group.layers))
+        ]
 
     @staticmethod
-    def prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
-        """`[runs, 8]` int64 as `copy` takes them, for layers that are transferred again and again."""
+    def _prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
+        """`[runs, 8]` int64 as the compiled side takes them."""
         return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
 
-    def copy(
-        self, source_pages: np.ndarray, target_pages: np.ndarray, layers: torch.Tensor | None = None
-    ) -> None:
+    def copy(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
         """Copy pages, and return when they are there.
 
         Parameters
         ----------
         source_pages, target_pages : ndarray [pages], integers
             Page i of the one goes to page i of the other.
-        layers : Tensor, optional
-            Of `prepared`; all layers unless given.
+        part : int, optional
+            A layer, by its place in the group; all of them unless given.
 
         Raises
         ------
@@ -71,7 +79,7 @@ class CpuEngine:
             As `TransferPlan.check_pages`, before anything is copied.
         """
         self.plan.check_pages(source_pages, target_pages)
-        runs = self._all_layers if layers is None else layers
+        runs = self._all_layers if part is None else self._one_layer[part]
         if not len(runs) or not len(source_pages):
             return
         pages = [

@@ -101,9 +101,15 @@ class TransferPlan:
         No such group.
     ValueError
         Layers that differ, or whose runs cannot be paired.
+
+    Attributes
+    ----------
+    source, target : CanonicalKVCaches
+    source_group, target_group : CanonicalGroup
     """
 
     def __init__(self, source: CanonicalKVCaches, target: CanonicalKVCaches, group: str) -> None:
+        self.source, self.target = source, target
         self.source_group, self.target_group = source.group(group), target.group(group)
         check_interchangeable(self.source_group, self.target_group)
         self._per_layer = tuple(
@@ -126,6 +132,11 @@ class TransferPlan:
             else:
                 joined[-1] = both
         return tuple(run.simplified() for run in joined)
+
+    def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
+        """Bytes that a transfer of one page moves, of all layers or of some."""
+        chosen = self._per_layer if parts is None else [self._per_layer[i] for i in parts]
+        return sum(run.size_bytes for run in chosen)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
         """Refuse page lists before anything is enqueued.

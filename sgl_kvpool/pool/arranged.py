@@ -99,6 +99,14 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
             )
         return super().get_device_pool_infos()
 
+    def host_tier_info(self):
+        """SGLang's `MLABufferInfo` of any arrangement, for `HierarchicalMLAHostPool`.
+
+        That reads sizes and layers in it and takes addresses from `CanonicalKVCaches`, so it may be given
+        what `get_device_pool_infos` refuses to others.
+        """
+        return super().get_device_pool_infos()[0].buffer_info
+
     @property
     def _slots_are_rows(self) -> bool:
         return self.cross_layer is None or self.cross_layer.placement.slots_are_rows

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import host_tier, seams
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
@@ -32,6 +33,7 @@ def install() -> None:
     seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
     seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
     seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
+    host_tier.install()
     register_attention_backend(KVPOOL_BACKEND)(_create_backend)
 
 
@@ -160,6 +162,8 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
             "leave out --kv-cache-arrangement, and report the server's arguments"
         )
+    if not self.is_draft_worker:
+        _publish_metrics(self.server_args, layout, arrangement)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
     fmt = pool.row_format
     logger.info(
@@ -175,6 +179,19 @@ def _build_token_to_kv_pool(original, self, **kwargs):
         " (draft model)" if self.is_draft_worker else "",
     )
     return pool
+
+
+def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KVArrangement) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    if view.enable_metrics:
+        metrics.publish(
+            layout=layout.value,
+            host_layout=layout.value if view.enable_hierarchical_cache else "none",
+            arrangement=arrangement.value,
+            backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
+        )
 
 
 # -------------------------------------------------------------------- the budget

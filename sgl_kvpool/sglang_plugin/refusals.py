@@ -19,6 +19,7 @@ from sgl_kvpool.attention.readers import (
     readers,
     suggestions,
 )
+from sgl_kvpool.host.labels import HOST_IO_BACKENDS, HOST_LABELS
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_backends",
     "check_dtype",
     "check_features",
+    "check_host_tier",
     "check_model",
     "unreadable",
 ]
@@ -60,10 +62,6 @@ class Feature:
     in_use: Callable[[Any], bool] = bool
     layouts: Callable[[MLAKVCacheLayout], bool] = lambda layout: True
     arrangements: Callable[[KVArrangement], bool] | None = None
-
-
-def _packed(layout: MLAKVCacheLayout) -> bool:
-    return layout.is_packed
 
 
 def _not_stock(layout: MLAKVCacheLayout) -> bool:
@@ -128,22 +126,10 @@ FEATURES = (
         layouts=_not_stock,
     ),
     Feature(
-        "enable_hierarchical_cache",
-        "--enable-hierarchical-cache",
-        "SGLang's host pools do not know packed rows; sgl-kvpool's come in a later release",
-        layouts=_packed,
-    ),
-    Feature(
         "disaggregation_mode",
         "--disaggregation-mode",
         "SGLang sends each layer's pages as runs of its own, and here other layers' rows lie between them",
         in_use=_disaggregates,
-        arrangements=_shared_buffer,
-    ),
-    Feature(
-        "enable_hierarchical_cache",
-        "--enable-hierarchical-cache",
-        "SGLang's host pools take packed rows; sgl-kvpool's come in a later release",
         arrangements=_shared_buffer,
     ),
 )
@@ -173,6 +159,31 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         if refused and feature.in_use(value):
             text = feature.flag if value is True else f"{feature.flag} {value}"
             raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
+
+
+def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+    """Refuse what a hierarchical cache cannot be used with; nothing if there is none."""
+    if not view.enable_hierarchical_cache:
+        return
+    flag = "--enable-hierarchical-cache"
+    if view.device != "cpu":
+        # SGLang's own host pool takes the rows of SGLang's own tensors.
+        if layout.is_packed or _shared_buffer(arrangement):
+            raise ValueError(
+                f"{flag} does not work with {LAYOUT.flag} {layout} in {arrangement} on {view.device}: "
+                "SGLang's host pool does not know such rows, and sgl-kvpool's runs on --device cpu only in "
+                f"this release; leave it out, or use {LAYOUT.flag} bf16 or fp8 in layer_major"
+            )
+        return
+    for option, value, taken in (
+        ("--hicache-mem-layout", view.hicache_mem_layout, HOST_LABELS),
+        ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS),
+    ):
+        if value not in taken:
+            raise ValueError(
+                f"{option} {value} does not work with {LAYOUT.flag} {layout}, whose host tier keeps all "
+                f"layers of a page together; leave it out, or use one of: {', '.join(taken)}"
+            )
 
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:

@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from sgl_kvpool import env
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
 
-__all__ = ["LAUNCHER", "SCHEDULER", "SERVER_ARGS", "STEPS", "Seam", "check", "version_problem", "wrap"]
+__all__ = [
+    "HOST_TIER",
+    "LAUNCHER",
+    "SCHEDULER",
+    "SERVER_ARGS",
+    "STEPS",
+    "Seam",
+    "check",
+    "version_problem",
+    "wrap",
+]
 
 #: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
@@ -66,6 +76,8 @@ STEPS = (
 FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
+    *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
+    *("hicache_host_memory_mode", "enable_metrics"),
     *(feature.field for feature in FEATURES),
 )
 
@@ -97,6 +109,85 @@ LAUNCHER = (
     ),
     Seam("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
     Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
+)
+
+_HICACHE = "sglang.srt.mem_cache.hybrid_cache"
+_HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
+
+#: Used in schedulers for `--enable-hierarchical-cache`; those that are hooked in this order.
+HOST_TIER = (
+    Seam(
+        f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
+        ("kv_pool", "page_size", "host_size", "mtp_draft_device_pools", "pool_label"),
+    ),
+    Seam(
+        f"{_HICACHE}.hybrid_pool_assembler._build_mha_mla_host_pool",
+        (
+            *("pool", "host_to_device_ratio", "page_size", "layout", "allocator_type", "pool_label"),
+            "host_token_capacity",
+        ),
+    ),
+    Seam(
+        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.load",
+        ("self", "host_indices", "device_indices"),
+    ),
+    Seam(
+        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.write",
+        ("self", "device_indices"),
+    ),
+    Seam(
+        "sglang.srt.managers.cache_controller.HiCacheController._generic_page_get",
+        ("self", "operation", "hash_values", "host_indices", "extra_info"),
+    ),
+    Seam(
+        "sglang.srt.managers.cache_controller.HiCacheController._generic_page_set",
+        ("self", "hash_values", "host_indices", "extra_info"),
+    ),
+    Seam(
+        f"{_HOST_POOL}.__init__",
+        (
+            *("self", "buffer_info", "host_to_device_ratio", "host_size", "page_size", "layout"),
+            *("pin_memory", "allocator_type", "override_kv_cache_dim", "draft_buffer_infos"),
+            *("device_capacity_tokens", "start_layer", "end_layer", "target_layer_num"),
+            *("pool_label", "host_token_capacity"),
+        ),
+        hooked=False,
+    ),
+    Seam(
+        f"{_HOST_POOL}.load_to_device_per_layer",
+        ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
+        hooked=False,
+    ),
+    Seam(
+        f"{_HOST_POOL}.backup_from_device_all_layer",
+        ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
+        hooked=False,
+    ),
+    *(
+        Seam(f"{_HOST_POOL}.{name}", ("self", *parameters), hooked=False)
+        for name, parameters in {
+            "_allocate_host_buffer": (),
+            "_initialize_transfer_views": (),
+            "_init_write_back_staging_buffers": (),
+            "alloc": ("need_size",),
+            "clear": (),
+            "get_contiguous_buf_infos": (),
+            "get_data_page": ("index", "flat"),
+            "get_dummy_flat_data_page": (),
+            "get_page_buffer_meta": ("indices",),
+            "get_size_per_token": (),
+            "init_kv_buffer": (),
+            "set_from_flat_data_page": ("index", "data_page"),
+        }.items()
+    ),
+    Seam("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", hooked=False),
+    Seam(
+        "sglang.srt.mem_cache.pool_host.common._CUDA_HOST_REGISTERED_RANGES_ATTR",
+        hooked=False,
+    ),
+    Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
+    Seam("sglang.srt.runtime_context.get_memory", hooked=False),
+    Seam("sglang.srt.runtime_context.get_serving", hooked=False),
 )
 
 #: Used in the scheduler processes of such a server.
@@ -139,6 +230,7 @@ SCHEDULER = (
         hooked=False,
     ),
     Seam(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
+    *HOST_TIER,
     Seam("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",

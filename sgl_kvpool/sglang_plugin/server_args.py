@@ -18,6 +18,8 @@ from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, LAYOUT, OPTIONS, 
 __all__ = ["install", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
+#: Tokens of a page with a host tier, unless the user names another size.
+HOST_TIER_PAGE_SIZE = 64
 #: Of the function that takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
 _installed = False
@@ -135,6 +137,9 @@ def _decide(server_args, previous):
         refusals.check_features(layout, arrangement_of(server_args), server_args)
         # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
         declare_resolution(server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False))
+        if server_args.enable_hierarchical_cache and server_args.page_size is None:
+            # SGLang's default is 1 with most backends: host pages of one row, a key and a digest for each.
+            declare_resolution(server_args, _SOURCE, page_size=HOST_TIER_PAGE_SIZE)
     previous(server_args)
 
 
@@ -203,6 +208,7 @@ def _finish(server_args, previous):
 
     view = resolving_view(server_args)
     refusals.check_features(layout, arrangement, view)
+    refusals.check_host_tier(layout, arrangement, view)
     refusals.check_backends(layout, arrangement, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)
     if view.kv_cache_dtype != shown:

@@ -2,6 +2,7 @@
 
 import itertools
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -11,17 +12,25 @@ from test_plan import ARRANGEMENTS, LAYERS, PAGES, distinct, side
 
 from sgl_kvpool.host.cpu_engine import CpuEngine
 from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.torch_engine import TorchEngine
 
 CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+#: Torch's copies have no number of threads.
+MAKERS = {
+    "torch": TorchEngine,
+    **{f"cpu-{n}": lambda plan, n=n: CpuEngine(plan, n) for n in (1, 2, 5, 64)},
+}
+
+
+@pytest.mark.parametrize("engine", MAKERS)
 @pytest.mark.parametrize(("device", "host"), list(itertools.product(ARRANGEMENTS, repeat=2)))
-def test_pages_arrive_and_nothing_else_changes(device, host, threads):
+def test_pages_arrive_and_nothing_else_changes(device, host, engine):
     """There and back, all layers and one; lists that are not contiguous."""
     source, from_pages = side(device, distinct)
     target, to_pages = side(host, -18, pages=PAGES + 2)
-    there = CpuEngine(TransferPlan(source, target, "kv"), threads)
+    there = MAKERS[engine](TransferPlan(source, target, "kv"))
     taken, put = np.array([6, 9, 0, 9, 3])[::2], np.array([8, 9, 2, 9, 5], dtype=np.int32)[::2]
     before, expected = from_pages.copy(), to_pages.copy()
     expected[:, put] = from_pages[:, taken].reshape(LAYERS, 3, *expected.shape[2:])
@@ -29,11 +38,56 @@ def test_pages_arrive_and_nothing_else_changes(device, host, threads):
     assert np.array_equal(to_pages, expected)
     assert np.array_equal(from_pages, before)
 
-    back = CpuEngine(TransferPlan(target, source, "kv"), threads)
+    back = MAKERS[engine](TransferPlan(target, source, "kv"))
     expected = from_pages.copy()
     expected[1, [4, 2]] = to_pages[1, [8, 5]].reshape(2, *expected.shape[2:])
-    back.copy(np.array([8, 5]), np.array([4, 2]), back.prepared(back.plan.copy_runs_of([1])))
+    back.copy(np.array([8, 5]), np.array([4, 2]), 1)
     assert np.array_equal(from_pages, expected)
+
+
+@pytest.mark.parametrize("row", [1023, 1024, 1041])
+def test_long_runs_at_odd_addresses(row):
+    """Runs long enough for streamed stores, whose beginnings and ends are not multiples of 16 bytes."""
+    sizes = {"layers": 3, "tokens": 5, "row": row}
+    source, from_pages = side("layer_major", distinct, **sizes)
+    target, to_pages = side("page_major", -18, pages=PAGES + 2, **sizes)
+    expected = to_pages.copy()
+    expected[:, [1, 8, 4]] = from_pages[:, [6, 0, 5]]
+    CpuEngine(TransferPlan(source, target, "kv"), 3).copy(np.array([6, 0, 5]), np.array([1, 8, 4]))
+    assert np.array_equal(to_pages, expected)
+
+
+def test_a_machine_that_grants_no_threads():
+    """The calling thread copies what nobody else could be started for."""
+    program = """
+import resource, threading
+import numpy as np
+from test_plan import side, distinct, PAGES
+from sgl_kvpool.host.cpu_engine import CpuEngine
+from sgl_kvpool.host.plan import TransferPlan
+source, from_pages = side("layer_major", distinct, row=65536)
+target, to_pages = side("page_major", -18, row=65536)
+engine = CpuEngine(TransferPlan(source, target, "kv"), 16)
+# Addresses left: less than the stack of a thread.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, hard))
+try:
+    threading.Thread(target=int).start()
+    raise SystemExit("a thread could be started")
+except RuntimeError:
+    pass
+pages = np.arange(PAGES)
+engine.copy(pages, pages[::-1].copy())
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert np.array_equal(to_pages, from_pages[:, ::-1])
+print("copied")
+"""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=here
+    )
+    assert done.stdout == "copied\n", done.stderr[-2000:]
 
 
 def test_nothing_is_copied_of_lists_that_are_none():
@@ -42,7 +96,6 @@ def test_nothing_is_copied_of_lists_that_are_none():
     engine = CpuEngine(TransferPlan(source, target, "kv"))
     none = np.array([], dtype=np.int64)
     engine.copy(none, none)
-    engine.copy(np.array([1]), np.array([1]), engine.prepared([]))
     for bad in (([0, 1], [2, 2]), ([0, PAGES], [0, 1]), ([0], [0, 1])):
         with pytest.raises(ValueError):
             engine.copy(*map(np.array, bad))

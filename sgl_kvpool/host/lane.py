@@ -1,0 +1,69 @@
+"""One direction of transfers: the engine that was fixed at start, one retry by torch, and the metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from sgl_kvpool import metrics
+from sgl_kvpool.host.cpu_engine import CpuEngine
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.torch_engine import TorchEngine
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """Transfers of one plan in one direction.
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    direction : "to_host" or "to_device"
+
+    Attributes
+    ----------
+    engine : CpuEngine or TorchEngine
+        The latter only where the former cannot be built.
+    """
+
+    def __init__(self, plan: TransferPlan, direction: Literal["to_host", "to_device"]) -> None:
+        self.plan, self.direction = plan, direction
+        self._torch = TorchEngine(plan)
+        self.engine: Any = self._torch
+        try:
+            self.engine = CpuEngine(plan)
+        except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+            metrics.failed("engine_build", f"engine {CpuEngine.name}, {direction}", error=error)
+
+    def run(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
+        """Copy pages of all layers, or of one by its place in the group, and return when they are there.
+
+        A failed engine is followed by torch, once, with the same plan: both write the same bytes to the same
+        places, so whatever the first has left behind is overwritten.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `TransferPlan.check_pages`; nothing was copied.
+        Exception
+            Torch failed too. What the target pages hold is not known.
+        """
+        self.plan.check_pages(source_pages, target_pages)
+        try:
+            self._timed(self.engine, source_pages, target_pages, part)
+        except Exception as error:
+            if self.engine is self._torch:
+                raise
+            kind = {"to_host": "backup", "to_device": "load"}[self.direction]
+            metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
+            self._timed(self._torch, source_pages, target_pages, part)
+
+    def _timed(self, engine: Any, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None):
+        began = time.perf_counter()
+        engine.copy(source_pages, target_pages, part)
+        seconds = time.perf_counter() - began
+        size_bytes = len(source_pages) * self.plan.bytes_per_page(None if part is None else [part])
+        metrics.transferred(self.direction, engine.name, size_bytes, seconds)

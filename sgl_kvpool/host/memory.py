@@ -1,0 +1,100 @@
+"""Memory of a host tier: allocated by SGLang, pinned piece by piece so that a log can follow it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import time
+from typing import Any
+
+import torch
+
+from sgl_kvpool import metrics
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PIECE_BYTES", "page_pieces", "pin", "too_much"]
+
+#: Bytes that are pinned in one call: some seconds' worth.
+PIECE_BYTES = 16 << 30
+#: Seconds between two lines that say how far pinning is.
+_PROGRESS_SECONDS = 10.0
+
+#: Where SGLang's `HostKVCache.destroy` looks for what is to be unregistered.
+_REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
+
+
+def too_much(size_bytes: int, tokens: int, error: BaseException) -> ValueError:
+    """The error for a host tier that does not fit into memory."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    reserve = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    return ValueError(
+        f"the host tier needs {size_bytes / 1e9:.2f} GB for {tokens} tokens and could not get them "
+        f"({type(error).__name__}: {error}); SGLang keeps {reserve / 1e9:.1f} GB of host memory free. Give a "
+        "smaller --hicache-size (GB) or --hicache-ratio, fewer --max-total-tokens, a narrower "
+        "--kv-cache-layout, or leave out --enable-hierarchical-cache"
+    )
+
+
+def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Pieces of a buffer, (offset, size), none of which ends inside a page.
+
+    A copy must not cross two registrations, and no memory page of the system (4096 bytes) may be in two. So
+    pieces are multiples of both, at least one of the common multiple.
+    """
+    step = math.lcm(page_bytes, mmap.PAGESIZE)
+    step *= max(1, piece_bytes // step)
+    return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
+
+
+def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: int = PIECE_BYTES) -> bool:
+    """Register a host buffer with CUDA, piece by piece.
+
+    Parameters
+    ----------
+    buffer : Tensor, on the CPU, contiguous
+        SGLang's `HostKVCache.destroy` unregisters what is registered here.
+    page_bytes : int
+        What one copy moves at most.
+    cudart : module, optional
+        `torch.cuda.cudart()` unless given.
+    piece_bytes : int
+        About how much is registered in one call.
+
+    Returns
+    -------
+    bool
+        False if a piece could not be registered: then none is, and the memory stays pageable.
+    """
+    cudart = torch.cuda.cudart() if cudart is None else cudart
+    pieces = page_pieces(buffer.nbytes, page_bytes, piece_bytes)
+    registered: list[tuple[int, int]] = []
+    said = time.monotonic()
+    for offset, size in pieces:
+        address = buffer.data_ptr() + offset
+        status = int(cudart.cudaHostRegister(address, size, 0))
+        if status != 0:
+            text = cudart.cudaGetErrorString(status)
+            metrics.failed(
+                "registration",
+                f"cudaHostRegister of {size} bytes, {offset} of {buffer.nbytes} done: {status} {text}",
+            )
+            _undo(cudart, buffer, registered)
+            return False
+        registered.append((address, size))
+        if time.monotonic() - said > _PROGRESS_SECONDS:
+            said = time.monotonic()
+            done, total = (offset + size) / 1e9, buffer.nbytes / 1e9
+            logger.info("sgl-kvpool: pinning the host tier, %.0f of %.0f GB", done, total)
+    setattr(buffer, _REGISTERED_RANGES, registered)
+    return True
+
+
+def _undo(cudart: Any, buffer: torch.Tensor, registered: list[tuple[int, int]]) -> None:
+    """Unregister pieces, the last first; what stays registered is left for `destroy`."""
+    left = [piece for piece in reversed(registered) if int(cudart.cudaHostUnregister(piece[0])) != 0]
+    if left:
+        logger.warning("sgl-kvpool: %d pieces of the host tier stay registered", len(left))
+    setattr(buffer, _REGISTERED_RANGES, left[::-1])

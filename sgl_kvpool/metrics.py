@@ -1,0 +1,122 @@
+"""Metrics of this package for SGLang's Prometheus endpoint, and the list of failures that are survived.
+
+SGLang collects metrics of all its processes through files (prometheus_client's multi-process mode), so what a
+scheduler counts here appears under `/metrics` of the server without further ado. Until `publish` was called,
+which a scheduler does if the server was started with `--enable-metrics`, counting does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_kvpool import __version__
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["FAILURES", "failed", "publish", "transferred"]
+
+#: Failures by kind, and what they cost. Every one has a log line too.
+FAILURES = {
+    "engine_build": "an engine could not be built; the torch engine is used",
+    "registration": "host memory could not be pinned; transfers use pageable memory",
+    "load_pages": "a load from the host tier named bad pages; the tokens are computed again",
+    "load": "a load by the engine failed; the torch engine carried it out",
+    "backup_pages": "a backup to the host tier named bad pages; the tokens are not backed up",
+    "backup": "a backup by the engine failed; the torch engine carried it out",
+    "backup_lost": "a backup failed; the tokens are not backed up",
+    "page_digest": "a stored page was not what was stored under its key; the tokens are computed again",
+    "page_read": "a stored page could not be read; the tokens are computed again",
+    "page_write": "a page could not be stored",
+}
+
+_metrics: dict[str, Any] = {}
+
+
+def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
+    """Say what this scheduler serves, and count from now on. Once per process; later calls only say.
+
+    Parameters
+    ----------
+    layout, host_layout, arrangement : str
+        `host_layout` is "none" without a host tier.
+    backend : str
+        Attention backend.
+    """
+    # Looks at PROMETHEUS_MULTIPROC_DIR when it is imported, which SGLang sets before it starts schedulers.
+    from prometheus_client import Counter, Gauge
+
+    if not _metrics:
+        labels = ["direction", "engine"]
+        _metrics["info"] = Gauge(
+            "sgl_kvpool_info",
+            "What this server stores in its KV cache",
+            ["layout", "host_layout", "arrangement", "backend", "version"],
+            multiprocess_mode="max",
+        )
+        _metrics["bytes"] = Counter(
+            "sgl_kvpool_transfer_bytes", "Bytes moved between device and host tier", labels
+        )
+        _metrics["seconds"] = Counter(
+            "sgl_kvpool_transfer_seconds", "Seconds that these transfers took", labels
+        )
+        _metrics["rate"] = Gauge(
+            "sgl_kvpool_transfer_gigabytes_per_second",
+            "Rate of the latest transfer, 1e9 bytes per second",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        _metrics["failures"] = Counter(
+            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/transfer.md)", ["kind"]
+        )
+        for kind in FAILURES:
+            _metrics["failures"].labels(kind=kind)
+    _metrics["info"].labels(
+        layout=layout, host_layout=host_layout, arrangement=arrangement, backend=backend, version=__version__
+    ).set(1)
+
+
+def transferred(direction: str, engine: str, size_bytes: int, seconds: float) -> None:
+    """Count a transfer.
+
+    Parameters
+    ----------
+    direction : str
+        "to_host" or "to_device".
+    engine : str
+    size_bytes : int
+    seconds : float
+        Until the bytes were there.
+    """
+    if not _metrics:
+        return
+    labels: Mapping[str, str] = {"direction": direction, "engine": engine}
+    _metrics["bytes"].labels(**labels).inc(size_bytes)
+    _metrics["seconds"].labels(**labels).inc(seconds)
+    if seconds > 0:
+        _metrics["rate"].labels(**labels).set(size_bytes / seconds / 1e9)
+
+
+def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
+    """Log and count a failure that is survived.
+
+    Parameters
+    ----------
+    kind : str
+        Of `FAILURES`.
+    what : str
+        What happened to what, for the log.
+    error : exception, optional
+        The reason, if it was one.
+
+    Raises
+    ------
+    KeyError
+        A kind that is not in the table.
+    """
+    cost = FAILURES[kind]
+    reason = "" if error is None else f": {type(error).__name__}: {error}"
+    logger.warning("sgl-kvpool: %s (%s)%s", cost, what, reason)
+    if _metrics:
+        _metrics["failures"].labels(kind=kind).inc()

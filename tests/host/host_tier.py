@@ -1,0 +1,90 @@
+"""Host tiers of small real pools, and the bytes of both by numpy alone."""
+
+import itertools
+
+import numpy as np
+import torch
+
+LAYERS, START, PAGES = 3, 5, 5  # one of the pages takes the writes of padded tokens
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+LAYOUTS = list(ROW_BYTES)
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+LABELS = ["page_first", "page_first_direct"]
+CASES = list(itertools.product(LAYOUTS, ARRANGEMENTS, [1, 2, 61, 64, 128]))
+#: Axes in memory, from the outermost.
+ORDER = {"layer_major": "LBNC", "token_major": "BNLC", "page_major": "BLNC"}
+GUARD = 0xEE
+
+
+def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, layers=LAYERS, **extra):
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
+    return LayoutMLATokenToKVPool(
+        size=(pages - 1) * page_size, page_size=page_size,
+        dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
+        kv_cache_layout=layout, kv_cache_arrangement=arrangement,
+        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": layers, "device": "cpu",
+           "enable_memory_saver": False, "start_layer": START, **extra},
+    )  # fmt: skip
+
+
+def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
+    """Host tier with guard bytes in every page."""
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    tier = HierarchicalMLAHostPool(pool, ratio, host_size, pool.page_size, label, **extra)
+    host_bytes(tier)[...] = GUARD
+    return tier
+
+
+def memory(pool):
+    """The bytes of a pool, one flat array per buffer."""
+    if pool.cross_layer is None:
+        return [layer.view(torch.uint8).view(-1).numpy() for layer in pool.kv_buffer]
+    return [pool.cross_layer.group.tensor.view(-1).numpy().view(np.uint8)]
+
+
+def rows(pool):
+    """The rows of a pool as `[layers, pages, tokens, row_bytes]`, writable where torch is not asked."""
+    order, row = ORDER[pool.kv_cache_arrangement.value], ROW_BYTES[pool.kv_cache_layout.value]
+    flat = memory(pool)
+    sizes = {"L": pool.layer_num, "N": pool.page_size, "C": row}
+    sizes["B"] = sum(map(len, flat)) // (pool.layer_num * pool.page_size * row)
+    if order[0] == "L":
+        return [layer.reshape(sizes["B"], pool.page_size, row) for layer in flat]
+    grid = flat[0].reshape([sizes[axis] for axis in order])
+    return list(grid.transpose([order.index(axis) for axis in "LBNC"]))
+
+
+def host_bytes(tier):
+    """`[pages, layers, page_size, row_bytes]` of a host tier, through no view of ours."""
+    raw = tier.kv_buffer.view(-1).view(torch.uint8).numpy()
+    return raw.reshape(tier.page_num, tier.layer_num, tier.page_size, -1)
+
+
+def fill(pool, seed=0):
+    """Other bytes in every row of every layer."""
+    generator = np.random.default_rng(seed)
+    for layer in rows(pool):
+        layer[...] = generator.integers(0, 256, layer.shape, dtype=np.uint8)
+
+
+def slots(pages, page_size):
+    """The slots of some pages, as SGLang lists them."""
+    pages = torch.tensor(pages, dtype=torch.int64)
+    return (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
+
+
+def load(tier, host_pages, device_pages, layers=range(LAYERS), io_backend="kernel"):
+    for layer in layers:
+        tier.load_to_device_per_layer(
+            None, slots(host_pages, tier.page_size), slots(device_pages, tier.page_size), layer, io_backend
+        )
+
+
+def backup(tier, host_pages, device_pages, io_backend="kernel"):
+    tier.backup_from_device_all_layer(
+        None, slots(host_pages, tier.page_size), slots(device_pages, tier.page_size), io_backend
+    )

@@ -1,0 +1,280 @@
+"""HierarchicalMLAHostPool: bytes there and back, SGLang's allocator, sizes, what stores see."""
+
+import numpy as np
+import pytest
+import torch
+from host_tier import (
+    ARRANGEMENTS,
+    CASES,
+    GUARD,
+    LABELS,
+    LAYERS,
+    LAYOUTS,
+    PAGES,
+    ROW_BYTES,
+    START,
+    backup,
+    device_pool,
+    fill,
+    host_bytes,
+    host_pool,
+    load,
+    memory,
+    rows,
+    slots,
+)
+
+pytestmark = pytest.mark.usefixtures("no_reserve")
+
+
+# ------------------------------------------------------------------ transfers
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
+def test_round_trip(layout, arrangement, page_size, label):
+    """There and back, bit for bit; the source and every byte of other pages stay as they are."""
+    pool = device_pool(layout, arrangement, page_size)
+    fill(pool)
+    tier = host_pool(pool, label)
+    before, was = [layer.copy() for layer in rows(pool)], [part.copy() for part in memory(pool)]
+    there, taken = [5, 0, 3], [2, 4, 1]
+    backup(tier, there, taken)
+    assert all(np.array_equal(a, b) for a, b in zip(memory(pool), was, strict=True))
+    expected = np.full((tier.page_num, LAYERS, page_size, ROW_BYTES[layout]), GUARD, dtype=np.uint8)
+    for layer in range(LAYERS):
+        expected[there, layer] = before[layer][taken]
+    assert np.array_equal(host_bytes(tier), expected)
+
+    for part in memory(pool):
+        part[...] = GUARD
+    load(tier, [3, 5], [4, 1])
+    for layer in range(LAYERS):
+        back = np.full_like(before[layer], GUARD)
+        back[[4, 1]] = before[layer][[1, 2]]
+        assert np.array_equal(rows(pool)[layer], back)
+    assert np.array_equal(host_bytes(tier), expected)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_layers_arrive_one_by_one(arrangement):
+    pool = device_pool("fp8_block_scale", arrangement)
+    fill(pool)
+    tier = host_pool(pool)
+    wanted = [layer.copy() for layer in rows(pool)]
+    backup(tier, [1, 2], [3, 1])
+    for part in memory(pool):
+        part[...] = GUARD
+    load(tier, [1, 2], [3, 1], layers=[1])
+    assert (rows(pool)[0] == GUARD).all()
+    assert np.array_equal(rows(pool)[1][[3, 1]], wanted[1][[3, 1]])
+    assert (rows(pool)[2] == GUARD).all()
+    # A layer of another pipeline stage is nobody's here, as in SGLang's pool.
+    load(tier, [1, 2], [3, 1], layers=[LAYERS])
+    assert (rows(pool)[2] == GUARD).all()
+
+
+def test_lists_that_are_not_contiguous_in_memory():
+    pool = device_pool("fp4", page_size=2)
+    fill(pool)
+    tier = host_pool(pool)
+    there, taken = slots([4, 1, 2], 2), slots([1, 3, 4], 2)
+    padded = [torch.stack([each, each * 0 - 7], dim=1).view(-1)[::2] for each in (there, taken)]
+    assert not padded[0].is_contiguous()
+    tier.backup_from_device_all_layer(None, *padded, "direct")
+    assert np.array_equal(host_bytes(tier)[[4, 1, 2], 1], rows(pool)[1][[1, 3, 4]])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_packed_drafts_travel_with_the_target(layout, arrangement):
+    """SGLang numbers their layers behind the target's, and keeps their rows behind its rows."""
+    pool = device_pool(layout, arrangement)
+    drafts = [device_pool(layout, layers=1, start_layer=0) for _ in range(2)]
+    for seed, each in enumerate((pool, *drafts)):
+        fill(each, seed)
+    tier = host_pool(pool, draft_pools=drafts)
+    assert tier.layer_num == LAYERS + 2
+    assert tier.page_bytes == 4 * (LAYERS + 2) * ROW_BYTES[layout]
+    wanted = [rows(each)[0].copy() for each in drafts]
+    backup(tier, [2, 0], [1, 4])
+    for depth, draft in enumerate(drafts):
+        assert np.array_equal(host_bytes(tier)[[2, 0], LAYERS + depth], wanted[depth][[1, 4]])
+        rows(draft)[0][...] = GUARD
+        tier.load_to_device_per_layer(
+            None, slots([2, 0], 4), slots([3, 2], 4), LAYERS + depth, "kernel", is_draft=True
+        )
+        assert np.array_equal(rows(draft)[0][[3, 2]], wanted[depth][[1, 4]])
+        assert (rows(draft)[0][[0, 1, 4]] == GUARD).all()
+
+
+def test_drafts_that_cannot_be_packed():
+    pool = device_pool("fp4")
+    with pytest.raises(ValueError, match="one layer and the target's rows"):
+        host_pool(pool, draft_pools=[device_pool("fp8", layers=1)])
+    with pytest.raises(ValueError, match=r"\[2\] layers"):
+        host_pool(pool, draft_pools=[device_pool("fp4", layers=2)])
+
+
+def test_pools_and_labels_that_are_not_ours():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    stock = MLATokenToKVPool(
+        8, 4, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=1, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="not MLATokenToKVPool"):
+        host_pool(stock)
+    for label in ("layer_first", "page_head", "page_first_kv_split"):
+        with pytest.raises(ValueError, match=f"{label} is not one of page_first, page_first_direct"):
+            host_pool(device_pool("fp4"), label)
+
+
+# ------------------------------------------------------------------ SGLang's allocator of host slots
+
+
+def test_slots_are_given_once():
+    tier = host_pool(device_pool("fp4"), ratio=2)
+    everything = tier.available_size()
+    assert everything == tier.page_num * 4
+    one, two = tier.alloc(8), tier.alloc(everything - 8)
+    assert sorted([*one.tolist(), *two.tolist()]) == list(range(everything))
+    assert tier.alloc(4) is None
+    assert tier.free(one) == 8
+    assert sorted(tier.alloc(8).tolist()) == sorted(one.tolist())
+
+
+def test_double_free_and_freeing_what_is_not_allocated():
+    tier = host_pool(device_pool("fp4"))
+    given = tier.alloc(8)
+    tier.free(given[:4])
+    with pytest.raises(AssertionError, match="Double-free"):
+        tier.free(given)
+    with pytest.raises(AssertionError, match="Double-free"):
+        tier.free(torch.tensor([tier.size - 1]))
+    with pytest.raises(AssertionError, match="multiple of the page size"):
+        tier.alloc(3)
+
+
+def test_clear_forgets_everything():
+    tier = host_pool(device_pool("fp4"))
+    given = tier.alloc(12)
+    tier._lost[0] = True
+    tier.clear()
+    assert tier.available_size() == tier.page_num * 4
+    assert not tier.slot_used.any()
+    assert not tier._lost.any()
+    assert tier.alloc(12).tolist() == given.tolist()
+
+
+# ------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ratio_and_size_count_the_layouts_bytes(layout):
+    token_bytes = LAYERS * ROW_BYTES[layout]
+    by_ratio = host_pool(device_pool(layout), ratio=3)
+    assert by_ratio.size_per_token == token_bytes
+    assert by_ratio.page_num == 3 * (PAGES - 1) * 4 // 4 + 1  # SGLang adds a page
+    assert by_ratio.kv_buffer.nbytes == by_ratio.size * token_bytes
+    by_size = host_pool(device_pool(layout), host_size=1e-3)
+    assert by_size.page_num == int(1e6 // token_bytes) // 4 + 1
+
+
+def test_a_capacity_that_is_given_is_kept():
+    """As a draft's tier has as many slots as its target's."""
+    tier = host_pool(device_pool("fp8", layers=1), ratio=9, host_token_capacity=20, pool_label="draft")
+    assert (tier.size, tier.page_num) == (20, 5)
+
+
+def test_memory_is_plain_without_a_gpu():
+    tier = host_pool(device_pool("bf16"))
+    assert not tier.pin_memory
+    assert not tier.kv_buffer.is_pinned()
+    tier.destroy()
+    assert tier.kv_buffer is None
+
+
+# ------------------------------------------------------------------ what stores and peers see
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_pointer_per_page(layout, label):
+    tier = host_pool(device_pool(layout, page_size=2), label)
+    page_bytes = 2 * LAYERS * ROW_BYTES[layout]
+    addresses, sizes = tier.get_page_buffer_meta(slots([3, 0, 4], 2))
+    begin = tier.kv_buffer.data_ptr()
+    assert addresses == [begin + page * page_bytes for page in (3, 0, 4)]
+    assert sizes == [page_bytes] * 3
+    assert tier.get_page_buffer_element_size() == page_bytes
+    assert tier.get_contiguous_buf_infos() == ([begin], [tier.page_num * page_bytes], [page_bytes])
+    assert tier.get_size_per_token() == tier.get_ksize_per_token() == page_bytes // 2
+    assert tier.layout == label
+    for bad in ([1, 2], [0], [tier.size, tier.size + 1]):
+        with pytest.raises(ValueError):
+            tier.get_page_buffer_meta(torch.tensor(bad))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 61])
+def test_data_pages_are_the_pages_bytes(layout, page_size):
+    tier = host_pool(device_pool(layout, page_size=page_size))
+    generator = np.random.default_rng(1)
+    host_bytes(tier)[...] = generator.integers(0, 256, host_bytes(tier).shape, dtype=np.uint8)
+    page = tier.get_data_page(3 * page_size)
+    assert page.dtype == tier.dtype
+    raw = page.view(torch.uint8).numpy()
+    assert np.array_equal(raw[:-16], host_bytes(tier)[3].ravel())
+    into = tier.get_dummy_flat_data_page()
+    assert (into.dtype, into.shape) == (page.dtype, page.shape)
+
+    expected = host_bytes(tier).copy()
+    expected[1] = expected[3]
+    into.copy_(page)
+    tier.set_from_flat_data_page(page_size, into)
+    assert np.array_equal(host_bytes(tier), expected)
+
+    # Stores that copy nothing read and write through a view.
+    view = tier.get_data_page(torch.tensor(2 * page_size), flat=False)
+    assert view.shape == (1, LAYERS, page_size, 1, tier.kv_cache_dim)
+    view.view(torch.uint8).fill_(7)
+    assert (host_bytes(tier)[2] == 7).all()
+    for bad in (tier.size, -page_size, *([1] if page_size > 1 else [])):
+        with pytest.raises(IndexError, match="no page of"):
+            tier.get_data_page(bad)
+        with pytest.raises(IndexError, match="no page of"):
+            tier.set_from_flat_data_page(bad, into)
+
+
+def test_format_tags_tell_pages_apart():
+    """Everything that changes the bytes of a stored page changes its key; the arrangement does not."""
+    base = {"layout": "fp8", "page_size": 4}
+    others = {
+        "layout": {"layout": "fp4"},
+        "page size": {"page_size": 2},
+        "layers": {"layers": 2},
+        "as many as with a draft": {"layers": 4},
+        "stage": {"start_layer": START + 1},
+        "rope": {"qk_rope_head_dim": 0},
+        "rank": {"kv_lora_rank": 256},
+        "k_scale": {"k_scales": {START + 1: 0.5}},
+        "other k_scale": {"k_scales": {START + 2: 0.5}},
+    }
+    tags = {name: host_pool(device_pool(**{**base, **change})).storage_format_tag
+            for name, change in others.items()}  # fmt: skip
+    plain = host_pool(device_pool(**base))
+    tags["plain"] = plain.storage_format_tag
+    tags["draft"] = host_pool(
+        device_pool(**base), draft_pools=[device_pool("fp8", layers=1)]
+    ).storage_format_tag
+    assert len(set(tags.values())) == len(tags)
+    for arrangement in ARRANGEMENTS:
+        for label in LABELS:
+            arranged = host_pool(device_pool(**base, arrangement=arrangement), label)
+            assert arranged.storage_format_tag == tags["plain"]
+    assert host_pool(device_pool(**base, k_scales={START: 1.0})).storage_format_tag == tags["plain"]
+
+    from sglang.srt.managers.cache_controller import storage_model_name
+
+    assert storage_model_name("model", plain) == f"model-{tags['plain']}"
