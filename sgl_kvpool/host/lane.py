@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from sgl_kvpool import metrics
 from sgl_kvpool.host.cpu_engine import CpuEngine
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.torch_engine import TorchEngine
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Lane"]
 
@@ -59,7 +62,13 @@ class Lane:
                 raise
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
-            self._timed(self._torch, source_pages, target_pages, part)
+            try:
+                self._timed(self._torch, source_pages, target_pages, part)
+            except Exception:
+                logger.exception(
+                    "sgl-kvpool: transfer of %d pages %s failed", len(source_pages), self.direction
+                )
+                raise
 
     def _timed(self, engine: Any, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None):
         began = time.perf_counter()

@@ -1,4 +1,9 @@
-"""Host tiers on a machine of any size: SGLang keeps 10 GiB of memory free, and these take a megabyte."""
+"""Real HiCache controllers in this process, and metrics that are counted.
+
+SGLang keeps 10 GiB of memory free when it makes a host tier. These take a megabyte, on machines of any size.
+"""
+
+import threading
 
 import pytest
 
@@ -8,3 +13,84 @@ def no_reserve(monkeypatch, published):
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+
+
+@pytest.fixture(scope="session")
+def counting():
+    """`counting(name, **labels)`: value of a metric in this process."""
+    from prometheus_client import REGISTRY
+
+    from sgl_kvpool import metrics
+
+    metrics.publish(layout="fp4", host_layout="fp4", arrangement="layer_major", backend="kvpool_mla")
+    return lambda name, **labels: REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def failures(counting):
+    """`failures()`: what was counted since the test began, by kind."""
+    from sgl_kvpool.metrics import FAILURES
+
+    def now():
+        return {kind: counting("sgl_kvpool_failures_total", kind=kind) for kind in FAILURES}
+
+    before = now()
+    return lambda: {kind: n - before[kind] for kind, n in now().items() if n != before[kind]}
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+@pytest.fixture
+def controller_of(no_reserve, process_group, tmp_path, monkeypatch):
+    """`controller_of(pool, label=, store=)`: SGLang's controller for a pool, built by SGLang with our hooks.
+
+    `store` is the folder of the `file` backend; another controller over the same folder is a restart.
+    """
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
+    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import host_tier
+
+    host_tier.install()
+    before = snapshot_context()
+    made = []
+
+    def build(pool, label="page_first", store=None, model_name="model", io_backend=None):
+        io_backend = io_backend or {"page_first": "kernel", "page_first_direct": "direct"}[label]
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, hicache_ratio=2.0,
+            page_size=pool.page_size, hicache_mem_layout=label, hicache_io_backend=io_backend,
+            hicache_storage_backend=store and "file", served_model_name=model_name,
+        )  # fmt: skip
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        if store:
+            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+        allocator = PagedTokenToKVPoolAllocator(
+            pool.size, page_size=pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+        )
+        group = hybrid_pool_assembler.build_kv_only_group(
+            page_size=pool.page_size, kv_pool=pool, use_mla=True,
+            full_layer_mapping={layer: layer for layer in range(pool.layer_num)},
+        )  # fmt: skip
+        controller = hybrid_cache_controller.HybridCacheController(
+            allocator, group, pool.page_size, process_group, threading.Event(), write_policy="write_through",
+            io_backend=io_backend, storage_backend=store and "file", model_name=model_name,
+            transfer_layer_id_max=pool.layer_num,
+        )  # fmt: skip
+        made.append(controller)
+        return controller
+
+    yield build
+    for controller in made:
+        if controller.enable_storage:
+            controller.detach_storage_backend()
+    restore_context(before)

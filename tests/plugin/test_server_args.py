@@ -127,7 +127,6 @@ FEATURES = {
     "--grpc-mode": (),
     "--smg-grpc-mode": (),
     "--disaggregation-mode": ("prefill",),
-    "--enable-hierarchical-cache": (),
 }
 
 

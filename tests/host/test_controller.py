@@ -1,0 +1,256 @@
+"""SGLang's own HiCache controller over our host tier, in this process: transfers, and what may go wrong."""
+
+import itertools
+from types import MethodType
+
+import numpy as np
+import pytest
+import torch
+from host_tier import (
+    ARRANGEMENTS,
+    GUARD,
+    LABELS,
+    LAYERS,
+    LAYOUTS,
+    device_pool,
+    fill,
+    host_bytes,
+    memory,
+    rows,
+    slots,
+)
+
+
+def tier_of(controller):
+    return controller.mem_pool_host.anchor_entry.host_pool
+
+
+def pages(slots_of_pages, page_size=4):
+    return [int(slot) // page_size for slot in slots_of_pages[::page_size]]
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
+def test_backed_up_and_loaded_elsewhere(controller_of, counting, layout, arrangement, label):
+    """Through SGLang's queues and its submission, with the index tensors that its io backends make."""
+
+    def total():
+        return {
+            direction: counting("sgl_kvpool_transfer_bytes_total", direction=direction, engine="cpu")
+            for direction in ("to_host", "to_device")
+        }
+
+    pool = device_pool(layout, arrangement, pages=9)
+    fill(pool)
+    controller = controller_of(pool, label)
+    before, counted = [layer.copy() for layer in rows(pool)], total()
+    taken = controller.mem_pool_device_allocator.alloc(12)
+    kept = controller.write(taken, node_id=1)
+    assert controller.ack_write_queue[0].num_bytes == 12 * tier_of(controller).size_per_token
+    for part in memory(pool):
+        part[...] = GUARD
+    found = controller.load(kept, node_id=1)
+    assert not set(pages(found)) & set(pages(taken))
+    assert controller.start_loading() >= 0
+    for layer in range(LAYERS):
+        expected = np.full_like(before[layer], GUARD)
+        expected[pages(found)] = before[layer][pages(taken)]
+        assert np.array_equal(rows(pool)[layer], expected)
+    moved = 12 * tier_of(controller).size_per_token
+    assert total() == {direction: value + moved for direction, value in counted.items()}
+
+
+def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    built = []
+
+    class Built(Exception):
+        pass
+
+    def stop(self):
+        built.append(type(self))
+        raise Built
+
+    # SGLang's own needs a CUDA driver from here on.
+    monkeypatch.setattr(MLATokenToKVPoolHost, "init_kv_buffer", stop)
+    stock = MLATokenToKVPool(
+        8, 4, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=1, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    with pytest.raises(Built):
+        controller_of(stock)
+    assert built == [MLATokenToKVPoolHost]
+
+
+# ------------------------------------------------------------------ lists, before anything is queued
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ([0, 1, 2, 3, 0, 1, 2, 3], "a page is listed twice"),
+        ([0, 1, 2, 3, 8, 9, 10, 11], "not allocated"),
+        ([0, 1, 2], "no whole number of pages"),
+        ([1, 2, 3, 4], "not the 4 of one page"),
+        ([0, 1, 3, 2], "not the 4 of one page"),
+        ([4000, 4001, 4002, 4003], "and there are 0 to"),
+        ([-4, -3, -2, -1], "pages -1 to -1"),
+    ],
+)
+def test_bad_host_lists_are_a_miss(controller_of, failures, caplog, bad, reason):
+    pool = device_pool("fp4", pages=9)
+    controller = controller_of(pool)
+    kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
+    assert kept.tolist() == list(range(8))
+    free = controller.mem_pool_device_allocator.available_size()
+    assert controller.load(torch.tensor(bad), node_id=1) is None
+    assert controller.load_queue == []
+    assert controller.mem_pool_device_allocator.available_size() == free
+    assert failures() == {"load_pages": 1}
+    assert reason in caplog.text
+    assert controller.load(kept, node_id=1) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [([5, 5], "listed twice"), ([3, 9], "pages 3 to 9"), ([0, 3], "pages 0 to 3")],
+)
+def test_bad_device_lists_of_the_allocator_are_a_miss(controller_of, failures, caplog, given, reason):
+    """Page 0 is where padded tokens are written."""
+    pool = device_pool("fp8", pages=9)
+    controller = controller_of(pool)
+    allocator = controller.mem_pool_device_allocator
+    kept = controller.write(allocator.alloc(8), node_id=1)
+    allocator.alloc = MethodType(lambda self, need: slots(given, 4), allocator)
+    assert controller.load(kept, node_id=1) is None
+    assert controller.load_queue == []
+    assert controller.load(kept, node_id=1, device_indices=slots(given, 4)) is None
+    assert controller.load_queue == []
+    assert failures() == {"load_pages": 2}
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("bad", [[2, 2], [0, 1], [1, 9], [-1, 3]])
+def test_bad_device_lists_are_not_backed_up(controller_of, failures, bad):
+    pool = device_pool("bf16", pages=9)
+    controller = controller_of(pool)
+    free = tier_of(controller).available_size()
+    host_bytes(tier_of(controller))[...] = GUARD
+    assert controller.write(slots(bad, 4), node_id=1) is None
+    assert tier_of(controller).available_size() == free
+    assert (controller.write_queue, controller.ack_write_queue) == ([], [])
+    assert (host_bytes(tier_of(controller)) == GUARD).all()
+    assert failures() == {"backup_pages": 1}
+
+
+# ------------------------------------------------------------------ engines that fail
+
+
+class Broken:
+    """An engine that writes garbage to some of the pages, and then fails."""
+
+    name = "cpu"
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def copy(self, source_pages, target_pages, part=None):
+        group = self.plan.target_group
+        for layer in group.layers if part is None else [group.layers[part]]:
+            self.plan.target.view(group, layer.runs)[target_pages[:1]] = 0x55
+        raise OSError(5, "broken on purpose")
+
+
+def broken(lanes):
+    for lane in lanes:
+        lane.engine = Broken(lane.plan)
+
+
+def torch_too(lanes, monkeypatch):
+    for lane in lanes:
+        monkeypatch.setattr(lane, "_torch", Broken(lane.plan))
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_torch_carries_out_what_an_engine_could_not(controller_of, failures, caplog, arrangement):
+    pool = device_pool("fp8_block_scale", arrangement, pages=9)
+    fill(pool)
+    controller = controller_of(pool)
+    tier = tier_of(controller)
+    broken(tier._to_host)
+    broken(tier._to_device)
+    taken = controller.mem_pool_device_allocator.alloc(12)
+    before = [layer.copy() for layer in rows(pool)]
+    kept = controller.write(taken, node_id=1)
+    assert np.array_equal(host_bytes(tier)[pages(kept), 1], before[1][pages(taken)])
+    found = controller.load(kept, node_id=1)
+    controller.start_loading()
+    for layer in range(LAYERS):
+        assert np.array_equal(rows(pool)[layer][pages(found)], before[layer][pages(taken)])
+    assert failures() == {"backup": 1, "load": LAYERS}
+    assert "broken on purpose" in caplog.text
+
+
+def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failures, monkeypatch):
+    """SGLang's tree takes the pages for backed up: loads of them are misses, stores do not get them."""
+    pool = device_pool("fp4", pages=9)
+    fill(pool)
+    controller = controller_of(pool)
+    tier = tier_of(controller)
+    allocator = controller.mem_pool_device_allocator
+    good = controller.write(allocator.alloc(4), node_id=1)
+    with monkeypatch.context() as patched:
+        working = [lane.engine for lane in tier._to_host]
+        broken(tier._to_host)
+        torch_too(tier._to_host, patched)
+        lost = controller.write(allocator.alloc(8), node_id=2)
+    assert failures() == {"backup": 1, "backup_lost": 1}
+    for lane, engine in zip(tier._to_host, working, strict=True):
+        lane.engine = engine
+    assert controller.load(lost, node_id=2) is None
+    assert controller.load(torch.cat([good, lost]), node_id=2) is None
+    assert controller.load(good, node_id=1) is not None
+    for store in (tier.get_data_page, lambda slot: tier.get_page_buffer_meta(lost)):
+        with pytest.raises(ValueError, match="lost in its backup"):
+            store(int(lost[4]))
+    # Whoever gets the pages next writes them anew.
+    tier.free(lost)
+    everything = tier.alloc(tier.available_size())
+    assert set(lost.tolist()) <= set(everything.tolist())
+    assert tier.slots_problem(lost) is None
+
+
+def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monkeypatch, caplog):
+    """The pages are in the tree already, so there is nobody left who could compute them."""
+    pool = device_pool("fp4", pages=9)
+    controller = controller_of(pool)
+    kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
+    broken(tier_of(controller)._to_device)
+    torch_too(tier_of(controller)._to_device, monkeypatch)
+    assert controller.load(kept, node_id=1) is not None
+    # SGLang waits for its stream on the way out, which torch.cpu's cannot be: that error comes on top.
+    with pytest.raises((OSError, AttributeError)) as stopped:
+        controller.start_loading()
+    assert "broken on purpose" in f"{stopped.value} {stopped.value.__context__}"
+    assert "transfer of 2 pages to_device failed" in caplog.text
+    assert failures() == {"load": 1}
+
+
+def test_an_engine_that_cannot_be_built(controller_of, failures, monkeypatch, caplog):
+    from sgl_kvpool.host import cpu_engine
+
+    def no_compiler():
+        raise RuntimeError("no compiler on purpose")
+
+    monkeypatch.setattr(cpu_engine, "_module", no_compiler)
+    pool = device_pool("fp4", "page_major", pages=9)
+    fill(pool)
+    controller = controller_of(pool)
+    taken = controller.mem_pool_device_allocator.alloc(12)
+    kept = controller.write(taken, node_id=1)
+    assert np.array_equal(host_bytes(tier_of(controller))[pages(kept), 2], rows(pool)[2][pages(taken)])
+    assert failures() == {"engine_build": 2}
+    assert "engine torch" in caplog.text or tier_of(controller)._to_host[0].engine.name == "torch"
+    assert "no compiler on purpose" in caplog.text

@@ -1,0 +1,145 @@
+"""Memory of the host tier: real limits, and registration with CUDA in pieces."""
+
+import mmap
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from host_tier import device_pool, host_pool
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvpool.host.memory import page_pieces, pin
+
+# ------------------------------------------------------------------ too much
+
+
+def test_a_ratio_that_does_not_fit(no_reserve):
+    pool = device_pool("bf16")
+    with pytest.raises(
+        ValueError, match=r"needs \d{4,}\.\d\d GB for \d+ tokens.*--hicache-size.*--hicache-ratio"
+    ):
+        host_pool(pool, ratio=1e9)
+
+
+def test_sglangs_reserve_is_named(published, monkeypatch):
+    """Without the fixture that takes it away: a machine on which nothing else is free."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 1 << 50)
+    with pytest.raises(ValueError, match=r"keeps 1125899\.9 GB of host memory free"):
+        host_pool(device_pool("fp4"))
+
+
+def test_a_real_limit_of_memory(no_reserve):
+    """RLIMIT_AS below what the tier needs: the system refuses, and the error says what to do."""
+    pool = device_pool("bf16")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=r"needs 0\.\d\d GB for \d+ tokens and could not get them.*fewer --max"
+        ):
+            host_pool(pool, host_size=0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert host_pool(pool, host_size=0.01).page_num > 0
+
+
+# ------------------------------------------------------------------ pieces
+
+
+@given(
+    pages=st.integers(1, 50_000),
+    page_bytes=st.integers(1, 3000).map(lambda n: 16 * n),
+    piece_bytes=st.integers(1, 1 << 24),
+)
+def test_pieces_cover_everything_once_and_cut_no_page(pages, page_bytes, piece_bytes):
+    pieces = page_pieces(pages * page_bytes, page_bytes, piece_bytes)
+    at = 0
+    for offset, size in pieces:
+        assert offset == at
+        assert offset % page_bytes == offset % mmap.PAGESIZE == 0
+        assert size > 0
+        at += size
+    assert at == pages * page_bytes
+    smallest = min(
+        n for n in range(page_bytes, page_bytes * mmap.PAGESIZE + 1, page_bytes) if n % mmap.PAGESIZE == 0
+    )
+    assert all(size <= max(piece_bytes, smallest) for _, size in pieces)
+
+
+class Cudart:
+    """Counts registrations as CUDA does, and fails at the one it is told to; there is no driver here."""
+
+    def __init__(self, fail_at=None):
+        self.fail_at, self.registered, self.calls = fail_at, {}, 0
+
+    def cudaHostRegister(self, address, size, flags):
+        self.calls += 1
+        if self.calls - 1 == self.fail_at:
+            return 2
+        for begin, length in self.registered.items():
+            assert address + size <= begin or begin + length <= address, "registered twice"
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        return 0 if self.registered.pop(address, None) else 1
+
+    def cudaGetErrorString(self, status):
+        return "out of memory"
+
+
+def buffer(pages=37, page_bytes=4096 * 3):
+    return torch.empty(pages * page_bytes, dtype=torch.uint8), page_bytes
+
+
+def test_registered_in_pieces_and_unregistered_by_sglang(monkeypatch):
+    from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
+
+    memory, page_bytes = buffer()
+    cudart = Cudart()
+    assert pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
+    assert sorted(cudart.registered.values()) == [7 * page_bytes, *[10 * page_bytes] * 3]
+    assert sum(cudart.registered.values()) == memory.nbytes
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    _cuda_host_unregister(memory)
+    assert cudart.registered == {}
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+def test_a_piece_that_fails_undoes_the_others(fail_at, failures, caplog):
+    memory, page_bytes = buffer()
+    cudart = Cudart(fail_at)
+    assert not pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
+    assert cudart.registered == {}
+    assert cudart.calls == fail_at + 1
+    assert failures() == {"registration": 1}
+    done = fail_at * 10 * page_bytes
+    assert f"{done} of {memory.nbytes} done: 2 out of memory" in caplog.text
+
+
+def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
+    """And SGLang's `destroy` does not look for registrations."""
+    cudart = Cudart(fail_at=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    tier = host_pool(device_pool("fp4"), pin_memory=True)
+    assert not tier.pin_memory
+    tier.destroy()
+    assert failures() == {"registration": 1}
+    pinned = host_pool(device_pool("fp4"), pin_memory=True)
+    assert pinned.pin_memory
+    assert sum(cudart.registered.values()) == pinned.kv_buffer.nbytes
+
+
+def test_progress_is_said(monkeypatch, caplog):
+    from sgl_kvpool.host import memory as module
+
+    monkeypatch.setattr(module, "_PROGRESS_SECONDS", -1.0)
+    memory, page_bytes = buffer()
+    with caplog.at_level("INFO"):
+        assert pin(memory, page_bytes, Cudart(), piece_bytes=10 * page_bytes)
+    assert caplog.text.count("pinning the host tier") == 4

@@ -1,0 +1,314 @@
+"""SGLang's `file` store under our host tier: restarts, other layouts, and files that went bad."""
+
+import os
+import re
+import resource
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_tier import ARRANGEMENTS, GUARD, LABELS, LAYOUTS, device_pool, fill, host_bytes, slots
+
+KEYS = [f"{n}" * 64 for n in range(4)]
+PAGE_SIZE = 4
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def tier_of(controller):
+    return controller.mem_pool_host.anchor_entry.host_pool
+
+
+def filled(controller, seed=3):
+    """Other bytes in every host page; returns them."""
+    pages = host_bytes(tier_of(controller))
+    pages[...] = np.random.default_rng(seed).integers(0, 256, pages.shape, dtype=np.uint8)
+    return pages.copy()
+
+
+def put(controller, pages=(3, 1, 4, 0)):
+    """Store pages under KEYS as SGLang's backup thread does."""
+    return controller._generic_page_set(KEYS[: len(pages)], slots(pages, PAGE_SIZE))
+
+
+class Operation:
+    request_id = "r"
+
+    def is_terminated(self):
+        return False
+
+
+def get(controller, pages=(0, 5, 2, 6), keys=None):
+    """Fetch pages as SGLang's prefetch thread does; how many came, and the host memory then."""
+    host_bytes(tier_of(controller))[...] = GUARD
+    hits = controller._generic_page_get(Operation(), keys or KEYS, slots(pages, PAGE_SIZE))
+    return hits, host_bytes(tier_of(controller))
+
+
+def files(store):
+    """The file of each key."""
+    return {name[:1]: Path(store, name) for name in sorted(os.listdir(store)) if name.endswith(".bin")}
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_restarted_server_finds_its_pages(controller_of, store, layout, label):
+    """Whatever the arrangement: the pages are the same."""
+    wanted = filled(first := controller_of(device_pool(layout, pages=9), label, store))
+    assert put(first)
+    for arrangement in ARRANGEMENTS:
+        again = controller_of(device_pool(layout, arrangement, pages=9), label, store)
+        assert again.storage_backend.batch_exists(KEYS) == 4
+        hits, found = get(again)
+        expected = np.full_like(found, GUARD)
+        expected[[0, 5, 2, 6]] = wanted[[3, 1, 4, 0]]
+        assert hits == 4
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_misses(controller_of, store, layout):
+    first = controller_of(device_pool(layout, pages=9), store=store)
+    filled(first)
+    assert put(first)
+    for other in LAYOUTS:
+        controller = controller_of(device_pool(other, pages=9), store=store)
+        assert controller.storage_backend.batch_exists(KEYS) == (4 if other == layout else 0)
+
+
+def test_the_threads_of_sglang_store_and_fetch(controller_of, store):
+    """Its queues, its threads: what a server does."""
+    first = controller_of(device_pool("fp4", pages=9), store=store)
+    wanted = filled(first)
+    first.write_storage(slots([2, 7], PAGE_SIZE), list(range(8)), hash_value=KEYS[:2])
+    assert first.ack_backup_queue.get(timeout=20).completed_tokens == 8
+
+    again = controller_of(device_pool("fp4", pages=9), store=store)
+    operation = again.prefetch(_handle(), list(range(100, 108)))
+    # The hashes that SGLang makes of the tokens are not KEYS: a miss, on its own thread.
+    assert again.prefetch_hit_queue.get(timeout=20).storage_hit_count == 0
+    operation.hash_value, operation.host_indices = KEYS[:2], slots([1, 3], PAGE_SIZE)
+    host_bytes(tier_of(again))[...] = GUARD
+    again.prefetch_buffer.put(operation)
+    assert again.ack_prefetch_queue.get(timeout=20).completed_tokens == 8
+    assert np.array_equal(host_bytes(tier_of(again))[[1, 3]], wanted[[2, 7]])
+
+
+def _handle():
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller
+
+    return hybrid_cache_controller.CacheRequestHandle("r", 0)
+
+
+# ------------------------------------------------------------------ bad files
+
+
+def truncate(path, others):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path, others):
+    path.write_bytes(path.read_bytes()[:-20] + bytes(40))
+
+
+def empty(path, others):
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path, others):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def flip_a_bit_of_the_digest(path, others):
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def foreign_of_equal_length(path, others):
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def page_of_another_key(path, others):
+    path.write_bytes(others[0].read_bytes())
+
+
+def zeros(path, others):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def a_folder(path, others):
+    path.unlink()
+    path.mkdir()
+
+
+def gone(path, others):
+    path.unlink()
+
+
+DAMAGE = {
+    truncate: "page_read",
+    lengthen: "page_digest",
+    empty: "page_read",
+    flip_a_bit: "page_digest",
+    flip_a_bit_of_the_digest: "page_digest",
+    foreign_of_equal_length: "page_digest",
+    page_of_another_key: "page_digest",
+    zeros: "page_digest",
+    a_folder: "page_read",
+    gone: None,  # an ordinary miss
+}
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_bad_file_is_a_miss(controller_of, store, failures, caplog, damage, layout):
+    """Pages before it are served, nothing of it or behind it is, and the next fetch works."""
+    first = controller_of(device_pool(layout, pages=9), store=store)
+    wanted = filled(first)
+    assert put(first)
+    found = files(store)
+    damage(found["2"], [found["0"], found["1"]])
+    again = controller_of(device_pool(layout, pages=9), store=store)
+    hits, pages = get(again)
+    assert hits == 2
+    expected = np.full_like(pages, GUARD)
+    expected[[0, 5]] = wanted[[3, 1]]
+    assert np.array_equal(pages, expected)
+    assert failures() == ({DAMAGE[damage]: 1} if DAMAGE[damage] else {})
+    if DAMAGE[damage]:
+        assert f"page {KEYS[2]} of the store, host slot {2 * PAGE_SIZE}" in caplog.text
+    assert get(again, [4], [KEYS[3]])[0] == 1
+
+
+def test_a_page_of_another_format_under_our_name(controller_of, store, failures):
+    """bf16's and fp8_block_scale's pages have other sizes; here somebody pads one to fit."""
+    first = controller_of(device_pool("fp8", pages=9), store=store)
+    filled(first)
+    assert put(first, [1])
+    stored = files(store)["0"]
+    ours = controller_of(device_pool("bf16", pages=9), store=store)
+    name = stored.name.replace(tier_of(first).storage_format_tag, tier_of(ours).storage_format_tag)
+    expected_bytes = tier_of(ours).page_bytes + 16
+    stored.with_name(name).write_bytes(stored.read_bytes().ljust(expected_bytes, b"\0"))
+    assert get(ours, [3], KEYS[:1])[0] == 0
+    assert failures() == {"page_digest": 1}
+
+
+# ------------------------------------------------------------------ stores that cannot be written
+
+
+def test_a_full_disk(controller_of, store, failures):
+    """The limit of a file's size stands in for it: writing fails part of the way, with a real error."""
+    controller = controller_of(device_pool("bf16", pages=9), store=store)
+    filled(controller)
+    page_bytes = tier_of(controller).page_bytes
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (page_bytes // 2, limits[1]))
+    try:
+        assert not put(controller)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert failures() == {"page_write": 1}
+    assert os.listdir(store) == []  # no half-written file is left for a later reader
+    assert put(controller)
+    assert get(controller)[0] == 4
+
+
+def test_a_folder_that_cannot_be_written(controller_of, store, failures, monkeypatch):
+    controller = controller_of(device_pool("fp4", pages=9), store=store)
+    filled(controller)
+    if os.geteuid() == 0:  # who may write everywhere: a folder that is not there any more fails as well
+        store.rmdir()
+    else:
+        store.chmod(0o555)
+    assert not put(controller)
+    assert failures() == {"page_write": 1}
+    assert get(controller)[0] == 0
+
+
+def test_a_lost_page_is_not_stored(controller_of, store, failures):
+    """By SGLang's backup thread, which logs the reason and goes on."""
+    controller = controller_of(device_pool("fp4", pages=9), store=store)
+    filled(controller)
+    tier_of(controller)._lost[1] = True
+    controller.write_storage(slots([0, 1], PAGE_SIZE), list(range(8)), hash_value=KEYS[:2])
+    assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 0
+    assert failures() == {"page_write": 1}
+    assert files(store) == {}
+
+
+# ------------------------------------------------------------------ drafts with a tier of their own
+
+
+def test_a_draft_that_is_not_packed(controller_of, store):
+    """SGLang builds its tier beside the target's, and stores it with keys that we are not told."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
+
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    controller = controller_of(device_pool("fp8", pages=9), store=store)
+    draft = device_pool("fp8", pages=9, layers=2, start_layer=0)
+    fill(draft)
+    tier = _build_mha_mla_host_pool(
+        pool=draft, host_to_device_ratio=2.0, page_size=PAGE_SIZE, layout="page_first",
+        allocator_type="default", pool_label="draft", host_token_capacity=tier_of(controller).size,
+    )  # fmt: skip
+    assert isinstance(tier, HierarchicalMLAHostPool)
+    assert (tier.size, tier.layer_num, tier.pool_label) == (tier_of(controller).size, 2, "draft")
+    pages = host_bytes(tier)
+    pages[...] = np.random.default_rng(0).integers(0, 256, pages.shape, dtype=np.uint8)
+    wanted = pages.copy()
+    backend = controller.storage_backend
+    backend.register_mem_host_pool_v2(tier, PoolName.DRAFT)
+
+    def transfer(*numbers):
+        return [PoolTransfer(PoolName.DRAFT, host_indices=slots(numbers, PAGE_SIZE), keys=KEYS[:2])]
+
+    assert backend.batch_set_v2(transfer(3, 1)) == {PoolName.DRAFT: [True, True]}
+    pages[...] = GUARD
+    assert backend.batch_get_v2(transfer(0, 2)) == {PoolName.DRAFT: [True, True]}
+    assert np.array_equal(pages[[0, 2]], wanted[[3, 1]])
+    assert (np.delete(pages, [0, 2], axis=0) == GUARD).all()
+
+
+# ------------------------------------------------------------------ names of files
+
+
+def test_names_that_are_too_long_are_refused_at_start(controller_of, store):
+    with pytest.raises(
+        ValueError, match=r"names of \d+ bytes, 255 at most; give a shorter --served-model-name"
+    ):
+        controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 130)
+    controller_of(device_pool("fp4", pages=9), model_name="m" * 130)  # without a store
+    longest = controller_of(device_pool("fp4", pages=9), store=store, model_name="m" * 100)
+    filled(longest)
+    assert put(longest)
+
+
+def test_the_key_says_what_the_bytes_are(controller_of, store):
+    controller = controller_of(device_pool("fp8_block_scale", pages=9), store=store, model_name="a/b")
+    filled(controller)
+    put(controller, [0])
+    (name,) = os.listdir(store)
+    pattern = r"0{64}_a-b-fp8_block_scale-r512-p64-b656-v1-host_fp8_block_scale-l5\.3\.0-t4-s1\.bin"
+    assert re.fullmatch(pattern, name)
+
+
+def test_digests_do_not_slow_a_store_down(controller_of, store):
+    """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
+    from sgl_kvpool.host.page_seal import opened, sealed
+
+    page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
+    began = time.perf_counter()
+    opened(sealed(page, "tag", "key"), len(page), "tag", "key")
+    assert time.perf_counter() - began < 1.0

@@ -1,0 +1,90 @@
+"""--enable-hierarchical-cache with a layout, through SGLang's own resolution of arguments."""
+
+from types import SimpleNamespace
+
+import pytest
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+HICACHE = "--enable-hierarchical-cache"
+
+
+def view(server_args):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_arrangement_on_the_cpu(arranged, layout, arrangement):
+    found = view(arranged(arrangement, HICACHE, layout=layout))
+    assert found.page_size == 64
+    assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
+
+
+@pytest.mark.parametrize("page_size", ["1", "16", "128"])
+def test_a_page_size_that_is_given_stays(arranged, page_size):
+    assert view(arranged(None, HICACHE, "--page-size", page_size)).page_size == int(page_size)
+
+
+def test_without_a_host_tier_or_without_a_layout_the_page_size_is_sglangs(arranged, resolve, checkpoints):
+    assert view(arranged(None)).page_size == 1
+    assert view(resolve(checkpoints["mla"], HICACHE)).page_size == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (("--hicache-io-backend", "direct"), ("page_first_direct", "direct")),
+        (("--hicache-mem-layout", "page_first_direct"), ("page_first_direct", "direct")),
+        (
+            ("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
+            ("page_first_direct", "direct"),
+        ),
+        (("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"), ("page_first", "kernel")),
+    ],
+)
+def test_labels_and_io_backends_are_reconciled_by_sglang(arranged, argv, found):
+    decided = view(arranged("page_major", HICACHE, *argv, layout="fp4"))
+    assert (decided.hicache_mem_layout, decided.hicache_io_backend) == found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("flag", "value", "remedy"),
+    [
+        ("--hicache-mem-layout", "layer_first", "page_first, page_first_direct"),
+        ("--hicache-mem-layout", "page_head", "page_first, page_first_direct"),
+        ("--hicache-mem-layout", "page_first_kv_split", "page_first, page_first_direct"),
+        ("--hicache-io-backend", "kernel_ascend", "kernel, direct"),
+    ],
+)
+def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy):
+    text = f"^{flag} {value} does not work with --kv-cache-layout {layout}.*use one of: {remedy}$"
+    with pytest.raises(ValueError, match=text):
+        arranged(None, HICACHE, flag, value, layout=layout)
+
+
+def test_which_are_not_looked_at_without_a_host_tier(arranged):
+    arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_a_gpu_only_what_sglangs_tier_takes(layout, arrangement):
+    """The check itself: no CUDA device can be resolved on a machine without one."""
+    from sgl_kvpool.arrangement import KVArrangement
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.refusals import check_host_tier
+
+    asked = MLAKVCacheLayout(layout), KVArrangement(arrangement)
+    fields = {"device": "cuda", "hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
+    check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
+    on = SimpleNamespace(enable_hierarchical_cache=True, **fields)
+    if layout in ("bf16", "fp8") and arrangement == "layer_major":
+        check_host_tier(*asked, on)
+        return
+    text = f"{layout} in {arrangement} on cuda: .*--device cpu only in this.*bf16 or fp8 in layer_major$"
+    with pytest.raises(ValueError, match=text):
+        check_host_tier(*asked, on)
