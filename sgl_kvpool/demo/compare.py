@@ -15,15 +15,29 @@ from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.demo import report
-from sgl_kvpool.demo.measure import Scores, compare_scores, generate_greedily, generate_sample, score
-from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
+from sgl_kvpool.demo.measure import (
+    Scores,
+    compare_hits,
+    compare_scores,
+    generate_greedily,
+    generate_sample,
+    score,
+    tiered_hit,
+)
+from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_memory_bytes, free_port
 from sgl_kvpool.demo.shipped import Window, geometry, held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["compare", "greedy_prompts", "layout_server"]
 
-#: Tokens that bf16 gets; every layout gets as many as fit into the same bytes.
-_BF16_TOKENS = 16384
+#: Tokens that bf16 gets; every layout gets as many as fit into the same bytes. Few enough that the text which
+#: is scored, 32768 tokens, pushes everything else out of every layout's pool.
+_BF16_TOKENS = 8192
+_PAGE_SIZE = 64
+#: A host tier, of 6 tokens per token of the pool, and answers that say what came from it.
+_HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--enable-cache-report")
+#: Memory that SGLang keeps free when it makes a host tier, and what the demo's takes.
+_HOST_TIER_NEEDS_BYTES = (10 << 30) + (1 << 30)
 
 #: A sample of text is drawn after this.
 SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self"
@@ -39,17 +53,29 @@ def greedy_prompts(windows: Sequence[Window]) -> list[str]:
     return [windows[window].text[:length] for window, length in _GREEDY]
 
 
+def evicted_prompt(windows: Sequence[Window]) -> str:
+    """A prompt of 1000 bytes that no window begins with."""
+    return windows[5].text[512:] + windows[9].text[:488]
+
+
 def tokens_in_the_same_memory(layout: MLAKVCacheLayout) -> int:
-    """Tokens that fit where bf16 has 16384."""
+    """Tokens that fit where bf16 has 8192."""
     _, rank, rope = geometry()
     bf16 = MLAKVCacheLayout.BF16.row_format(rank, rope)
     return _BF16_TOKENS * bf16.row_bytes // layout.row_format(rank, rope).row_bytes
 
 
+def has_room_for_host_tier() -> bool:
+    """Whether SGLang would make a host tier on this machine: it keeps 10 GiB of memory free."""
+    return free_memory_bytes() >= _HOST_TIER_NEEDS_BYTES
+
+
 def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
     """The server the demo starts for a layout, not yet started."""
     arguments = cpu_arguments(model_path(), port, max_total_tokens=tokens_in_the_same_memory(layout))
-    arguments += ["--random-seed", "0", "--kv-cache-layout", layout.value]
+    arguments += ["--random-seed", "0", "--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
+    if has_room_for_host_tier():
+        arguments += _HOST_TIER
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
 
 
@@ -101,6 +127,9 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     results = _with_differences(served)
     print(f"\n{report.table(results, SAMPLE_PROMPT)}\n")
     report.write_json(folder / "demo.json", results, _facts(windows))
+    if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
+        print("failed: a hit in the host tier gave other tokens than a hit on the device")
+        status = 1
     print(f"all numbers: {folder / 'demo.json'}")
     try:
         report.write_plot(folder / "demo.png", results)
@@ -121,10 +150,16 @@ def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tu
         info = server.info()
         if info["kv_cache_layout"] != layout.value:
             raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
+        # Asked for twice now, and once more after the windows have pushed it out of the pool.
+        evicted = evicted_prompt(windows)
+        has_tier = _HOST_TIER[0] in server.arguments
+        hits = [tiered_hit(server, evicted) for _ in range(2)] if has_tier else []
+        began_scoring = time.monotonic()
         scores = score(server, windows, progress=lambda: print(".", end="", flush=True))
         scored = time.monotonic()
         sample = generate_sample(server, SAMPLE_PROMPT, SAMPLE_TOKENS)
         greedy = generate_greedily(server, greedy_prompts(windows), GREEDY_TOKENS)
+        host_hit = compare_hits(hits[1], tiered_hit(server, evicted)) if hits else None
     result = report.Result(
         layout=info["kv_cache_layout"],
         row_bytes=layout.row_format(rank, rope).row_bytes,
@@ -132,11 +167,12 @@ def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tu
         tokens=info["max_total_num_tokens"],
         attention_backend=info["attention_backend"],
         start_seconds=round(started - began, 2),
-        scoring_seconds=round(scored - started, 2),
+        scoring_seconds=round(scored - began_scoring, 2),
         perplexity=scores.perplexity,
         difference=None,
         greedy=greedy,
         sample=sample,
+        host_hit=host_hit,
     )
     return result, scores
 

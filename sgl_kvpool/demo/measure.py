@@ -17,11 +17,15 @@ from sgl_kvpool.demo.shipped import Window
 __all__ = [
     "Difference",
     "Greedy",
+    "HostHit",
     "Scores",
+    "TieredHit",
+    "compare_hits",
     "compare_scores",
     "generate_greedily",
     "generate_sample",
     "score",
+    "tiered_hit",
 ]
 
 #: Windows in one request: enough to fill a prefill batch, few enough to show progress.
@@ -82,6 +86,63 @@ class Difference:
     perplexity_change: float
     standard_error: float
     same_top_token: float
+
+
+@dataclass(frozen=True)
+class TieredHit:
+    """Where a server found the beginning of a prompt, and what it generated.
+
+    Attributes
+    ----------
+    prompt_tokens, device_tokens, host_tokens : int
+        Of the prompt; of it found on the device, and in host memory.
+    token_ids : list of int
+        Greedy, so they show whether what was found was right.
+    """
+
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class HostHit:
+    """A hit in the host tier beside one on the device, of the same prompt.
+
+    Attributes
+    ----------
+    prompt_tokens, host_tokens : int
+        Of the prompt, and of it found in host memory.
+    generated_tokens : int
+    same_tokens : bool
+        Whether both hits were as long as each other, and the same tokens were generated after them.
+    """
+
+    prompt_tokens: int
+    host_tokens: int
+    generated_tokens: int
+    same_tokens: bool
+
+
+def tiered_hit(server: Server, prompt: str, new_tokens: int = 32) -> TieredHit:
+    """A few greedy tokens, and where the prompt was found, of a server with --enable-cache-report."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    answer = server.generate(text=prompt, sampling_params=sampling)
+    found = answer["meta_info"]["cached_tokens_details"] or {}
+    return TieredHit(
+        prompt_tokens=answer["meta_info"]["prompt_tokens"],
+        device_tokens=found.get("device", 0),
+        host_tokens=found.get("host", 0),
+        token_ids=answer["output_ids"],
+    )
+
+
+def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
+    """What a hit in the host tier gave beside the same prompt's on the device."""
+    as_long = (device.device_tokens, device.host_tokens) == (host.host_tokens, host.device_tokens)
+    same = as_long and host.host_tokens > 0 and device.token_ids == host.token_ids
+    return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
 
 
 def score(server: Server, windows: Sequence[Window], progress: Callable[[], None] = lambda: None) -> Scores:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo.measure import Difference, Greedy
+from sgl_kvpool.demo.measure import Difference, Greedy, HostHit
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["SCHEMA", "Result", "table", "write_json", "write_plot"]
@@ -42,6 +42,8 @@ class Result:
         What follows each of the prompts for greedy text.
     sample : str
         Text drawn after the prompt for a sample.
+    host_hit : HostHit or None
+        A prompt that other requests had pushed out of the pool; None on a machine without the memory.
     """
 
     layout: str
@@ -55,6 +57,7 @@ class Result:
     difference: Difference | None
     greedy: list[Greedy]
     sample: str
+    host_hit: HostHit | None = None
 
 
 def table(results: Sequence[Result], prompt: str) -> str:
@@ -77,9 +80,30 @@ def table(results: Sequence[Result], prompt: str) -> str:
         )
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
+    lines += ["", *_host_lines(results)]
     lines += ["", f"after {prompt!r} a sample at temperature 0.8, of the same random numbers:"]
     lines += [f"{result.layout:16} {result.sample!r}" for result in results]
     return "\n".join(lines)
+
+
+def _host_lines(results: Sequence[Result]) -> list[str]:
+    """What the host tier gave back, in one line if it is the same for all layouts."""
+    lines = {}
+    for result in results:
+        hit = result.host_hit
+        if hit is None:
+            lines[result.layout] = (
+                "not shown, SGLang keeps 10 GiB of memory free and this machine has not as much"
+            )
+            continue
+        verdict = "as" if hit.same_tokens else "NOT as"
+        lines[result.layout] = (
+            f"{hit.host_tokens} of {hit.prompt_tokens} tokens of an evicted prompt came back from host "
+            f"memory; the next {hit.generated_tokens} are {verdict} after a hit on the device"
+        )
+    if len(set(lines.values())) == 1:
+        return [f"host tier, every layout: {next(iter(lines.values()))}"]
+    return [f"host tier, {layout}: {line}" for layout, line in lines.items()]
 
 
 def _percent(difference: Difference) -> str:

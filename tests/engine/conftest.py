@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import host_tier_servers as host_tier
 import pytest
 from tiny_model import NEW_TOKENS, PROMPTS
 
@@ -44,17 +45,14 @@ CONFIGURATIONS = {
     # Our pool, read by a stock backend.
     "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
-    # The layers of a page in one run, asked for in each of the ways there are.
+    # The layers of a page in one run, asked for in each of the ways there are; all with a host tier.
     **{
-        f"{layout}-{arrangement}": (
-            [LAYOUT, layout, ARRANGEMENT, arrangement, "--page-size", page_size],
-            READS_ROWS,
-        )
-        for layout in ("bf16", "fp8", "fp8_block_scale", "fp4")
-        for arrangement, page_size in (("token_major", "4"), ("page_major", "16"))
+        f"{layout}-{arrangement}": ([LAYOUT, layout, ARRANGEMENT, arrangement], READS_ROWS)
+        for layout in host_tier.LAYOUTS
+        for arrangement in (host_tier.FIRST, host_tier.AGAIN)
     },
     "fp8-page_major": (
-        [LAYOUT, "fp8", "--page-size", "16"],
+        [LAYOUT, "fp8"],
         {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
     ),
     "fp4-token_major": (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
@@ -68,11 +66,13 @@ CONFIGURATIONS = {
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
 }
+#: Those with a host tier and a store.
+WITH_HOST_TIER = [f"{layout}-{a}" for layout in host_tier.LAYOUTS for a in (host_tier.FIRST, host_tier.AGAIN)]
 #: Started by `sglang serve` instead of `python -m sglang.launch_server`.
 SERVED = {"fp8_block_scale": (str(Path(sys.executable).parent / "sglang"), "serve")}
 #: Page size 64, prefill in chunks of 64 tokens, given as YAML.
 YAML = "kv-cache-layout: fp4\npage-size: 64\nchunked-prefill-size: 64\n"
-ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\npage-size: 4\n"
+ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
 def clean_environment():
@@ -102,6 +102,16 @@ def serve(name, model_path, folder):
     environment = {k: v.replace("{tmp}", str(folder)) for k, v in environment.items()}
     if os.environ.get("PYTHONPATH") and "PYTHONPATH" in environment:
         environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    has_host_tier = name in WITH_HOST_TIER
+    layout, _, arrangement = name.rpartition("-")
+    store = None
+    if has_host_tier:
+        arguments += [*host_tier.ARGUMENTS, *host_tier.CHOICES.get(name, [])]
+        environment.update(host_tier.environment(HERE, folder.parent, name))
+        store = environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]
+        if arrangement == host_tier.AGAIN:
+            host_tier.damage(store, layout)
+    in_store = {layout: len(host_tier.stored(store, layout)) for layout in host_tier.LAYOUTS if store}
     log = folder / "server.log"
     began = time.monotonic()
     with Server(
@@ -113,6 +123,7 @@ def serve(name, model_path, folder):
         started = time.monotonic() - began
         answers = {
             "start_seconds": started,
+            "in_store": in_store,
             "info": server.info(),
             # One request after the other: the second finds a part of the first in the radix cache.
             "first": [
@@ -129,6 +140,10 @@ def serve(name, model_path, folder):
             return_logprob=True,
             logprob_start_len=0,
         )
+        if store:
+            answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
+            host_tier.wait_for_store(store)
+            answers["stored"] = len(host_tier.stored(store, layout))
     answers["log"] = log.read_text(errors="replace")
     return answers
 
@@ -187,8 +202,16 @@ def printed(model_path, folder):
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
     names = [n for item in session.items for marker in item.iter_markers("engine") for n in marker.args]
-    # Jobs that start several servers one after the other come first.
-    names.sort(key=lambda name: name not in JOBS)
+    for name in names:  # grows on the way
+        if name in host_tier.AFTER:
+            names.append(host_tier.AFTER[name])
+
+    def steps(name):
+        """Servers that have to have ended before this one."""
+        return 1 + steps(host_tier.AFTER[name]) if name in host_tier.AFTER else 0
+
+    # Jobs that start several servers one after the other come first; what others wait for comes before them.
+    names.sort(key=lambda name: (name not in JOBS, steps(name)))
     session.config._kvpool_names = list(dict.fromkeys(names))
 
 
@@ -202,9 +225,16 @@ def record(request, model_path, tmp_path_factory):
     root = tmp_path_factory.mktemp("servers")
     with ThreadPoolExecutor(2) as pool:
         futures = {}
+
+        def run(name):
+            if name in host_tier.AFTER:
+                futures[host_tier.AFTER[name]].result()
+            if name in JOBS:
+                return JOBS[name](model_path, root / name)
+            return serve(name, model_path, root / name)
+
         for name in request.config._kvpool_names:
-            job = (JOBS[name],) if name in JOBS else (serve, name)
-            futures[name] = pool.submit(*job, model_path, root / name)
+            futures[name] = pool.submit(run, name)
         yield lambda name: futures[name].result()
         for future in futures.values():
             future.cancel()

@@ -41,7 +41,7 @@ def test_what_the_command_leaves(record):
 
 @pytest.mark.engine("demo")
 def test_tokens_in_the_same_memory(results):
-    assert [results[name]["tokens"] for name in LAYOUTS] == [16384, 32768, 28771, 45371]
+    assert [results[name]["tokens"] for name in LAYOUTS] == [8192, 16384, 14336, 22656]
 
 
 @pytest.mark.engine("demo")
@@ -82,5 +82,5 @@ def test_print_command_starts_the_server(record):
     assert "CUDA_VISIBLE_DEVICES= " in found["line"]
     assert found["info"]["kv_cache_layout"] == "fp4"
     assert found["info"]["model_path"] == str(model_path())
-    assert found["info"]["max_total_num_tokens"] == 45371
+    assert found["info"]["max_total_num_tokens"] == 22656
     assert len(found["answer"]["output_ids"]) == 3

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_tier_servers import PAGE_SIZE
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
@@ -173,7 +174,7 @@ PLAIN = {layout: layout for layout in LAYOUTS} | {"bf16": "bf16-rows"}
 def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout, arrangement):
     """The same rows elsewhere: one request after the other, then all at once over pages in no order."""
     plain, found = record(PLAIN[layout]), record(f"{layout}-{arrangement}")
-    page_size = {"token_major": 4, "page_major": 16}[arrangement]
+    page_size = PAGE_SIZE
     assert found["info"]["kv_cache_arrangement"] == arrangement
     assert found["info"]["kv_cache_layout"] == layout
     assert found["info"]["page_size"] == page_size

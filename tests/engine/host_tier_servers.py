@@ -1,0 +1,108 @@
+"""Servers with a host tier and SGLang's `file` store: what they are started with, asked, and left with.
+
+Two folders, each for two layouts in turn: the first server of a folder fills it, the second has another
+layout and finds nothing, and then each layout is served once more, in another arrangement, and finds its own
+pages.
+"""
+
+import os
+import time
+from pathlib import Path
+
+PAGE_SIZE, DEVICE_TOKENS, HOST_TOKENS = 16, 1024, 8192
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+#: Layouts that share a folder, in the order of their servers.
+SHARED = [("bf16", "fp8"), ("fp8_block_scale", "fp4")]
+FIRST, AGAIN = "token_major", "page_major"
+#: Server: the one that has to have ended before it.
+AFTER = {
+    name: before
+    for one, two in SHARED
+    for before, name in zip(
+        [None, f"{one}-{FIRST}", f"{two}-{FIRST}", f"{one}-{AGAIN}"],
+        [f"{one}-{FIRST}", f"{two}-{FIRST}", f"{one}-{AGAIN}", f"{two}-{AGAIN}"],
+        strict=True,
+    )
+    if before
+}
+
+ARGUMENTS = [
+    *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST_TOKENS // DEVICE_TOKENS)),
+    *("--max-total-tokens", str(DEVICE_TOKENS), "--page-size", str(PAGE_SIZE)),
+    *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
+    # SGLang fetches 256 tokens and more from a store unless told otherwise.
+    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+    *("--enable-metrics", "--enable-cache-report", "--served-model-name", "tiny"),
+]
+#: Each of SGLang's choices once.
+CHOICES = {
+    "bf16-token_major": ["--hicache-io-backend", "direct"],
+    "fp8-token_major": ["--hicache-mem-layout", "page_first_direct"],
+    "fp8_block_scale-page_major": ["--hicache-write-policy", "write_back"],
+    "fp4-page_major": ["--hicache-write-policy", "write_through_selective"],
+}
+
+#: Other texts, long enough to push everything else out of the device pool together.
+FILLERS = ["".join(chr(33 + (i * (7 + k) + k) % 90) for i in range(400)) for k in range(4)]
+#: Which page of the first filler is damaged between the two servers of a layout.
+DAMAGED_PAGE = 20
+
+
+def environment(here, root, name):
+    """Of a server; `root` is common to all of them."""
+    layout = name.rpartition("-")[0]
+    folder = root / f"store-{next('-'.join(pair) for pair in SHARED if layout in pair)}"
+    return {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models",
+        "PYTHONPATH": str(here),
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder),
+    }
+
+
+def stored(folder, layout):
+    """Files of a layout's pages in a store."""
+    folder = Path(folder)
+    return sorted(folder.glob(f"*_tiny-{layout}-r512-*.bin")) if folder.exists() else []
+
+
+def damage(folder, layout):
+    """Make one file of the first filler a bad one, in another way for each layout."""
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    keys = get_storage_hash_str(list(FILLERS[0].encode()), None, page_size=PAGE_SIZE)
+    bad, other = (next(Path(folder).glob(f"{keys[page]}_tiny-{layout}-r512-*.bin"))
+                  for page in (DAMAGED_PAGE, DAMAGED_PAGE - 1))  # fmt: skip
+    raw = bytearray(bad.read_bytes())
+    if layout == "bf16":
+        bad.write_bytes(raw[: len(raw) // 2])
+    elif layout == "fp8":
+        raw[1234] ^= 0x10
+        bad.write_bytes(raw)
+    elif layout == "fp8_block_scale":
+        bad.write_bytes(other.read_bytes())
+    else:
+        bad.write_bytes(os.urandom(len(raw)))
+
+
+def ask(server, long_prompt, greedy):
+    """A hit on the device, everything else in between, and a hit on the host."""
+
+    def generate(text):
+        return server.generate(text=text, sampling_params=greedy)
+
+    found = {"device_hit": generate(long_prompt), "fillers": [generate(text) for text in FILLERS]}
+    found["host_hit"] = generate(long_prompt)
+    found["metrics"] = server.get("/metrics").decode()
+    return found
+
+
+def wait_for_store(folder, quiet_seconds=2.0, limit_seconds=60.0):
+    """Until the store's threads have written what they were given."""
+    deadline, names, since = time.monotonic() + limit_seconds, None, time.monotonic()
+    while time.monotonic() < deadline:
+        now = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        if now != names:
+            names, since = now, time.monotonic()
+        elif time.monotonic() - since > quiet_seconds:
+            return
+        time.sleep(0.1)

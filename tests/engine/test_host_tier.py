@@ -1,0 +1,146 @@
+"""The host tier and SGLang's `file` store through real servers, in every layout."""
+
+import re
+
+import pytest
+from host_tier_servers import AGAIN, DAMAGED_PAGE, FIRST, LAYOUTS, PAGE_SIZE, SHARED
+from tiny_model import PROMPTS
+
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+LAYERS = 3
+#: Whole pages of the long prompt that can be found; its last token is always computed.
+LONG = (len(PROMPTS[3]) - 1) // PAGE_SIZE * PAGE_SIZE
+#: The layer-major server of each layout without a host tier whose prefill reads stored rows.
+PLAIN = {layout: layout for layout in LAYOUTS} | {"bf16": "bf16-rows"}
+
+
+def servers(layouts, *arrangements, plain=False):
+    """Parameters (layout, arrangement), marked with the servers that each needs."""
+    return [
+        pytest.param(
+            layout,
+            arrangement,
+            marks=pytest.mark.engine(
+                f"{layout}-{arrangement}", f"{layout}-{FIRST}", *([PLAIN[layout]] if plain else [])
+            ),
+        )
+        for layout in layouts
+        for arrangement in arrangements
+    ]
+
+
+def cached(answer):
+    found = answer["meta_info"]["cached_tokens_details"] or {}
+    return {tier: found.get(tier, 0) for tier in ("device", "host", "storage")}
+
+
+def metric(answers, name, **labels):
+    """Value of a sample on the server's /metrics page; None if there is none."""
+    for line in answers["host_tier"]["metrics"].splitlines():
+        found = re.match(r"(\w+)\{(.*)\} (\S+)$", line)
+        if found and found[1] == name and all(f'{k}="{v}"' in found[2] for k, v in labels.items()):
+            return float(found[3])
+    return None
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN, plain=True))
+def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, arrangement):
+    """And those of the first pass: prefill reads stored rows for its own chunk, so the same bytes."""
+    answers = record(f"{layout}-{arrangement}")
+    found = answers["host_tier"]
+    assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
+    assert cached(found["host_hit"]) == {"device": 0, "host": LONG, "storage": 0}
+    first = answers["first"][3]["output_ids"]
+    assert first == record(PLAIN[layout])["first"][3]["output_ids"]
+    assert found["device_hit"]["output_ids"] == first
+    assert found["host_hit"]["output_ids"] == first
+    assert found["host_hit"]["text"] == found["device_hit"]["text"]
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, AGAIN))
+def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, arrangement):
+    """The same tokens, in another arrangement of the pool."""
+    before, after = record(f"{layout}-{FIRST}"), record(f"{layout}-{AGAIN}")
+    assert after["in_store"][layout] == before["stored"] > LONG // PAGE_SIZE
+    for prompt, there, here in zip(PROMPTS, before["first"], after["first"], strict=True):
+        hit = cached(here)
+        assert sum(hit.values()) == (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        # The second prompt is the first one's beginning, which is on the device by then.
+        assert (hit["storage"] > 0) == (prompt != PROMPTS[1])
+        assert here["output_ids"] == there["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [pytest.param(two, one, marks=pytest.mark.engine(f"{two}-{FIRST}", PLAIN[two])) for one, two in SHARED],
+)
+def test_another_layout_misses(record, layout, other):
+    """A store full of the same prompts in another layout: nothing of it is read, and the output is right."""
+    answers = record(f"{layout}-{FIRST}")
+    assert answers["in_store"][other] > LONG // PAGE_SIZE
+    assert answers["in_store"][layout] == 0
+    for answer in (*answers["first"], *answers["host_tier"]["fillers"]):
+        assert cached(answer)["storage"] == 0
+    plain = record(PLAIN[layout])
+    assert [a["output_ids"] for a in answers["first"]] == [a["output_ids"] for a in plain["first"]]
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, AGAIN))
+def test_a_damaged_file_costs_what_follows_it(record, layout, arrangement):
+    """The pages before it are served from the store, it and the rest are computed; the tokens are right."""
+    before, after = record(f"{layout}-{FIRST}"), record(f"{layout}-{AGAIN}")
+    whole, damaged = before["host_tier"]["fillers"][0], after["host_tier"]["fillers"][0]
+    assert cached(damaged) == {"device": 0, "host": 0, "storage": DAMAGED_PAGE * PAGE_SIZE}
+    assert damaged["output_ids"] == whole["output_ids"]
+    kind = "page_read" if layout == "bf16" else "page_digest"
+    assert metric(after, "sgl_kvpool_failures_total", kind=kind) == 1
+    assert metric(before, "sgl_kvpool_failures_total", kind=kind) == 0
+    reason = {"bf16": "Short read"}.get(layout, "its digest is not that of its bytes, format and key")
+    assert reason in after["log"]
+    # The others came from the store whole.
+    for answer in after["host_tier"]["fillers"][1:]:
+        assert cached(answer)["storage"] == 400 // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN))
+def test_metrics(record, layout, arrangement):
+    answers = record(f"{layout}-{arrangement}")
+    labels = {
+        "layout": layout,
+        "host_layout": layout,
+        "arrangement": arrangement,
+        "backend": "kvpool_mla",
+        "version": "0.1.0",
+    }
+    assert metric(answers, "sgl_kvpool_info", **labels) == 1
+    page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES[layout]
+    for direction in ("to_host", "to_device"):
+        engine = {"direction": direction, "engine": "cpu"}
+        size_bytes = metric(answers, "sgl_kvpool_transfer_bytes_total", **engine)
+        seconds = metric(answers, "sgl_kvpool_transfer_seconds_total", **engine)
+        assert size_bytes % page_bytes == 0
+        assert size_bytes >= LONG * page_bytes // PAGE_SIZE
+        assert 0 < seconds < 5
+        assert metric(answers, "sgl_kvpool_transfer_gigabytes_per_second", **engine) > 0
+    # What SGLang counts of the same transfers.
+    assert metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host") == sum(
+        float(line.rpartition(" ")[2])
+        for line in answers["host_tier"]["metrics"].splitlines()
+        if line.startswith("sglang:hicache_backup_bytes_total")
+    )
+    for kind in ("engine_build", "load_pages", "load", "backup_pages", "backup", "backup_lost", "page_write"):
+        assert metric(answers, "sgl_kvpool_failures_total", kind=kind) == 0
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN))
+def test_the_log_says_what_the_tier_is(record, layout, arrangement):
+    run_bytes = {"token_major": ROW_BYTES[layout], "page_major": LAYERS * PAGE_SIZE * ROW_BYTES[layout]}
+    label = (
+        "page_first_direct" if (layout, arrangement) in (("bf16", FIRST), ("fp8", FIRST)) else "page_first"
+    )
+    line = (
+        f"sgl-kvpool: host tier of 513 pages of 16 tokens ({PAGE_SIZE * LAYERS * ROW_BYTES[layout]} bytes, "
+        f"all 3 layers), {label}, rows {layout}-r512-p64-b{ROW_BYTES[layout]}-v1, engine cpu, runs of "
+        f"{run_bytes[arrangement]} bytes"
+    )
+    assert record(f"{layout}-{arrangement}")["log"].count(line) == 1
