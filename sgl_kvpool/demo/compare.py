@@ -24,8 +24,9 @@ from sgl_kvpool.demo.measure import (
     score,
     tiered_hit,
 )
-from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_memory_bytes, free_port
+from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import Window, geometry, held_out_windows, model_path
+from sgl_kvpool.doctor.probes import host
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["compare", "greedy_prompts", "layout_server"]
@@ -36,8 +37,8 @@ _BF16_TOKENS = 8192
 _PAGE_SIZE = 64
 #: A host tier, of 6 tokens per token of the pool, and answers that say what came from it.
 _HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--enable-cache-report")
-#: Memory that SGLang keeps free when it makes a host tier, and what the demo's takes.
-_HOST_TIER_NEEDS_BYTES = (10 << 30) + (1 << 30)
+#: Memory that it takes, and what the server itself takes after the question was asked.
+_HOST_TIER_BYTES = (1 << 30) + (3 << 30)
 
 #: A sample of text is drawn after this.
 SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self"
@@ -67,7 +68,7 @@ def tokens_in_the_same_memory(layout: MLAKVCacheLayout) -> int:
 
 def has_room_for_host_tier() -> bool:
     """Whether SGLang would make a host tier on this machine: it keeps 10 GiB of memory free."""
-    return free_memory_bytes() >= _HOST_TIER_NEEDS_BYTES
+    return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
 def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:

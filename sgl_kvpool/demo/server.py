@@ -23,7 +23,7 @@ from typing import Any
 
 from sgl_kvpool import env
 
-__all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_memory_bytes", "free_port"]
+__all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
 
 #: Package in which SGLang finds the demo model's class.
 DEMO_MODELS = "sgl_kvpool.demo.models"
@@ -62,20 +62,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def free_memory_bytes() -> int:
-    """Memory that may still be used: the machine's, or the control group's if that is less; 0 if unknown."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # no Linux
-        return 0
-    free = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no control groups, or "max"
-        used = int((group / "memory.current").read_text())
-        free = min(free, int((group / "memory.max").read_text()) - used)
-    return free
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.host.labels import KEPT_FREE_BYTES
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
@@ -225,9 +227,16 @@ def host() -> Finding:
             "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
             "memory_bytes": None,
             "free_bytes": None,
+            "host_tier_bytes": None,
+            "compiler": shutil.which(os.environ.get("CXX", "c++")),
             "cores": os.cpu_count(),
         }
     )
+    if finding.facts["compiler"] is None:
+        finding.notes.append(
+            "no C++ compiler (c++, or what CXX names): the host tier's copies would be torch's, which are "
+            "slower; install g++"
+        )
     if soft != resource.RLIM_INFINITY:
         finding.notes.append(
             f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "
@@ -243,7 +252,14 @@ def host() -> Finding:
     memory = psutil.virtual_memory()
     limited = cgroup_free_bytes()
     finding.facts["memory_bytes"] = memory.total
-    finding.facts["free_bytes"] = memory.available if limited is None else min(memory.available, limited)
+    free = memory.available if limited is None else min(memory.available, limited)
+    finding.facts["free_bytes"] = free
+    finding.facts["host_tier_bytes"] = max(0, free - KEPT_FREE_BYTES)
+    if free <= KEPT_FREE_BYTES:
+        finding.notes.append(
+            f"--enable-hierarchical-cache would not start: SGLang keeps {KEPT_FREE_BYTES / 1e9:.1f} GB of "
+            "host memory free"
+        )
     return finding
 
 

@@ -5,7 +5,11 @@ Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,25 @@ _SOURCES = Path(__file__).resolve().parent / "csrc"
 def _module() -> Any:
     from tvm_ffi import cpp
 
-    return cpp.load(
-        "sgl_kvpool_cpu_engine",
-        sources=[str(_SOURCES / "cpu_engine.cpp")],
-        extra_cflags=["-O3", "-Wall", "-Wextra"],
-        extra_include_paths=[str(_SOURCES)],
-    )
+    with _ninja_on_path():
+        return cpp.load(
+            "sgl_kvpool_cpu_engine",
+            sources=[str(_SOURCES / "cpu_engine.cpp")],
+            extra_cflags=["-O3", "-Wall", "-Wextra"],
+            extra_include_paths=[str(_SOURCES)],
+        )
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """tvm-ffi calls `ninja`, which SGLang brings, and which is only on the PATH of activated environments."""
+    path = os.environ.get("PATH", "")
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
 
 
 class CpuEngine:

@@ -148,5 +148,5 @@ def choose_arrangement(requested: str) -> KVArrangement:
     if requested != AUTO:
         return KVArrangement.parse(requested)
     # What every reader reads as fast as SGLang's own pool. Reads of the other two have not been measured on
-    # a GPU, and nothing in this release uses the one run of bytes that their pages are.
+    # a GPU, where nothing in this release uses the one run of bytes that their pages are.
     return KVArrangement.LAYER_MAJOR

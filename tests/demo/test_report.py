@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from sgl_kvpool.demo import report
-from sgl_kvpool.demo.measure import Difference, Greedy, Scores, compare_scores
+from sgl_kvpool.demo.measure import (
+    Difference,
+    Greedy,
+    HostHit,
+    Scores,
+    TieredHit,
+    compare_hits,
+    compare_scores,
+)
 
 PROMPT = "import os\n\nfor"
 
@@ -60,6 +68,50 @@ def test_one_window_has_no_standard_error():
     assert found.same_top_token == 0.5
 
 
+def hit(device=0, host=0, tokens=(1, 2, 3)):
+    return TieredHit(prompt_tokens=1000, device_tokens=device, host_tokens=host, token_ids=list(tokens))
+
+
+def test_hits_that_are_compared():
+    assert compare_hits(hit(device=960), hit(host=960)) == HostHit(1000, 960, 3, True)
+    for device, host in (
+        (hit(device=960), hit(host=960, tokens=(1, 2, 4))),
+        (hit(device=960), hit(host=896)),
+        (hit(device=960), hit(device=960)),
+        (hit(device=960), hit(device=64, host=896)),
+        (hit(), hit()),
+    ):
+        assert not compare_hits(device, host).same_tokens
+
+
+def test_lines_of_the_host_tier(results):
+    good, bad = HostHit(1000, 960, 32, True), HostHit(1000, 960, 32, False)
+    same = [dataclasses.replace(result, host_hit=good) for result in results]
+    line = (
+        "960 of 1000 tokens of an evicted prompt came back from host memory; the next 32 are as after a hit"
+    )
+    assert f"host tier, every layout: {line}" in report.table(same, PROMPT)
+    mixed = [dataclasses.replace(results[0], host_hit=good), dataclasses.replace(results[1], host_hit=bad)]
+    text = report.table(mixed, PROMPT)
+    assert f"host tier, bf16: {line}" in text
+    assert "host tier, fp4: 960" in text
+    assert "are NOT as after a hit on the device" in text
+    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.table(results, PROMPT)
+
+
+def test_a_host_tier_where_there_is_room(monkeypatch):
+    """What a machine without it gets is told in the table."""
+    from sgl_kvpool.demo import compare
+    from sgl_kvpool.doctor.probes import Finding
+    from sgl_kvpool.layout import MLAKVCacheLayout
+
+    for host_tier_bytes, wanted in ((None, False), (0, False), (3 << 30, False), (5 << 30, True)):
+        monkeypatch.setattr(compare, "host", lambda n=host_tier_bytes: Finding({"host_tier_bytes": n}))
+        server = compare.layout_server(MLAKVCacheLayout.FP4, 1, "log")
+        assert ("--enable-hierarchical-cache" in server.arguments) == wanted
+        assert ("--page-size", "64") in zip(server.arguments, server.arguments[1:], strict=False)
+
+
 def test_unequal_texts_are_not_compared():
     with pytest.raises(ValueError):
         compare_scores(Scores([[-1.0]], [[1]]), Scores([[-1.0], [-1.0]], [[1], [1]]))
@@ -97,8 +149,9 @@ def test_table(results):
     lines = report.table(results, PROMPT).splitlines()
     assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-"]
     assert lines[3].split() == ["fp4", "416", "45371", "3.0120", "+0.40", "%", "(0.12)", "98.77", "%"]
-    assert repr(PROMPT) in lines[5]
-    assert lines[6].split(maxsplit=1) == ["bf16", repr(" name in x:\n")]
+    assert lines[5].startswith("host tier, every layout: ")
+    assert repr(PROMPT) in lines[7]
+    assert lines[8].split(maxsplit=1) == ["bf16", repr(" name in x:\n")]
     assert len({len(line) for line in lines[:4]}) == 1
 
 

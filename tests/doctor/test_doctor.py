@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -56,9 +57,13 @@ def test_facts(healthy):
         "memlock_hard_bytes",
         "memory_bytes",
         "free_bytes",
+        "host_tier_bytes",
+        "compiler",
         "cores",
     }
     assert 0 < facts["host"]["free_bytes"] <= facts["host"]["memory_bytes"]
+    assert facts["host"]["host_tier_bytes"] == max(0, facts["host"]["free_bytes"] - (10 << 30))
+    assert facts["host"]["compiler"] == shutil.which("c++")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert facts["host"]["memlock_soft_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
 
@@ -271,6 +276,18 @@ def test_a_broken_psutil(monkeypatch, tmp_path, source, expected):
     assert expected in found.problems[0]
     (tmp_path / "psutil.py").unlink()
     assert probes.in_child("host").facts["cores"] == os.cpu_count()
+
+
+def test_machines_without_memory_or_compiler_for_a_host_tier(monkeypatch):
+    monkeypatch.setattr(probes, "cgroup_free_bytes", lambda: 9 << 30)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = probes.host()
+    assert found.facts["host_tier_bytes"] == 0
+    assert found.facts["compiler"] is None
+    notes = "\n".join(found.notes)
+    assert "SGLang keeps 10.7 GB of host memory free" in notes
+    assert "install g++" in notes
+    assert found.problems == []
 
 
 def test_a_terminated_doctor_leaves_no_child(tmp_path):

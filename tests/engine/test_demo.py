@@ -58,6 +58,21 @@ def test_perplexity_through_the_server(results):
 
 
 @pytest.mark.engine("demo")
+def test_a_prompt_comes_back_from_host_memory(record, results):
+    """Layer-major pools of every layout; on a machine with the memory that SGLang wants to keep."""
+    if any(results[name]["host_hit"] is None for name in LAYOUTS):
+        pytest.skip("SGLang keeps 10 GiB of memory free for a host tier, and this machine has not as much")
+    for name in LAYOUTS:
+        assert results[name]["host_hit"] == {
+            "prompt_tokens": 1000,
+            "host_tokens": 960,
+            "generated_tokens": 32,
+            "same_tokens": True,
+        }
+    assert "host tier, every layout: 960 of 1000 tokens" in record("demo")["printed"]
+
+
+@pytest.mark.engine("demo")
 def test_stored_rows_were_read(results):
     """Each layout's log-probabilities differ from BF16's, FP4's more often than those of FP8 with scales."""
     same = {name: results[name]["difference"]["same_top_token"] for name in LAYOUTS[1:]}

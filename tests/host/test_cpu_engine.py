@@ -1,6 +1,7 @@
 """The compiled engine against plain indexing, and its addresses under both compilers."""
 
 import itertools
+import os
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,23 @@ print("copied")
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=here
     )
     assert done.stdout == "copied\n", done.stderr[-2000:]
+
+
+def test_built_where_ninja_is_not_on_the_path(tmp_path):
+    """As on a new machine, where only the environment has it and nobody activated that."""
+    for folder in os.get_exec_path():
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if name != "ninja" and not (tmp_path / name).exists():
+                (tmp_path / name).symlink_to(os.path.join(folder, name))
+    program = (
+        "from sgl_kvpool.host.cpu_engine import _module; import os; print(_module(), os.environ['PATH'])"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == str(tmp_path)
 
 
 def test_nothing_is_copied_of_lists_that_are_none():

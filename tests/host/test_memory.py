@@ -32,6 +32,15 @@ def test_sglangs_reserve_is_named(published, monkeypatch):
         host_pool(device_pool("fp4"))
 
 
+def test_what_sglang_keeps_free(published):
+    """The demo and the doctor ask without importing SGLang."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    from sgl_kvpool.host.labels import KEPT_FREE_BYTES
+
+    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == KEPT_FREE_BYTES
+
+
 def test_a_real_limit_of_memory(no_reserve):
     """RLIMIT_AS below what the tier needs: the system refuses, and the error says what to do."""
     pool = device_pool("bf16")
