@@ -27,7 +27,7 @@ FAILURES = {
     "backup": "a backup by the engine failed; the torch engine carried it out",
     "backup_lost": "a backup failed; the tokens are not backed up",
     "page_digest": "a stored page was not what was stored under its key; the tokens are computed again",
-    "page_read": "a stored page could not be read; the tokens are computed again",
+    "page_read": "a stored page could not be read; unless it could at last, the tokens are computed again",
     "page_write": "a page could not be stored",
 }
 
@@ -35,7 +35,7 @@ _metrics: dict[str, Any] = {}
 
 
 def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
-    """Say what this scheduler serves, and count from now on. Once per process; later calls only say.
+    """Count from now on, and set `sgl_kvpool_info`. A second call in a process sets that once more.
 
     Parameters
     ----------

@@ -5,6 +5,7 @@ Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sysconfig
@@ -17,9 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_kvpool import metrics
 from sgl_kvpool.host.plan import CopyRun, TransferPlan
+from sgl_kvpool.host.torch_engine import TorchEngine
 
-__all__ = ["CpuEngine"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["CpuEngine", "engine_class"]
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 
@@ -28,6 +33,8 @@ _SOURCES = Path(__file__).resolve().parent / "csrc"
 def _module() -> Any:
     from tvm_ffi import cpp
 
+    # A damaged file in its cache ends the process without a word, so there is one before.
+    logger.info("sgl-kvpool: loading engine cpu, which tvm-ffi compiles and keeps in its cache folder")
     with _ninja_on_path():
         return cpp.load(
             "sgl_kvpool_cpu_engine",
@@ -40,13 +47,25 @@ def _module() -> Any:
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
     """tvm-ffi calls `ninja`, which SGLang brings, and which is only on the PATH of activated environments."""
-    path = os.environ.get("PATH", "")
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
+    if shutil.which("ninja") is not None:
+        yield
+        return
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
     try:
         yield
     finally:
         os.environ["PATH"] = path
+
+
+def engine_class() -> type[CpuEngine] | type[TorchEngine]:
+    """`CpuEngine`, or `TorchEngine` where that cannot be built, which is logged and counted."""
+    try:
+        _module()
+    except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+        metrics.failed("engine_build", f"engine {CpuEngine.name}", error=error)
+        return TorchEngine
+    return CpuEngine
 
 
 class CpuEngine:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from sgl_kvpool import metrics
-from sgl_kvpool.host.cpu_engine import CpuEngine
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.torch_engine import TorchEngine
 
@@ -25,21 +24,14 @@ class Lane:
     ----------
     plan : TransferPlan
     direction : "to_host" or "to_device"
-
-    Attributes
-    ----------
-    engine : CpuEngine or TorchEngine
-        The latter only where the former cannot be built.
+    engine : type
+        Of `cpu_engine.engine_class`.
     """
 
-    def __init__(self, plan: TransferPlan, direction: Literal["to_host", "to_device"]) -> None:
+    def __init__(self, plan: TransferPlan, direction: Literal["to_host", "to_device"], engine: type) -> None:
         self.plan, self.direction = plan, direction
+        self.engine: Any = engine(plan)
         self._torch = TorchEngine(plan)
-        self.engine: Any = self._torch
-        try:
-            self.engine = CpuEngine(plan)
-        except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
-            metrics.failed("engine_build", f"engine {CpuEngine.name}, {direction}", error=error)
 
     def run(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
         """Copy pages of all layers, or of one by its place in the group, and return when they are there.
@@ -54,12 +46,14 @@ class Lane:
         Exception
             Torch failed too. What the target pages hold is not known.
         """
-        self.plan.check_pages(source_pages, target_pages)
         try:
             self._timed(self.engine, source_pages, target_pages, part)
         except Exception as error:
-            if self.engine is self._torch:
+            if isinstance(self.engine, TorchEngine):
                 raise
+            self.plan.check_pages(
+                source_pages, target_pages
+            )  # a bad list is nobody's failure but the caller's
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
             try:

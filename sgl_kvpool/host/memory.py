@@ -26,7 +26,7 @@ _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
 
 def too_much(size_bytes: int, tokens: int, error: BaseException) -> ValueError:
-    """The error for a host tier that does not fit into memory."""
+    """The error for a host tier of `size_bytes` for `tokens` that `error` kept from being allocated."""
     from sglang.srt.mem_cache.pool_host import base
 
     reserve = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
@@ -39,10 +39,24 @@ def too_much(size_bytes: int, tokens: int, error: BaseException) -> ValueError:
 
 
 def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
-    """Pieces of a buffer, (offset, size), none of which ends inside a page.
+    """Pieces of a buffer, none of which ends inside a page.
 
     A copy must not cross two registrations, and no memory page of the system (4096 bytes) may be in two. So
-    pieces are multiples of both, at least one of the common multiple.
+    pieces are multiples of both.
+
+    Parameters
+    ----------
+    total_bytes : int
+        Of the buffer.
+    page_bytes : int
+        What one copy moves at most.
+    piece_bytes : int
+        About how long a piece should be; at least the common multiple.
+
+    Returns
+    -------
+    list of tuple of int
+        Offset and size in bytes, in order, without gaps.
     """
     step = math.lcm(page_bytes, mmap.PAGESIZE)
     step *= max(1, piece_bytes // step)
@@ -74,14 +88,14 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
     said = time.monotonic()
     for offset, size in pieces:
         address = buffer.data_ptr() + offset
-        status = int(cudart.cudaHostRegister(address, size, 0))
-        if status != 0:
-            text = cudart.cudaGetErrorString(status)
+        status = cudart.cudaHostRegister(address, size, 0)
+        if int(status) != 0:
+            _undo(cudart, registered)
             metrics.failed(
                 "registration",
-                f"cudaHostRegister of {size} bytes, {offset} of {buffer.nbytes} done: {status} {text}",
+                f"cudaHostRegister of {size} bytes, {offset} of {buffer.nbytes} done: error {int(status)}, "
+                f"{cudart.cudaGetErrorString(status)}",
             )
-            _undo(cudart, buffer, registered)
             return False
         registered.append((address, size))
         if time.monotonic() - said > _PROGRESS_SECONDS:
@@ -92,9 +106,10 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
     return True
 
 
-def _undo(cudart: Any, buffer: torch.Tensor, registered: list[tuple[int, int]]) -> None:
-    """Unregister pieces, the last first; what stays registered is left for `destroy`."""
-    left = [piece for piece in reversed(registered) if int(cudart.cudaHostUnregister(piece[0])) != 0]
+def _undo(cudart: Any, registered: list[tuple[int, int]]) -> None:
+    """Unregister pieces, the last first."""
+    left = [size for address, size in reversed(registered) if int(cudart.cudaHostUnregister(address)) != 0]
     if left:
-        logger.warning("sgl-kvpool: %d pieces of the host tier stay registered", len(left))
-    setattr(buffer, _REGISTERED_RANGES, left[::-1])
+        logger.warning(
+            "sgl-kvpool: %d bytes of the host tier stay registered until the server ends", sum(left)
+        )

@@ -17,17 +17,7 @@ SEAL_BYTES = 16
 
 
 class DamagedPage(ValueError):
-    """A stored page that is not what was stored; it must be taken for a miss.
-
-    Attributes
-    ----------
-    slot : int
-        First host slot of the page that it was meant for.
-    """
-
-    def __init__(self, message: str, slot: int = -1) -> None:
-        super().__init__(message)
-        self.slot = slot
+    """A stored page that is not what was stored; it must be taken for a miss."""
 
 
 def digest(page: np.ndarray, tag: str, key: str = "") -> bytes:

@@ -11,35 +11,31 @@ and stores read it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool import metrics
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
-from sgl_kvpool.host import memory, page_seal
+from sgl_kvpool.host import memory
+from sgl_kvpool.host.cpu_engine import engine_class
 from sgl_kvpool.host.labels import HOST_LABELS
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.page_view import host_view
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.slots import pages_of, slot_list_problem
+from sgl_kvpool.host.stored_pages import StoredPagesPool, storage_format_tag
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PAGE_FORMAT_VERSION", "HierarchicalMLAHostPool"]
-
-#: Of what `storage_format_tag` names: counted up when stored pages change in another way than rows do.
-PAGE_FORMAT_VERSION = 1
+__all__ = ["HierarchicalMLAHostPool"]
 
 
-class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
+class HierarchicalMLAHostPool(StoredPagesPool):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
 
     Parameters
@@ -58,6 +54,9 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         One layer each, with the target's rows.
     pin_memory : bool, optional
         Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+    seals_pages : bool
+        Whether pages that stores copy carry a digest. Not for a draft with a tier of its own: stores handle
+        its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
     **kwargs
         As SGLang's: `allocator_type`, `pool_label`, `host_token_capacity`.
 
@@ -88,6 +87,7 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         *,
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
+        seals_pages: bool = True,
         **kwargs,
     ) -> None:
         pools = (kv_pool, *draft_pools)
@@ -110,7 +110,12 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         # Before the base class, whose constructor calls the overrides below.
         self.row_format = kv_pool.row_format
         self._device_views = [CanonicalKVCaches.from_pool(pool, page_size) for pool in pools]
-        self._key_of = threading.local()
+        counts = [_kv_group(view).num_pages for view in self._device_views]
+        if min(counts) < counts[0]:
+            raise ValueError(
+                f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
+            )
+        self.seals_pages = seals_pages
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
         super().__init__(
@@ -119,7 +124,7 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
             host_size,
             page_size,
             layout,
-            pin_memory=kv_pool.device != "cpu" if pin_memory is None else pin_memory,
+            pin_memory=not self.takes(kv_pool) if pin_memory is None else pin_memory,
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
@@ -128,16 +133,16 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
             target_layer_num=kv_pool.layer_num,
             **kwargs,
         )
-        self.storage_format_tag = (
-            f"{self.row_format.tag}-host_{self.row_format.layout}-l{self.start_layer}"
-            f".{self.target_layer_num}.{len(draft_pools)}"
-            f"-t{self.page_size}-s{PAGE_FORMAT_VERSION}{_scales_tag(kv_pool)}"
-        )
+        self.storage_format_tag = storage_format_tag(pools, self.page_size)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page of all layers."""
-        return self.page_size * self.layer_num * self.row_format.row_bytes
+    @staticmethod
+    def takes(pool: Any) -> bool:
+        """Whether a device pool's host tier is made of this class: one with a layout, on the CPU.
+
+        SGLang's own serves its own tensors on a GPU; what neither serves is refused when a server starts
+        (`refusals.check_host_tier`).
+        """
+        return isinstance(pool, LayoutMLATokenToKVPool) and torch.device(pool.device).type == "cpu"
 
     # ---------------------------------------------------------------- construction
 
@@ -147,8 +152,6 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
             raise memory.too_much(self.size * self.size_per_token, self.size, error) from error
 
-    pin_memory: bool
-
     def init_kv_buffer(self) -> torch.Tensor:
         """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
         shape = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
@@ -156,7 +159,7 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
         if self.pin_memory:
-            self.pin_memory = memory.pin(buffer, self.page_bytes)
+            self.pin_memory: bool = memory.pin(buffer, self.page_size * self.layout_dim)
         return buffer
 
     def _initialize_transfer_views(self) -> None:
@@ -169,11 +172,12 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         firsts = range(self.target_layer_num, self.layer_num)
         places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
         self._to_host, self._to_device = [], []
+        engine = engine_class()
         for device, layers in zip(self._device_views, places, strict=True):
             group = _kv_group(device)
             host = host_view(self._pages, group, layers, self.page_size, self.row_format.row_bytes)
-            self._to_host.append(Lane(TransferPlan(device, host, group.name), "to_host"))
-            self._to_device.append(Lane(TransferPlan(host, device, group.name), "to_device"))
+            self._to_host.append(Lane(TransferPlan(device, host, group.name), "to_host", engine))
+            self._to_device.append(Lane(TransferPlan(host, device, group.name), "to_device", engine))
         plan = self._to_host[0].plan
         runs = {run.run_bytes for run in plan.copy_runs}
         logger.info(
@@ -208,8 +212,7 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
 
     def clear(self) -> None:
         """Forget all pages."""
-        #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
-        self._lost: np.ndarray = np.zeros(self.page_num, dtype=bool)
+        self._lost = np.zeros(self.page_num, dtype=bool)
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -219,12 +222,24 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
             self._lost[pages_of(slots, self.page_size)] = False
         return slots
 
-    def slots_problem(self, host_slots: torch.Tensor) -> str | None:
-        """Why these slots cannot be loaded: no list of pages, free ones, lost ones; None if they can."""
+    def slots_problem(self, host_slots: torch.Tensor, *, allocated_here: bool = True) -> str | None:
+        """Why these slots cannot be loaded; None if they can.
+
+        Parameters
+        ----------
+        host_slots : Tensor [tokens], int64
+        allocated_here : bool
+            False for the tier of a draft, whose slots are its target's.
+
+        Returns
+        -------
+        str or None
+            They are no list of pages, or a page is free, or was lost in its backup.
+        """
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
             return problem
-        if not bool(self.slot_used[host_slots].all()):
+        if allocated_here and not bool(self.slot_used[host_slots].all()):
             return "a host page of the list is not allocated"
         if self._lost[pages_of(host_slots, self.page_size)].any():
             return "a host page of the list was lost in its backup"
@@ -247,11 +262,22 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Host pages of one layer to device pages; the lists were checked when they were queued."""
-        host_layer = self._host_layer_by_controller.get(layer_id)
-        if host_layer is None:
-            return
+        """Host pages of one layer to device pages; the lists were checked when they were queued.
+
+        Raises
+        ------
+        RuntimeError
+            A page that was lost in its backup.
+        Exception
+            Engine and torch failed; see `Lane.run`.
+        """
+        if not is_draft and layer_id not in self._host_layer_by_controller:
+            return  # a layer of another pipeline stage
+        host_layer = self._host_layer_by_controller[layer_id]
         host_pages, device_pages = self._pages_of(host_indices, device_indices)
+        if self._lost[host_pages].any():
+            # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
+            raise RuntimeError("a host page that was lost in its backup is to be loaded")
         draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
         lane, part = (self._to_device[draft], 0) if draft > 0 else (self._to_device[0], host_layer)
         lane.run(host_pages, device_pages, part)
@@ -271,107 +297,11 @@ class HierarchicalMLAHostPool(MLATokenToKVPoolHost):
         except Exception as error:  # whatever it is, these pages are not backed up
             self._lost[host_pages] = True
             metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
+        else:
+            self._lost[host_pages] = False
 
     def _pages_of(self, *slots: torch.Tensor) -> tuple[np.ndarray, ...]:
         return tuple(pages_of(each, self.page_size) for each in slots)
-
-    # ---------------------------------------------------------------- stores
-
-    @contextmanager
-    def stored_under(self, keys: Mapping[int, str]) -> Iterator[None]:
-        """Tell this thread's stores of pages under which keys (by a page's first slot) they happen."""
-        self._key_of.keys = keys
-        try:
-            yield
-        finally:
-            self._key_of.keys = {}
-
-    def _key(self, index: int) -> str:
-        return getattr(self._key_of, "keys", {}).get(index, "")
-
-    def _page_to_store(self, index) -> tuple[int, torch.Tensor]:
-        """First slot and bytes of the page that begins at a slot."""
-        slot = int(index)
-        page = slot // self.page_size
-        if slot % self.page_size or not 0 <= page < self.page_num:
-            raise IndexError(
-                f"no page of {self.page_size} tokens begins at slot {slot}; the host tier has "
-                f"{self.page_num} pages"
-            )
-        return slot, self._pages[page]
-
-    def get_data_page(self, index, flat: bool = True) -> torch.Tensor:
-        """A page for a store.
-
-        Parameters
-        ----------
-        index : int
-            First slot of the page.
-        flat : bool
-            A copy with its digest, `[(page_bytes + 16) / itemsize]`; else a view `[1, layers, page_size, 1,
-            row]`, which stores that copy into and out of the tier's own memory use.
-
-        Raises
-        ------
-        IndexError
-            No page begins there.
-        ValueError
-            The page was lost in its backup.
-        """
-        slot, page = self._page_to_store(index)
-        if self._lost[slot // self.page_size]:
-            raise ValueError(f"the page of slot {slot} was lost in its backup, and is not stored")
-        if not flat:
-            return self.kv_buffer[slot // self.page_size].unsqueeze(0)
-        sealed = page_seal.sealed(page.numpy(), self.storage_format_tag, self._key(slot))
-        return torch.from_numpy(sealed).view(self.dtype)
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Memory that takes what `get_data_page` gave a store."""
-        return torch.zeros(self.page_bytes + page_seal.SEAL_BYTES, dtype=torch.uint8).view(self.dtype)
-
-    def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
-        """Take a page back from a store, or nothing of it.
-
-        Raises
-        ------
-        DamagedPage
-            It is not what was stored, there and under this key.
-        IndexError
-            No page begins at `index`.
-        """
-        slot, page = self._page_to_store(index)
-        stored = data_page.contiguous().view(-1).view(torch.uint8).numpy()
-        try:
-            opened = page_seal.opened(stored, self.page_bytes, self.storage_format_tag, self._key(slot))
-        except page_seal.DamagedPage as error:
-            error.slot = slot
-            raise
-        page.copy_(torch.from_numpy(opened))
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes in bytes of pages, one each, for stores that copy from and to them directly."""
-        # SGLang looks at the first slot of each page only, and so do its callers: others may be anything.
-        firsts = indices.numpy()[:: self.page_size]
-        pages = firsts // self.page_size
-        wrong = (firsts % self.page_size != 0) | (pages < 0) | (pages >= self.page_num)
-        if len(indices) % self.page_size or wrong.any():
-            raise ValueError(
-                f"{len(indices)} slots, of pages that begin at {firsts.tolist()}, are no pages of "
-                f"{self.page_size} tokens; the host tier has {self.page_num}"
-            )
-        if self._lost[pages].any():
-            raise ValueError("a page of the list was lost in its backup, and is not stored")
-        addresses = self.kv_buffer.data_ptr() + pages * self.page_bytes
-        return addresses.tolist(), [self.page_bytes] * len(pages)
-
-
-def _scales_tag(pool: LayoutMLATokenToKVPool) -> str:
-    """What tells stored values apart that were divided by other k_scales; empty if all are 1."""
-    scales = [pool.k_scale(layer) for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)]
-    if all(scale == 1.0 for scale in scales):
-        return ""
-    return "-k" + hashlib.blake2b(repr(scales).encode(), digest_size=4).hexdigest()
 
 
 def _kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:

@@ -10,7 +10,7 @@ __all__ = ["pages_of", "slot_list_problem"]
 
 def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
     """Pages of a list that `slot_list_problem` has nothing to say about, `[pages]` int64."""
-    return slots.numpy()[::page_size] // page_size
+    return slots.numpy()[::page_size].astype(np.int64) // page_size
 
 
 def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first_page: int = 0) -> str | None:
@@ -18,7 +18,7 @@ def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first
 
     Parameters
     ----------
-    slots : Tensor [tokens], int64, on the CPU
+    slots : Tensor [tokens], int64 or int32, on the CPU
         Page by page, the slots of a page in their order.
     page_size : int
         Tokens.
@@ -27,8 +27,8 @@ def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first
     first_page : int
         1 for a device pool, whose page 0 takes the writes of padded tokens and is nobody's.
     """
-    if slots.dim() != 1 or slots.is_floating_point():
-        return f"slots are {slots.dtype} {tuple(slots.shape)}, expected a list of integers"
+    if slots.dim() != 1 or slots.dtype not in (torch.int64, torch.int32):
+        return f"slots are {slots.dtype} {tuple(slots.shape)}, expected a list of int64"
     if len(slots) % page_size:
         return f"{len(slots)} slots are no whole number of pages of {page_size}"
     if not len(slots):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 from sgl_kvpool import metrics
@@ -17,25 +19,13 @@ _KEY_BYTES = 64 + 32
 
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
-    build, build_draft, load, write, page_get, page_set = (
-        seam.target for seam in seams.HOST_TIER if seam.hooked
+    hooks: tuple[Callable, ...] = (
+        *(_build_kv_host_pool, _build_mha_mla_host_pool, _attach_storage_backend, _load, _write),
+        *(_generic_page_get, _generic_page_set, _page_set_zero_copy),
     )
-    seams.wrap(build, _build_kv_host_pool)
-    seams.wrap(build_draft, _build_mha_mla_host_pool)
-    seams.wrap(load, _load)
-    seams.wrap(write, _write)
-    seams.wrap(page_get, _generic_page_get)
-    seams.wrap(page_set, _generic_page_set)
-
-
-def _takes(kv_pool: Any) -> bool:
-    """Whether a device pool gets our host pool; SGLang's serves its own tensors on a GPU.
-
-    What neither serves is refused when the server starts (`refusals.check_host_tier`).
-    """
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
-
-    return isinstance(kv_pool, LayoutMLATokenToKVPool) and str(kv_pool.device) == "cpu"
+    targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
+    for target, hook in zip(targets, hooks, strict=True):
+        seams.wrap(target, hook)
 
 
 # -------------------------------------------------------------------- construction
@@ -44,7 +34,9 @@ def _takes(kv_pool: Any) -> bool:
 def _build_kv_host_pool(
     original, *, kv_pool, page_size, host_size=None, mtp_draft_device_pools=(), pool_label="kv", **kwargs
 ):
-    if not _takes(kv_pool):
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    if not HierarchicalMLAHostPool.takes(kv_pool):
         return original(
             kv_pool=kv_pool,
             page_size=page_size,
@@ -54,11 +46,9 @@ def _build_kv_host_pool(
             **kwargs,
         )
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-    from sglang.srt.runtime_context import get_memory, get_serving
+    from sglang.srt.runtime_context import get_memory
 
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
-
-    pool = HierarchicalMLAHostPool(
+    return HierarchicalMLAHostPool(
         kv_pool,
         get_memory().hicache_ratio,
         get_memory().hicache_size if host_size is None else host_size,
@@ -68,24 +58,13 @@ def _build_kv_host_pool(
         allocator_type=get_allocator_type(),
         pool_label=pool_label,
     )
-    if get_memory().hicache_storage_backend == "file":
-        _check_file_names(get_serving().served_model_name, pool.storage_format_tag)
-    return pool
-
-
-def _check_file_names(model_name: str, tag: str) -> None:
-    """ValueError for a model's name that is too long for the names of the `file` store."""
-    name_bytes = _KEY_BYTES + len(f"{model_name}-{tag}".encode())
-    if name_bytes > _NAME_BYTES:
-        raise ValueError(
-            f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes names "
-            f"of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
-        )
 
 
 def _build_mha_mla_host_pool(original, *, pool, host_to_device_ratio, page_size, layout, **kwargs):
     """The host pool of a draft that is not packed with its target."""
-    if not _takes(pool):
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    if not HierarchicalMLAHostPool.takes(pool):
         return original(
             pool=pool,
             host_to_device_ratio=host_to_device_ratio,
@@ -93,9 +72,22 @@ def _build_mha_mla_host_pool(original, *, pool, host_to_device_ratio, page_size,
             layout=layout,
             **kwargs,
         )
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    return HierarchicalMLAHostPool(
+        pool, host_to_device_ratio, 0, page_size, layout, seals_pages=False, **kwargs
+    )
 
-    return HierarchicalMLAHostPool(pool, host_to_device_ratio, 0, page_size, layout, **kwargs)
+
+def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
+    """Refuse a model's name that is too long for the names of files, at start and at runtime."""
+    pool = self.storage_host_pool
+    if storage_backend == "file" and _ours(pool):
+        name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{pool.storage_format_tag}"))
+        if name_bytes > _NAME_BYTES:
+            raise ValueError(
+                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
+                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+            )
+    return original(self, storage_backend, *args, model_name=model_name, **kwargs)
 
 
 # -------------------------------------------------------------------- before anything is queued
@@ -116,6 +108,8 @@ def _load(original, self, host_indices, *args, device_indices=None, **kwargs):
     if not _ours(pool):
         return original(self, host_indices, *args, device_indices=device_indices, **kwargs)
     problem = pool.slots_problem(host_indices)
+    for tier in _tiers_of_drafts(self):
+        problem = problem or tier.slots_problem(host_indices, allocated_here=False)
     if problem is None and device_indices is not None:
         problem = pool.device_slots_problem(device_indices)
     if problem is not None:
@@ -133,6 +127,13 @@ def _load(original, self, host_indices, *args, device_indices=None, **kwargs):
     del self.load_queue[queued:]
     metrics.failed("load_pages", f"{problem}, from the allocator of the device pool")
     return None
+
+
+def _tiers_of_drafts(controller: Any) -> list[Any]:
+    """Our tiers beside the target's, which a load of its slots reads too."""
+    group = controller.mem_pool_host
+    pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
+    return [pool for pool in pools if _ours(pool)]
 
 
 def _write(original, self, device_indices, *args, **kwargs):
@@ -158,36 +159,62 @@ def _generic_page_get(original, self, operation, hash_values, host_indices, extr
     with pool.stored_under(keys):
         try:
             return original(self, operation, hash_values, host_indices, extra_info)
-        except Exception:  # which of the pages it was is found below
-            pass
+        except Exception as error:  # of some page of the batch: which, is found one by one
+            first = error
         for number, (slot, key) in enumerate(keys.items()):
             page = host_indices[number * self.page_size : (number + 1) * self.page_size]
             try:
                 if original(self, operation, [key], page, extra_info) == 0:
                     return number
             except Exception as error:
-                from sgl_kvpool.host.page_seal import DamagedPage
-
-                kind = "page_digest" if isinstance(error, DamagedPage) else "page_read"
                 # The store keeps it: stores do not replace a key. Once it is removed, it is written anew.
-                metrics.failed(kind, f"page {key} of the store, host slot {slot}", error=error)
+                metrics.failed(_kind(error), f"page {key} of the store, host slot {slot}", error=error)
                 return number
-        return len(hash_values)
+    metrics.failed(
+        _kind(first), f"{len(keys)} pages of the store, all of which were read at last", error=first
+    )
+    return len(hash_values)
+
+
+def _kind(error: Exception) -> str:
+    from sgl_kvpool.host.page_seal import DamagedPage
+
+    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 
 
 def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
+    """Pages up to the first that was lost in its backup, with their keys known to the digest meanwhile."""
     pool = self.storage_host_pool
     if not _ours(pool):
         return original(self, hash_values, host_indices, extra_info)
+    with pool.stored_under(_keys(self, hash_values, host_indices)):
+        return _set_pages(original, self, hash_values, host_indices, extra_info)
+
+
+def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
+    """The same for stores that read the tier's memory."""
+    if not _ours(self.storage_host_pool):
+        return original(self, hash_values, host_indices, extra_info)
+    return _set_pages(original, self, hash_values, host_indices, extra_info)
+
+
+def _set_pages(original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any) -> bool:
+    """Store what may be stored; False if that is not all of it, or the store refused something."""
+    count = controller.storage_host_pool.pages_before_a_lost_one(host_indices)
+    if count < len(hash_values):
+        metrics.failed("page_write", f"{len(hash_values) - count} pages, the first was lost in its backup")
+    if not count:
+        return not hash_values
     try:
-        with pool.stored_under(_keys(self, hash_values, host_indices)):
-            stored = original(self, hash_values, host_indices, extra_info)
+        stored = original(
+            controller, hash_values[:count], host_indices[: count * controller.page_size], extra_info
+        )
     except Exception as error:  # SGLang logs it too, and goes on without these pages
-        metrics.failed("page_write", f"{len(hash_values)} pages", error=error)
+        metrics.failed("page_write", f"{count} pages", error=error)
         raise
     if not stored:
-        metrics.failed("page_write", f"{len(hash_values)} pages, of which the store refused one")
-    return stored
+        metrics.failed("page_write", f"{count} pages, of which the store refused one")
+    return stored and count == len(hash_values)
 
 
 def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[int, str]:

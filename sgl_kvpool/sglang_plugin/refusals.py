@@ -175,6 +175,15 @@ def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: 
                 f"this release; leave it out, or use {LAYOUT.flag} bf16 or fp8 in layer_major"
             )
         return
+    ratio, size, page_size = view.hicache_ratio, view.hicache_size, view.page_size
+    if not size and ratio is not None and not 0 < ratio < float("inf"):
+        raise ValueError(
+            f"--hicache-ratio {ratio} is no number of host tokens per token of the pool; give one above 0"
+        )
+    if size < 0:
+        raise ValueError(f"--hicache-size {size} is no number of GB; give one above 0, or leave it out")
+    if page_size is not None and page_size < 1:
+        raise ValueError(f"--page-size {page_size} is no number of tokens; leave it out for 64")
     for option, value, taken in (
         ("--hicache-mem-layout", view.hicache_mem_layout, HOST_LABELS),
         ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS),

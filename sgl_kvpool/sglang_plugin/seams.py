@@ -77,7 +77,7 @@ FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
     *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
-    *("hicache_host_memory_mode", "enable_metrics"),
+    *("hicache_ratio", "hicache_size", "enable_metrics"),
     *(feature.field for feature in FEATURES),
 )
 
@@ -128,6 +128,10 @@ HOST_TIER = (
         ),
     ),
     Seam(
+        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+        ("self", "storage_backend", "prefetch_threshold", "model_name"),
+    ),
+    Seam(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.load",
         ("self", "host_indices", "device_indices"),
     ),
@@ -141,6 +145,10 @@ HOST_TIER = (
     ),
     Seam(
         "sglang.srt.managers.cache_controller.HiCacheController._generic_page_set",
+        ("self", "hash_values", "host_indices", "extra_info"),
+    ),
+    Seam(
+        "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
     Seam(
@@ -187,7 +195,6 @@ HOST_TIER = (
     ),
     Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
     Seam("sglang.srt.runtime_context.get_memory", hooked=False),
-    Seam("sglang.srt.runtime_context.get_serving", hooked=False),
 )
 
 #: Used in the scheduler processes of such a server.

@@ -60,6 +60,10 @@ CONFIGURATIONS = {
         [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
         {},
     ),
+    host_tier.LOSSY: (
+        [LAYOUT, "fp4", *host_tier.ARGUMENTS],
+        {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
+    ),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
@@ -106,7 +110,10 @@ def serve(name, model_path, folder):
     layout, _, arrangement = name.rpartition("-")
     store = None
     if has_host_tier:
-        arguments += [*host_tier.ARGUMENTS, *host_tier.CHOICES.get(name, [])]
+        arguments += [
+            *(*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS),
+            *host_tier.CHOICES.get(name, []),
+        ]
         environment.update(host_tier.environment(HERE, folder.parent, name))
         store = environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]
         if arrangement == host_tier.AGAIN:
@@ -140,8 +147,9 @@ def serve(name, model_path, folder):
             return_logprob=True,
             logprob_start_len=0,
         )
-        if store:
+        if store or name == host_tier.LOSSY:
             answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
+        if store:
             host_tier.wait_for_store(store)
             answers["stored"] = len(host_tier.stored(store, layout))
     answers["log"] = log.read_text(errors="replace")

@@ -29,11 +29,16 @@ AFTER = {
 ARGUMENTS = [
     *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST_TOKENS // DEVICE_TOKENS)),
     *("--max-total-tokens", str(DEVICE_TOKENS), "--page-size", str(PAGE_SIZE)),
+    *("--enable-metrics", "--enable-cache-report"),
+]
+STORE_ARGUMENTS = [
     *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
     # SGLang fetches 256 tokens and more from a store unless told otherwise.
     *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
-    *("--enable-metrics", "--enable-cache-report", "--served-model-name", "tiny"),
+    *("--served-model-name", "tiny"),
 ]
+#: A server without a store whose backups all fail.
+LOSSY = "fp4-lossy"
 #: Each of SGLang's choices once.
 CHOICES = {
     "bf16-token_major": ["--hicache-io-backend", "direct"],

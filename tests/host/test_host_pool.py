@@ -25,14 +25,32 @@ from host_tier import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
+MARGIN = 4096
 
 
 # ------------------------------------------------------------------ transfers
 
 
+@pytest.fixture
+def margins(monkeypatch):
+    """`margins()`: whether the bytes before and behind every host buffer are still guard bytes."""
+    from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
+
+    allocate, around = HostTensorAllocator.allocate, []
+
+    def with_margins(self, dims, dtype, device):
+        size = int(np.prod(dims)) * dtype.itemsize
+        whole = allocate(self, (size + 2 * MARGIN,), torch.uint8, device).fill_(GUARD)
+        around.append((whole[:MARGIN], whole[-MARGIN:]))
+        return whole[MARGIN:-MARGIN].view(dtype).view(dims)
+
+    monkeypatch.setattr(HostTensorAllocator, "allocate", with_margins)
+    return lambda: bool(around) and all(bool((part == GUARD).all()) for pair in around for part in pair)
+
+
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
-def test_round_trip(layout, arrangement, page_size, label):
+def test_round_trip(margins, layout, arrangement, page_size, label):
     """There and back, bit for bit; the source and every byte of other pages stay as they are."""
     pool = device_pool(layout, arrangement, page_size)
     fill(pool)
@@ -54,6 +72,7 @@ def test_round_trip(layout, arrangement, page_size, label):
         back[[4, 1]] = before[layer][[1, 2]]
         assert np.array_equal(rows(pool)[layer], back)
     assert np.array_equal(host_bytes(tier), expected)
+    assert margins()
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -69,8 +88,12 @@ def test_layers_arrive_one_by_one(arrangement):
     assert (rows(pool)[0] == GUARD).all()
     assert np.array_equal(rows(pool)[1][[3, 1]], wanted[1][[3, 1]])
     assert (rows(pool)[2] == GUARD).all()
-    # A layer of another pipeline stage is nobody's here, as in SGLang's pool.
+    # A layer of another pipeline stage is nobody's here, as in SGLang's pool; a draft's has to be somebody's.
     load(tier, [1, 2], [3, 1], layers=[LAYERS])
+    with pytest.raises(KeyError):
+        tier.load_to_device_per_layer(
+            None, slots([1, 2], 4), slots([3, 1], 4), LAYERS, "kernel", is_draft=True
+        )
     assert (rows(pool)[2] == GUARD).all()
 
 
@@ -112,6 +135,8 @@ def test_drafts_that_cannot_be_packed():
     pool = device_pool("fp4")
     with pytest.raises(ValueError, match="one layer and the target's rows"):
         host_pool(pool, draft_pools=[device_pool("fp8", layers=1)])
+    with pytest.raises(ValueError, match="has 3 pages, the target 5"):
+        host_pool(pool, draft_pools=[device_pool("fp4", layers=1, pages=3)])
     with pytest.raises(ValueError, match=r"\[2\] layers"):
         host_pool(pool, draft_pools=[device_pool("fp4", layers=2)])
 
@@ -211,9 +236,12 @@ def test_one_pointer_per_page(layout, label):
     assert tier.get_contiguous_buf_infos() == ([begin], [tier.page_num * page_bytes], [page_bytes])
     assert tier.get_size_per_token() == tier.get_ksize_per_token() == page_bytes // 2
     assert tier.layout == label
-    for bad in ([1, 2], [0], [tier.size, tier.size + 1]):
-        with pytest.raises(ValueError):
+    for bad in ([1, 2], [tier.size, tier.size + 1], [-2, -1]):
+        text = f"no page of 2 tokens begins at slot {bad[0]}; .* {tier.page_num} pages"
+        with pytest.raises(IndexError, match=text):
             tier.get_page_buffer_meta(torch.tensor(bad))
+    with pytest.raises(ValueError, match="1 slots are no whole number of pages of 2"):
+        tier.get_page_buffer_meta(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -265,9 +293,9 @@ def test_format_tags_tell_pages_apart():
             for name, change in others.items()}  # fmt: skip
     plain = host_pool(device_pool(**base))
     tags["plain"] = plain.storage_format_tag
-    tags["draft"] = host_pool(
-        device_pool(**base), draft_pools=[device_pool("fp8", layers=1)]
-    ).storage_format_tag
+    for name, scales in (("draft", {}), ("scaled draft", {START: 0.5})):
+        draft = device_pool("fp8", layers=1, k_scales=scales)
+        tags[name] = host_pool(device_pool(**base), draft_pools=[draft]).storage_format_tag
     assert len(set(tags.values())) == len(tags)
     for arrangement in ARRANGEMENTS:
         for label in LABELS:

@@ -41,9 +41,16 @@ def test_any_list(page_size, slots):
     assert (slot_list_problem(torch.tensor(slots), page_size, 5) is None) == fine
 
 
-@pytest.mark.parametrize("slots", [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]])])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([[0, 1]]),
+        *(torch.tensor([0, 1], dtype=t) for t in (torch.uint8, torch.int16, torch.bool)),
+    ],
+)
 def test_lists_that_are_none(slots):
-    assert "expected a list of integers" in slot_list_problem(slots, 2, 5)
+    assert "expected a list of int64" in slot_list_problem(slots, 2, 5)
 
 
 @given(page=st.binary(min_size=1, max_size=200), tag=st.text(max_size=9), key=st.text(max_size=9))

@@ -80,8 +80,12 @@ def test_pieces_cover_everything_once_and_cut_no_page(pages, page_bytes, piece_b
     assert all(size <= max(piece_bytes, smallest) for _, size in pieces)
 
 
+#: What `torch.cuda.cudart()` returns where there is a driver; its enum and its texts need none.
+cudart_of_torch = torch._C._cudart
+
+
 class Cudart:
-    """Counts registrations as CUDA does, and fails at the one it is told to; there is no driver here."""
+    """Counts registrations as CUDA does, and fails at the one it is told to."""
 
     def __init__(self, fail_at=None):
         self.fail_at, self.registered, self.calls = fail_at, {}, 0
@@ -89,17 +93,16 @@ class Cudart:
     def cudaHostRegister(self, address, size, flags):
         self.calls += 1
         if self.calls - 1 == self.fail_at:
-            return 2
+            return cudart_of_torch.cudaError(2)
         for begin, length in self.registered.items():
             assert address + size <= begin or begin + length <= address, "registered twice"
         self.registered[address] = size
-        return 0
+        return cudart_of_torch.cudaError(0)
 
     def cudaHostUnregister(self, address):
-        return 0 if self.registered.pop(address, None) else 1
+        return cudart_of_torch.cudaError(0 if self.registered.pop(address, None) else 1)
 
-    def cudaGetErrorString(self, status):
-        return "out of memory"
+    cudaGetErrorString = staticmethod(cudart_of_torch.cudaGetErrorString)
 
 
 def buffer(pages=37, page_bytes=4096 * 3):
@@ -128,7 +131,7 @@ def test_a_piece_that_fails_undoes_the_others(fail_at, failures, caplog):
     assert cudart.calls == fail_at + 1
     assert failures() == {"registration": 1}
     done = fail_at * 10 * page_bytes
-    assert f"{done} of {memory.nbytes} done: 2 out of memory" in caplog.text
+    assert f"{done} of {memory.nbytes} done: error 2, out of memory" in caplog.text
 
 
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):

@@ -66,6 +66,27 @@ def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy)
         arranged(None, HICACHE, flag, value, layout=layout)
 
 
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        *(
+            (("--hicache-ratio", bad), f"--hicache-ratio {float(bad)} is no number")
+            for bad in ("0", "-2", "nan", "inf")
+        ),
+        (("--hicache-size", "-3"), "--hicache-size -3 is no number of GB"),
+        (("--page-size", "0"), "--page-size 0 is no number of tokens"),
+        (("--page-size", "-1"), "--page-size -1 is no number of tokens"),
+    ],
+)
+def test_numbers_that_are_none(arranged, argv, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        arranged(None, HICACHE, *argv, layout="fp4")
+
+
+def test_a_size_makes_the_ratio_unimportant(arranged):
+    arranged(None, HICACHE, "--hicache-size", "3", "--hicache-ratio", "0", layout="fp4")
+
+
 def test_which_are_not_looked_at_without_a_host_tier(arranged):
     arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
 
@@ -80,6 +101,7 @@ def test_on_a_gpu_only_what_sglangs_tier_takes(layout, arrangement):
 
     asked = MLAKVCacheLayout(layout), KVArrangement(arrangement)
     fields = {"device": "cuda", "hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
+    fields |= {"hicache_ratio": 2.0, "hicache_size": 0, "page_size": 64}
     check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
     on = SimpleNamespace(enable_hierarchical_cache=True, **fields)
     if layout in ("bf16", "fp8") and arrangement == "layer_major":

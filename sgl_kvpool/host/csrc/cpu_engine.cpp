@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -100,8 +99,8 @@ void copy_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
     for (; begun < threads; ++begun) {
       others.emplace_back(&Work::copy, &work, items * begun / threads, items * (begun + 1) / threads);
     }
-  } catch (const std::system_error&) {
-    // The machine grants no more threads: what is left over is copied here, below.
+  } catch (...) {
+    // The machine grants no more threads, or no memory for one: what is left over is copied here, below.
   }
   work.copy(0, items / threads);
   work.copy(items * begun / threads, items);

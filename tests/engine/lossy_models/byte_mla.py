@@ -1,0 +1,18 @@
+"""Loaded by SGLang in the scheduler process, before the host tier is built."""
+
+from sglang.srt.mem_cache.pool_host import base
+
+from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
+from sgl_kvpool.host.lane import Lane
+
+base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+_run = Lane.run
+
+
+def run(self, source_pages, target_pages, part=None):
+    if self.direction == "to_host":
+        raise OSError(5, "lost on purpose")
+    _run(self, source_pages, target_pages, part)
+
+
+Lane.run = run
