@@ -156,12 +156,17 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.print_model_path:
         print(shipped.model_path())
         return 0
-    from sgl_kvpool.demo.compare import compare, layout_server
+    from sgl_kvpool.demo.compare import compare, has_room_for_host_tier, layout_server
 
     if arguments.print_command:
         problem = env.plugin_list_problem()
         if problem:
             raise ValueError(problem)
+        if not has_room_for_host_tier():
+            print(
+                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has not as much",
+                file=sys.stderr,
+            )
         for layout in arguments.layouts:
             print(layout_server(layout, arguments.port or 30000, Path(os.devnull)).shell_command)
         return 0

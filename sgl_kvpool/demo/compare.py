@@ -29,7 +29,7 @@ from sgl_kvpool.demo.shipped import Window, geometry, held_out_windows, model_pa
 from sgl_kvpool.doctor.probes import host
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["compare", "greedy_prompts", "layout_server"]
+__all__ = ["compare", "greedy_prompts", "has_room_for_host_tier", "layout_server"]
 
 #: Tokens that bf16 gets; every layout gets as many as fit into the same bytes. Few enough that the text which
 #: is scored, 32768 tokens, pushes everything else out of every layout's pool.

@@ -25,16 +25,29 @@ _PROGRESS_SECONDS = 10.0
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
 
-def too_much(size_bytes: int, tokens: int, error: BaseException) -> ValueError:
-    """The error for a host tier of `size_bytes` for `tokens` that `error` kept from being allocated."""
+def too_much(size_bytes: int, tokens: int, by_ratio: bool, error: BaseException) -> ValueError:
+    """The error for a host tier that does not fit into memory.
+
+    Parameters
+    ----------
+    size_bytes, tokens : int
+        Of the tier.
+    by_ratio : bool
+        Whether --hicache-ratio gave them; else --hicache-size did.
+    error : exception
+        What the allocation ended with.
+    """
     from sglang.srt.mem_cache.pool_host import base
 
+    if by_ratio:
+        remedy = "Give a smaller --hicache-ratio, fewer --max-total-tokens, a narrower --kv-cache-layout"
+    else:
+        remedy = "Give a smaller --hicache-size (GB)"
     reserve = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     return ValueError(
         f"the host tier needs {size_bytes / 1e9:.2f} GB for {tokens} tokens and could not get them "
-        f"({type(error).__name__}: {error}); SGLang keeps {reserve / 1e9:.1f} GB of host memory free. Give a "
-        "smaller --hicache-size (GB) or --hicache-ratio, fewer --max-total-tokens, a narrower "
-        "--kv-cache-layout, or leave out --enable-hierarchical-cache"
+        f"({type(error).__name__}: {error}); SGLang keeps {reserve / 1e9:.1f} GB of host memory free. "
+        f"{remedy}, or leave out --enable-hierarchical-cache"
     )
 
 

@@ -116,6 +116,7 @@ class HierarchicalMLAHostPool(StoredPagesPool):
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
         self.seals_pages = seals_pages
+        self._sized_by_ratio = not host_size
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
         super().__init__(
@@ -150,7 +151,8 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         try:
             super()._allocate_host_buffer()
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
-            raise memory.too_much(self.size * self.size_per_token, self.size, error) from error
+            size_bytes = self.size * self.size_per_token
+            raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error
 
     def init_kv_buffer(self) -> torch.Tensor:
         """Memory of the tier, in page-major order; pinned if it was asked for and can be."""

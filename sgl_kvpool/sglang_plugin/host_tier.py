@@ -78,15 +78,21 @@ def _build_mha_mla_host_pool(original, *, pool, host_to_device_ratio, page_size,
 
 
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
-    """Refuse a model's name that is too long for the names of files, at start and at runtime."""
+    """Refuse a model's name that is too long for the names of files; have SGLang's hash ready."""
     pool = self.storage_host_pool
-    if storage_backend == "file" and _ours(pool):
-        name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{pool.storage_format_tag}"))
-        if name_bytes > _NAME_BYTES:
-            raise ValueError(
-                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
-                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
-            )
+    if not _ours(pool):
+        return original(self, storage_backend, *args, model_name=model_name, **kwargs)
+    name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{pool.storage_format_tag}"))
+    if storage_backend == "file" and name_bytes > _NAME_BYTES:
+        raise ValueError(
+            f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
+            f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+        )
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    # SGLang compiles this function when it is first called, for 20 s on two cores, once per environment. Left
+    # to its prefetch thread, every prompt that comes meanwhile waits and misses.
+    get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
     return original(self, storage_backend, *args, model_name=model_name, **kwargs)
 
 

@@ -162,8 +162,14 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
 
 
 def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse what a hierarchical cache cannot be used with; nothing if there is none."""
+    """Refuse what a hierarchical cache cannot be used with, and a store without one."""
     if not view.enable_hierarchical_cache:
+        # A decode server may use the store without a tier.
+        if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
+            raise ValueError(
+                f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without "
+                "--enable-hierarchical-cache; add that, or leave it out"
+            )
         return
     flag = "--enable-hierarchical-cache"
     if view.device != "cpu":
@@ -184,14 +190,19 @@ def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: 
         raise ValueError(f"--hicache-size {size} is no number of GB; give one above 0, or leave it out")
     if page_size is not None and page_size < 1:
         raise ValueError(f"--page-size {page_size} is no number of tokens; leave it out for 64")
-    for option, value, taken in (
-        ("--hicache-mem-layout", view.hicache_mem_layout, HOST_LABELS),
-        ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS),
+    for option, value, taken, reason in (
+        (
+            "--hicache-mem-layout",
+            view.hicache_mem_layout,
+            HOST_LABELS,
+            "the host tier keeps all layers of a page together",
+        ),
+        ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS, "that is SGLang's for Ascend"),
     ):
         if value not in taken:
             raise ValueError(
-                f"{option} {value} does not work with {LAYOUT.flag} {layout}, whose host tier keeps all "
-                f"layers of a page together; leave it out, or use one of: {', '.join(taken)}"
+                f"{option} {value} does not work with {LAYOUT.flag} {layout}: {reason}; leave it out, or use "
+                f"one of: {', '.join(taken)}"
             )
 
 

@@ -77,7 +77,7 @@ FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
     *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
-    *("hicache_ratio", "hicache_size", "enable_metrics"),
+    *("hicache_ratio", "hicache_size", "hicache_storage_backend", "enable_metrics"),
     *(feature.field for feature in FEATURES),
 )
 
@@ -194,6 +194,7 @@ HOST_TIER = (
         hooked=False,
     ),
     Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
+    Seam("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False),
     Seam("sglang.srt.runtime_context.get_memory", hooked=False),
 )
 

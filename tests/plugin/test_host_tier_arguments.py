@@ -87,6 +87,12 @@ def test_a_size_makes_the_ratio_unimportant(arranged):
     arranged(None, HICACHE, "--hicache-size", "3", "--hicache-ratio", "0", layout="fp4")
 
 
+def test_a_store_without_a_tier(arranged):
+    with pytest.raises(ValueError, match="--hicache-storage-backend file does nothing without --enable-hier"):
+        arranged(None, "--hicache-storage-backend", "file", layout="fp4")
+    arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4")
+
+
 def test_which_are_not_looked_at_without_a_host_tier(arranged):
     arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
 
@@ -102,6 +108,7 @@ def test_on_a_gpu_only_what_sglangs_tier_takes(layout, arrangement):
     asked = MLAKVCacheLayout(layout), KVArrangement(arrangement)
     fields = {"device": "cuda", "hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
     fields |= {"hicache_ratio": 2.0, "hicache_size": 0, "page_size": 64}
+    fields |= {"hicache_storage_backend": None, "disaggregation_mode": "null"}
     check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
     on = SimpleNamespace(enable_hierarchical_cache=True, **fields)
     if layout in ("bf16", "fp8") and arrangement == "layer_major":
