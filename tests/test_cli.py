@@ -48,10 +48,22 @@ def test_print_model_path(capsys):
 def test_print_command_prints_a_line_per_layout(capsys):
     assert main(["demo", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.rsplit(maxsplit=1)[1] for line in lines] == ["fp4", "bf16"]
+    assert [line.partition("--kv-cache-layout ")[2].split()[0] for line in lines] == ["fp4", "bf16"]
     words = shlex.split(lines[0])
     assert words[:3] == ["env", "-u", "SGL_KVPOOL_KV_CACHE_LAYOUT"]
     assert words[words.index("--port") + 1] == "31234"
+
+
+@pytest.mark.parametrize("host_tier_bytes", [0, 100 << 30])
+def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, host_tier_bytes):
+    from sgl_kvpool.demo import compare
+    from sgl_kvpool.doctor.probes import Finding
+
+    monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": host_tier_bytes}))
+    assert main(["demo", "--print-command", "--layouts", "fp4"]) == 0
+    printed = capsys.readouterr()
+    assert ("--enable-hierarchical-cache" in printed.out) == bool(host_tier_bytes)
+    assert ("without a host tier: SGLang keeps 10 GiB" in printed.err) == (not host_tier_bytes)
 
 
 def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypatch):
