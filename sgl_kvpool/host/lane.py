@@ -48,7 +48,7 @@ class Lane:
         """
         try:
             self._timed(self.engine, source_pages, target_pages, part)
-        except Exception as error:
+        except Exception as error:  # whatever it is, torch may still do it
             if isinstance(self.engine, TorchEngine):
                 raise
             self.plan.check_pages(
@@ -58,7 +58,7 @@ class Lane:
             metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
             try:
                 self._timed(self._torch, source_pages, target_pages, part)
-            except Exception:
+            except Exception:  # logged here: on the way out SGLang puts an error of its own on top
                 logger.exception(
                     "sgl-kvpool: transfer of %d pages %s failed", len(source_pages), self.direction
                 )

@@ -172,7 +172,7 @@ def _generic_page_get(original, self, operation, hash_values, host_indices, extr
             try:
                 if original(self, operation, [key], page, extra_info) == 0:
                     return number
-            except Exception as error:
+            except Exception as error:  # whatever a store raises, this page is a miss
                 # The store keeps it: stores do not replace a key. Once it is removed, it is written anew.
                 metrics.failed(_kind(error), f"page {key} of the store, host slot {slot}", error=error)
                 return number
