@@ -51,9 +51,8 @@ class Lane:
         except Exception as error:  # whatever it is, torch may still do it
             if isinstance(self.engine, TorchEngine):
                 raise
-            self.plan.check_pages(
-                source_pages, target_pages
-            )  # a bad list is nobody's failure but the caller's
+            # A bad list is nobody's failure but the caller's.
+            self.plan.check_pages(source_pages, target_pages)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
             try:

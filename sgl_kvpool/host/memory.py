@@ -21,9 +21,6 @@ PIECE_BYTES = 16 << 30
 #: Seconds between two lines that say how far pinning is.
 _PROGRESS_SECONDS = 10.0
 
-#: Where SGLang's `HostKVCache.destroy` looks for what is to be unregistered.
-_REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
-
 
 def too_much(size_bytes: int, tokens: int, by_ratio: bool, error: BaseException) -> ValueError:
     """The error for a host tier that does not fit into memory.
@@ -95,6 +92,8 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
     bool
         False if a piece could not be registered: then none is, and the memory stays pageable.
     """
+    from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
+
     cudart = torch.cuda.cudart() if cudart is None else cudart
     pieces = page_pieces(buffer.nbytes, page_bytes, piece_bytes)
     registered: list[tuple[int, int]] = []
@@ -115,7 +114,7 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
             said = time.monotonic()
             done, total = (offset + size) / 1e9, buffer.nbytes / 1e9
             logger.info("sgl-kvpool: pinning the host tier, %.0f of %.0f GB", done, total)
-    setattr(buffer, _REGISTERED_RANGES, registered)
+    setattr(buffer, _CUDA_HOST_REGISTERED_RANGES_ATTR, registered)
     return True
 
 

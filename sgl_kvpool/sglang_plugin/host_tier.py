@@ -31,50 +31,35 @@ def install() -> None:
 # -------------------------------------------------------------------- construction
 
 
-def _build_kv_host_pool(
-    original, *, kv_pool, page_size, host_size=None, mtp_draft_device_pools=(), pool_label="kv", **kwargs
-):
+def _build_kv_host_pool(original, *, kv_pool, **kwargs):
+    """The host pool of a target, with the drafts that are packed with it."""
     from sgl_kvpool.host.pool import HierarchicalMLAHostPool
 
     if not HierarchicalMLAHostPool.takes(kv_pool):
-        return original(
-            kv_pool=kv_pool,
-            page_size=page_size,
-            host_size=host_size,
-            mtp_draft_device_pools=mtp_draft_device_pools,
-            pool_label=pool_label,
-            **kwargs,
-        )
+        return original(kv_pool=kv_pool, **kwargs)
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 
+    memory, host_size = get_memory(), kwargs.get("host_size")
     return HierarchicalMLAHostPool(
         kv_pool,
-        get_memory().hicache_ratio,
-        get_memory().hicache_size if host_size is None else host_size,
-        page_size,
-        get_memory().hicache_mem_layout,
-        draft_pools=mtp_draft_device_pools,
+        memory.hicache_ratio,
+        memory.hicache_size if host_size is None else host_size,
+        kwargs["page_size"],
+        memory.hicache_mem_layout,
+        draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         allocator_type=get_allocator_type(),
-        pool_label=pool_label,
+        pool_label=kwargs.get("pool_label", "kv"),
     )
 
 
-def _build_mha_mla_host_pool(original, *, pool, host_to_device_ratio, page_size, layout, **kwargs):
+def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
     from sgl_kvpool.host.pool import HierarchicalMLAHostPool
 
     if not HierarchicalMLAHostPool.takes(pool):
-        return original(
-            pool=pool,
-            host_to_device_ratio=host_to_device_ratio,
-            page_size=page_size,
-            layout=layout,
-            **kwargs,
-        )
-    return HierarchicalMLAHostPool(
-        pool, host_to_device_ratio, 0, page_size, layout, seals_pages=False, **kwargs
-    )
+        return original(pool=pool, **kwargs)
+    return HierarchicalMLAHostPool(pool, host_size=0, seals_pages=False, **kwargs)
 
 
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
