@@ -10,6 +10,8 @@ __all__ = [
     "CHILD_LAYOUT",
     "KV_CACHE_ARRANGEMENT",
     "KV_CACHE_LAYOUT",
+    "KV_HOST_ENGINE",
+    "KV_HOST_LAYOUT",
     "PLUGIN",
     "PREFILL_READS_ROWS",
     "SGLANG_PLUGINS",
@@ -23,6 +25,10 @@ __all__ = [
 KV_CACHE_LAYOUT = "SGL_KVPOOL_KV_CACHE_LAYOUT"
 #: How the pages of all layers lie in memory, as `--kv-cache-arrangement`.
 KV_CACHE_ARRANGEMENT = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
+#: Layout of the host tier's rows, as `--kv-host-layout`.
+KV_HOST_LAYOUT = "SGL_KVPOOL_KV_HOST_LAYOUT"
+#: What moves pages between pool and host tier, as `--kv-host-engine`.
+KV_HOST_ENGINE = "SGL_KVPOOL_KV_HOST_ENGINE"
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
 #: pools. Not for users; without the prefix that SGLang warns about.
 CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"

@@ -274,6 +274,10 @@ class RowFormat:
         """Latent values that share a stored scale; 0 if none are stored."""
         return self.layout._row.scale_block_values
 
+    def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
+        """The row of another layout that holds the same values."""
+        return layout.row_format(self.kv_lora_rank, self.qk_rope_head_dim, align_bytes=self.align_bytes)
+
     @property
     def tag(self) -> str:
         """Name of these exact bytes, for storage keys and handshakes."""

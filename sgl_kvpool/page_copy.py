@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -66,11 +66,17 @@ def copy_checked_pages(
     source_pages: torch.Tensor,
     target_pages: torch.Tensor,
     parts: Iterable[int],
+    convert: Callable[[torch.Tensor, int], torch.Tensor] = lambda moved, part: moved,
 ) -> None:
-    """`copy_pages` of some layers, by their places in the group, for lists that have been checked."""
+    """`copy_pages` of some layers, by their places in the group, for lists that have been checked.
+
+    `convert(moved, part)` makes the target's bytes of the source's, `[pages, runs, run_bytes]` int8, on the
+    source's device. Page lists may be on any.
+    """
     ours, theirs = source.group(group), target.group(group)
     source_pages, target_pages = source_pages.long(), target_pages.long()
     for part in parts:
-        moved = source.view(ours, ours.layers[part].runs)[source_pages]
+        from_bytes = source.view(ours, ours.layers[part].runs)
+        moved = convert(from_bytes[source_pages.to(from_bytes.device)], part)
         into = target.view(theirs, theirs.layers[part].runs)
-        into[target_pages] = moved.reshape(len(moved), *into.shape[1:]).to(into.device)
+        into[target_pages.to(into.device)] = moved.reshape(len(target_pages), *into.shape[1:]).to(into.device)

@@ -1,4 +1,4 @@
-"""The `cpu` engine: transfers between two places in host memory, with memcpy and threads.
+"""The `cpu` engine: transfers between two places in host memory, with streaming stores and threads.
 
 Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm-ffi keeps what it compiled.
 """
@@ -39,7 +39,7 @@ def _module() -> Any:
         return cpp.load(
             "sgl_kvpool_cpu_engine",
             sources=[str(_SOURCES / "cpu_engine.cpp")],
-            extra_cflags=["-O3", "-Wall", "-Wextra"],
+            extra_cflags=["-std=c++20", "-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
             extra_include_paths=[str(_SOURCES)],
         )
 
@@ -84,6 +84,7 @@ class CpuEngine:
     """
 
     name = "cpu"
+    is_asynchronous = False
 
     def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
         self.plan = plan
@@ -93,6 +94,11 @@ class CpuEngine:
         self._one_layer = [
             self._prepared(plan.copy_runs_of([part])) for part in range(len(plan.source_group.layers))
         ]
+        if plan.conversion is not None:
+            self._formats = [
+                torch.tensor(numbers, dtype=torch.int64) for numbers in plan.conversion.numbers()
+            ]
+            self._k_scales = torch.tensor(plan.conversion.k_scales, dtype=torch.float32)
 
     @staticmethod
     def _prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
@@ -121,4 +127,8 @@ class CpuEngine:
         pages = [
             torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in (source_pages, target_pages)
         ]
-        self._module.copy_pages(runs, *pages, self.threads)
+        if self.plan.conversion is None:
+            self._module.copy_pages(runs, *pages, self.threads)
+            return
+        k_scales = self._k_scales if part is None else self._k_scales[part : part + 1]
+        self._module.convert_pages(runs, *pages, *self._formats, k_scales, self.threads)

@@ -1,6 +1,22 @@
-"""What a host tier with a layout takes of SGLang's choices. A leaf module."""
+"""What a host tier can be asked for, and what it takes of SGLang's choices. A leaf module."""
 
-__all__ = ["HOST_IO_BACKENDS", "HOST_LABELS", "KEPT_FREE_BYTES"]
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = [
+    "CPU_ENGINE",
+    "GPU_ENGINE_NAMES",
+    "HOST_ENGINES",
+    "HOST_IO_BACKENDS",
+    "HOST_LABELS",
+    "HOST_LAYOUTS",
+    "KEPT_FREE_BYTES",
+    "SAME",
+    "HostTierOptions",
+]
 
 #: Values of --hicache-mem-layout.
 HOST_LABELS = ("page_first", "page_first_direct")
@@ -9,3 +25,37 @@ HOST_IO_BACKENDS = ("kernel", "direct")
 #: Host memory that SGLang keeps free when it makes a host tier: its HICACHE_HOST_MEMORY_RESERVE_BYTES, for
 #: those who do not import SGLang.
 KEPT_FREE_BYTES = 10 << 30
+
+#: The device's layout.
+SAME = "same"
+#: Values of --kv-host-layout. A layout whose stored values depend on the model's k_scale is none of them.
+HOST_LAYOUTS = (SAME, *(layout.value for layout in MLAKVCacheLayout if layout.is_packed))
+#: Values of --kv-host-engine besides "auto", by where the pool is.
+GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
+CPU_ENGINE = "cpu"
+HOST_ENGINES = (*GPU_ENGINE_NAMES, CPU_ENGINE)
+
+
+@dataclass(frozen=True)
+class HostTierOptions:
+    """What was asked for of a host tier.
+
+    Attributes
+    ----------
+    layout : str
+        Of `HOST_LAYOUTS`.
+    engine : str
+        Of `HOST_ENGINES`, or "auto".
+    """
+
+    layout: str = SAME
+    engine: str = "auto"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return self == HostTierOptions()
+
+    def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
+        """Layout on the host for one on the device."""
+        return device if self.layout == SAME else MLAKVCacheLayout.parse(self.layout)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
 from sgl_kvpool import metrics
 from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.slots import DevicePages, page_numbers
 from sgl_kvpool.host.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["Lane"]
+
+Pages = np.ndarray | DevicePages
 
 
 class Lane:
@@ -24,25 +28,37 @@ class Lane:
     ----------
     plan : TransferPlan
     direction : "to_host" or "to_device"
-    engine : type
-        Of `cpu_engine.engine_class`.
+    engine : callable
+        Makes the engine of a plan.
+
+    Attributes
+    ----------
+    engine
+        Of the plan. One whose `is_asynchronous` is set enqueues its steps on the current CUDA stream.
     """
 
-    def __init__(self, plan: TransferPlan, direction: Literal["to_host", "to_device"], engine: type) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        direction: Literal["to_host", "to_device"],
+        engine: Callable[[TransferPlan], Any],
+    ) -> None:
         self.plan, self.direction = plan, direction
         self.engine: Any = engine(plan)
         self._torch = TorchEngine(plan)
+        self._under_way: list[_OnStream] = []
 
-    def run(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
-        """Copy pages of all layers, or of one by its place in the group, and return when they are there.
+    def run(self, source_pages: Pages, target_pages: Pages, part: int | None = None) -> None:
+        """Move pages of all layers, or of one by its place in the group.
 
-        A failed engine is followed by torch, once, with the same plan: both write the same bytes to the same
-        places, so whatever the first has left behind is overwritten.
+        Returns when they are there, or, on a GPU, when everything is enqueued on the current stream. A failed
+        engine is followed by torch, once, with the same plan: both write the same bytes to the same places,
+        so whatever the first has left behind is overwritten.
 
         Raises
         ------
         TypeError, ValueError
-            As `TransferPlan.check_pages`; nothing was copied.
+            As `TransferPlan.check_pages`; nothing was moved.
         Exception
             Torch failed too. What the target pages hold is not known.
         """
@@ -51,21 +67,63 @@ class Lane:
         except Exception as error:  # whatever it is, torch may still do it
             if isinstance(self.engine, TorchEngine):
                 raise
+            source, target = page_numbers(source_pages), page_numbers(target_pages)
             # A bad list is nobody's failure but the caller's.
-            self.plan.check_pages(source_pages, target_pages)
+            self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
-            metrics.failed(kind, f"{len(source_pages)} pages, engine {self.engine.name}", error=error)
+            metrics.failed(kind, f"{len(source)} pages, engine {self.engine.name}", error=error)
             try:
-                self._timed(self._torch, source_pages, target_pages, part)
+                self._timed(self._torch, source, target, part)
             except Exception:  # logged here: on the way out SGLang puts an error of its own on top
-                logger.exception(
-                    "sgl-kvpool: transfer of %d pages %s failed", len(source_pages), self.direction
-                )
+                logger.exception("sgl-kvpool: transfer of %d pages %s failed", len(source), self.direction)
                 raise
 
-    def _timed(self, engine: Any, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None):
+    def _timed(self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None) -> None:
+        size_bytes = len(source_pages) * self.plan.bytes_per_page(None if part is None else [part])
+        if engine.is_asynchronous:
+            self._on_stream(engine, source_pages, target_pages, part, size_bytes)
+            return
         began = time.perf_counter()
         engine.copy(source_pages, target_pages, part)
-        seconds = time.perf_counter() - began
-        size_bytes = len(source_pages) * self.plan.bytes_per_page(None if part is None else [part])
-        metrics.transferred(self.direction, engine.name, size_bytes, seconds)
+        metrics.transferred(self.direction, engine.name, size_bytes, time.perf_counter() - began)
+
+    def _on_stream(
+        self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None, size_bytes: int
+    ) -> None:
+        """One more step of the transfer at hand; those that are over are counted, without waiting for any."""
+        last = self._under_way[-1] if self._under_way else None
+        if last is None or not last.goes_on(source_pages, target_pages, part):
+            while self._under_way and self._under_way[0].seconds() is not None:
+                over = self._under_way.pop(0)
+                metrics.transferred(self.direction, over.engine, over.size_bytes, over.seconds() or 0.0)
+            last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
+            self._under_way.append(last)
+        engine.copy(source_pages, target_pages, part)
+        last.end(size_bytes, part)
+
+
+class _OnStream:
+    """A transfer whose steps are on a stream, between two events; a load has one call per part."""
+
+    def __init__(self, engine: str, source_pages: Pages, target_pages: Pages, make_event: Callable) -> None:
+        self.engine, self.size_bytes = engine, 0
+        self._lists, self._parts = (source_pages, target_pages), set[int | None]()
+        self._began, self._ended = make_event(), make_event()
+        self._began.record()
+
+    def goes_on(self, source_pages: Pages, target_pages: Pages, part: int | None) -> bool:
+        """Whether a call is one more part of this transfer."""
+        same = source_pages is self._lists[0] and target_pages is self._lists[1]
+        return same and part is not None and part not in self._parts
+
+    def end(self, size_bytes: int, part: int | None) -> None:
+        """What was enqueued so far belongs to it."""
+        self.size_bytes += size_bytes
+        self._parts.add(part)
+        self._ended.record()
+
+    def seconds(self) -> float | None:
+        """How long it took; None while it goes on."""
+        if not self._ended.query():
+            return None
+        return self._began.elapsed_time(self._ended) / 1e3

@@ -14,7 +14,7 @@ from sgl_kvpool import metrics
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PIECE_BYTES", "page_pieces", "pin", "too_much"]
+__all__ = ["PIECE_BYTES", "page_pieces", "piece_step", "pin", "too_much"]
 
 #: Bytes that are pinned in one call: some seconds' worth.
 PIECE_BYTES = 16 << 30
@@ -48,6 +48,12 @@ def too_much(size_bytes: int, tokens: int, by_ratio: bool, error: BaseException)
     )
 
 
+def piece_step(page_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Bytes from one piece of `page_pieces` to the next."""
+    step = math.lcm(page_bytes, mmap.PAGESIZE)
+    return step * max(1, piece_bytes // step)
+
+
 def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
     """Pieces of a buffer, none of which ends inside a page.
 
@@ -68,8 +74,7 @@ def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTE
     list of tuple of int
         Offset and size in bytes, in order, without gaps.
     """
-    step = math.lcm(page_bytes, mmap.PAGESIZE)
-    step *= max(1, piece_bytes // step)
+    step = piece_step(page_bytes, piece_bytes)
     return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
 
 

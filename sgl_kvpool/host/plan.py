@@ -9,6 +9,9 @@ whose page p moves, for i in range(run_count), the bytes ::
 Layers whose runs continue each other on both sides are one `CopyRun`. `TransferPlan.descriptors` then turns
 page numbers into flat lists of (source, target, size), in numpy, with neighbouring pages joined.
 
+Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
+and each layer keeps its own `CopyRun`.
+
 Addresses are byte addresses as integers; whether a device or the host owns them is the engines' business.
 """
 
@@ -20,9 +23,13 @@ from functools import cached_property
 
 import numpy as np
 
-from sgl_kvpool.canonical import CanonicalKVCaches, LayerReference, check_interchangeable
+from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, check_interchangeable
+from sgl_kvpool.host.conversion import RowConversion
 
 __all__ = ["CopyRun", "Descriptors", "TransferPlan"]
+
+#: Bytes that conversions load and store at once.
+_CONVERTED_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +101,16 @@ class TransferPlan:
     group : str
         Name of a group in both. Its layers, and what their bytes mean, have to be the same on both sides;
         their arrangement need not.
+    conversion : RowConversion, optional
+        What becomes of rows on the way, if their formats differ.
 
     Raises
     ------
     KeyError
         No such group.
     ValueError
-        Layers that differ, or whose runs cannot be paired.
+        Layers that differ, or whose runs cannot be paired; rows to convert that are none of the conversion's,
+        or do not begin at a multiple of 16 bytes.
 
     Attributes
     ----------
@@ -108,12 +118,24 @@ class TransferPlan:
     source_group, target_group : CanonicalGroup
     """
 
-    def __init__(self, source: CanonicalKVCaches, target: CanonicalKVCaches, group: str) -> None:
-        self.source, self.target = source, target
+    def __init__(
+        self,
+        source: CanonicalKVCaches,
+        target: CanonicalKVCaches,
+        group: str,
+        conversion: RowConversion | None = None,
+    ) -> None:
+        self.source, self.target, self.conversion = source, target, conversion
         self.source_group, self.target_group = source.group(group), target.group(group)
-        check_interchangeable(self.source_group, self.target_group)
+        if conversion is None:
+            check_interchangeable(self.source_group, self.target_group)
+        else:
+            _check_convertible(self.source_group, self.target_group, conversion)
+        rows = self.source_group.page_size_tokens or 0
         self._per_layer = tuple(
             _paired(source, ours, target, theirs)
+            if conversion is None
+            else _paired_rows(source, ours, target, theirs, rows)
             for ours, theirs in zip(self.source_group.layers, self.target_group.layers, strict=True)
         )
 
@@ -124,6 +146,8 @@ class TransferPlan:
 
     def copy_runs_of(self, parts: Sequence[int]) -> tuple[CopyRun, ...]:
         """Of some of the group's `layers`, by their places there; for use once, not per transfer."""
+        if self.conversion is not None:
+            return tuple(self._per_layer[i] for i in parts)  # neighbours have k_scales of their own
         joined: list[CopyRun] = []
         for run in sorted((self._per_layer[i] for i in parts), key=lambda r: r.source_address):
             both = joined[-1].joined(run) if joined else None
@@ -134,9 +158,13 @@ class TransferPlan:
         return tuple(run.simplified() for run in joined)
 
     def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
-        """Bytes that a transfer of one page moves, of all layers or of some."""
-        chosen = self._per_layer if parts is None else [self._per_layer[i] for i in parts]
-        return sum(run.size_bytes for run in chosen)
+        """Bytes that a transfer of one page moves, of all layers or of some.
+
+        Of converted rows the narrower: they are what crosses the link.
+        """
+        chosen = range(len(self._per_layer)) if parts is None else parts
+        sides = (self.source_group.layers, self.target_group.layers)
+        return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
         """Refuse page lists before anything is enqueued.
@@ -223,6 +251,60 @@ def _paired(
         source_run_stride=a.run_stride_bytes if a.run_count > 1 else run_bytes,
         target_run_stride=b.run_stride_bytes if b.run_count > 1 else run_bytes,
     ).simplified()
+
+
+def _check_convertible(ours: CanonicalGroup, theirs: CanonicalGroup, conversion: RowConversion) -> None:
+    """ValueError if the pages of two groups are not the same layers' rows before and after a conversion."""
+    mine, other = ([(layer.layer_id, layer.part) for layer in group.layers] for group in (ours, theirs))
+    if mine != other or ours.page_size_tokens != theirs.page_size_tokens or ours.page_size_tokens is None:
+        raise ValueError(
+            f"the layers of group {ours.name} differ: {mine} in pages of {ours.page_size_tokens} tokens and "
+            f"{other} in pages of {theirs.page_size_tokens}"
+        )
+    if len(conversion.k_scales) != len(mine):
+        raise ValueError(f"{len(conversion.k_scales)} k_scales for {len(mine)} layers of group {ours.name}")
+    for group, fmt in ((ours, conversion.source), (theirs, conversion.target)):
+        for layer in group.layers:
+            if layer.runs.size_bytes != ours.page_size_tokens * fmt.row_bytes:
+                raise ValueError(
+                    f"{layer.part} of layer {layer.layer_id} has {layer.runs.size_bytes} bytes in a page of "
+                    f"{ours.page_size_tokens} tokens, which are no rows {fmt.tag}"
+                )
+
+
+def _paired_rows(
+    source: CanonicalKVCaches,
+    ours: LayerReference,
+    target: CanonicalKVCaches,
+    theirs: LayerReference,
+    rows: int,
+) -> CopyRun:
+    """The rows of a layer's page on both sides, one run each."""
+    sides = []
+    for caches, runs in ((source, ours.runs), (target, theirs.runs)):
+        row_bytes = runs.size_bytes // rows
+        if runs.run_bytes % row_bytes or runs.run_count not in (1, rows):
+            raise ValueError(f"{runs} does not hold {rows} rows one after the other")
+        stride = row_bytes if runs.run_count == 1 else runs.run_stride_bytes
+        tensor = caches.tensors[runs.tensor_index]
+        sides.append((tensor.data_ptr() + runs.offset_bytes, tensor.stride(0), stride, row_bytes))
+    (source_address, source_page, source_row, row_bytes), (target_address, target_page, target_row, _) = sides
+    odd = [n for side in sides for n in side if n % _CONVERTED_ALIGNMENT_BYTES]
+    if odd:
+        raise ValueError(
+            f"rows of layer {ours.layer_id} do not all begin at a multiple of {_CONVERTED_ALIGNMENT_BYTES} "
+            f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"
+        )
+    return CopyRun(
+        source_address=source_address,
+        target_address=target_address,
+        source_page_stride=source_page,
+        target_page_stride=target_page,
+        run_bytes=row_bytes,
+        run_count=rows,
+        source_run_stride=source_row,
+        target_run_stride=target_row,
+    )
 
 
 def _flat(run: CopyRun, source_pages: np.ndarray, target_pages: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -1,5 +1,8 @@
 """The host tier of MLA pools: SGLang's `MLATokenToKVPoolHost` with page-major bytes of any layout.
 
+The layout may be narrower than the device's (`--kv-host-layout`): rows are then encoded on their way to the
+host and decoded on their way back, and everything here that counts bytes or tokens counts those of the host.
+
 A host page holds all layers, one after the other, so it is one run of bytes on a disk or on a wire: ::
 
     kv_buffer : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
@@ -21,12 +24,11 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
 from sgl_kvpool.host import memory
-from sgl_kvpool.host.cpu_engine import engine_class
-from sgl_kvpool.host.labels import HOST_LABELS
-from sgl_kvpool.host.lane import Lane
-from sgl_kvpool.host.page_view import host_view
-from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.slots import pages_of, slot_list_problem
+from sgl_kvpool.host.conversion import host_layout_problem
+from sgl_kvpool.host.jobs import RegisteredPieces
+from sgl_kvpool.host.labels import HOST_LABELS, HostTierOptions
+from sgl_kvpool.host.lanes import make_lanes
+from sgl_kvpool.host.slots import DevicePages, pages_of, slot_list_problem
 from sgl_kvpool.host.stored_pages import StoredPagesPool, storage_format_tag
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
@@ -43,7 +45,8 @@ class HierarchicalMLAHostPool(StoredPagesPool):
     kv_pool : LayoutMLATokenToKVPool
         Any layout, any arrangement.
     host_to_device_ratio : float
-        Tokens of the host tier per token of the device pool, if `host_size` is 0.
+        Bytes of the host tier per byte of the device pool, if `host_size` is 0; of tokens too, if the layout
+        is the same.
     host_size : float
         GB (1e9 bytes) of the host tier; 0 for the ratio.
     page_size : int
@@ -54,6 +57,8 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         One layer each, with the target's rows.
     pin_memory : bool, optional
         Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+    io_backend : str
+        Of --hicache-io-backend, which a GPU engine's choice depends on.
     seals_pages : bool
         Whether pages that stores copy carry a digest. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
@@ -74,7 +79,9 @@ class HierarchicalMLAHostPool(StoredPagesPool):
     TypeError
         A pool of another class.
     ValueError
-        A label that is none, drafts with other rows, or not enough memory.
+        A label that is none, drafts with other rows, a layout that is not narrower, or not enough memory.
+    Exception
+        An engine that was asked for by name cannot be built.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         *,
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
+        io_backend: str = "kernel",
         seals_pages: bool = True,
         **kwargs,
     ) -> None:
@@ -108,7 +116,17 @@ class HierarchicalMLAHostPool(StoredPagesPool):
                 f"SGLang takes a row for {row_bytes} bytes, it has {kv_pool.row_format.row_bytes}"
             )
         # Before the base class, whose constructor calls the overrides below.
-        self.row_format = kv_pool.row_format
+        self._options: HostTierOptions = kv_pool.host_tier
+        host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
+        problem = host_layout_problem(kv_pool.row_format, host_layout)
+        if problem is not None:
+            raise ValueError(f"--kv-host-layout {host_layout} does not work: {problem}")
+        self._device_rows = kv_pool.row_format
+        self.row_format = self._device_rows.in_layout(host_layout)
+        self._io_backend = io_backend
+        self._k_scales = [
+            [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
+        ]
         self._device_views = [CanonicalKVCaches.from_pool(pool, page_size) for pool in pools]
         counts = [_kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
@@ -121,11 +139,11 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         capacity = kv_pool.host_capacity_tokens
         super().__init__(
             infos[0],
-            host_to_device_ratio,
+            host_to_device_ratio * self._device_rows.row_bytes / self.row_format.row_bytes,
             host_size,
             page_size,
             layout,
-            pin_memory=not self.takes(kv_pool) if pin_memory is None else pin_memory,
+            pin_memory=torch.device(kv_pool.device).type != "cpu" if pin_memory is None else pin_memory,
             override_kv_cache_dim=kv_pool.kv_cache_dim,
             draft_buffer_infos=infos[1:],
             device_capacity_tokens=kv_pool.size if capacity is None else capacity,
@@ -134,16 +152,19 @@ class HierarchicalMLAHostPool(StoredPagesPool):
             target_layer_num=kv_pool.layer_num,
             **kwargs,
         )
-        self.storage_format_tag = storage_format_tag(pools, self.page_size)
+        self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout)
 
     @staticmethod
     def takes(pool: Any) -> bool:
-        """Whether a device pool's host tier is made of this class: one with a layout, on the CPU.
+        """Whether a device pool's host tier is made of this class.
 
-        SGLang's own serves its own tensors on a GPU; what neither serves is refused when a server starts
-        (`refusals.check_host_tier`).
+        Every pool with a layout, but one on a GPU whose rows SGLang's own host pool moves as well: that has
+        been run there. With --kv-host-layout or --kv-host-engine this one is asked for.
         """
-        return isinstance(pool, LayoutMLATokenToKVPool) and torch.device(pool.device).type == "cpu"
+        if not isinstance(pool, LayoutMLATokenToKVPool):
+            return False
+        stock = not pool.kv_cache_layout.is_packed and pool.kv_cache_arrangement.is_layer_packed
+        return torch.device(pool.device).type == "cpu" or not stock or not pool.host_tier.is_default
 
     # ---------------------------------------------------------------- construction
 
@@ -156,6 +177,9 @@ class HierarchicalMLAHostPool(StoredPagesPool):
 
     def init_kv_buffer(self) -> torch.Tensor:
         """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
+        if self.row_format != self._device_rows:
+            # The base class has taken both from the device pool.
+            self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
         shape = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
         buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
@@ -173,17 +197,24 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
         firsts = range(self.target_layer_num, self.layer_num)
         places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
-        self._to_host, self._to_device = [], []
-        engine = engine_class()
-        for device, layers in zip(self._device_views, places, strict=True):
-            group = _kv_group(device)
-            host = host_view(self._pages, group, layers, self.page_size, self.row_format.row_bytes)
-            self._to_host.append(Lane(TransferPlan(device, host, group.name), "to_host", engine))
-            self._to_device.append(Lane(TransferPlan(host, device, group.name), "to_device", engine))
-        plan = self._to_host[0].plan
-        runs = {run.run_bytes for run in plan.copy_runs}
+        pieces = None
+        if self.pin_memory:
+            pieces = RegisteredPieces(self._pages.data_ptr(), memory.piece_step(self.page_bytes))
+        self._lanes = make_lanes(
+            self._pages,
+            self._device_views,
+            places,
+            self.page_size,
+            self._device_rows,
+            self.row_format,
+            self._k_scales,
+            engine=self._options.engine,
+            io_backend=self._io_backend,
+            pieces=pieces,
+        )
+        self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
-            "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s, "
+            "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "
             "engine %s, runs of %s bytes%s",
             self.page_num,
             self.page_size,
@@ -191,8 +222,9 @@ class HierarchicalMLAHostPool(StoredPagesPool):
             self.layer_num,
             self.layout,
             self.row_format.tag,
-            self._to_host[0].engine.name,
-            " and ".join(map(str, sorted(runs))) or "no",
+            "" if self.row_format == self._device_rows else f" of {self._device_rows.tag} on the device",
+            self._lanes.engines,
+            " and ".join(map(str, self._lanes.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
         )
 
@@ -248,7 +280,13 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         return None
 
     def device_slots_problem(self, device_slots: torch.Tensor) -> str | None:
-        """Why these slots of the device pool are no list of its pages; None if they are."""
+        """Why these slots of the device pool are no list of its pages; None if they are.
+
+        None for a list on a GPU as well: to look at it is to wait for all that the GPU has been given, at
+        every load and every backup. Such lists come from SGLang's allocator.
+        """
+        if device_slots.device.type != "cpu":
+            return None
         num_pages = _kv_group(self._device_views[0]).num_pages
         return slot_list_problem(device_slots, self.page_size, num_pages, first_page=1)
 
@@ -276,12 +314,13 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         if not is_draft and layer_id not in self._host_layer_by_controller:
             return  # a layer of another pipeline stage
         host_layer = self._host_layer_by_controller[layer_id]
-        host_pages, device_pages = self._pages_of(host_indices, device_indices)
+        host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost[host_pages].any():
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
         draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
-        lane, part = (self._to_device[draft], 0) if draft > 0 else (self._to_device[0], host_layer)
+        lanes = self._lanes.to_device
+        lane, part = (lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)
         lane.run(host_pages, device_pages, part)
 
     def backup_from_device_all_layer(
@@ -292,9 +331,9 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         A failure is not raised: SGLang would stop, and it need not. The pages are marked lost, every later
         load of them is a miss, and no store gets them.
         """
-        host_pages, device_pages = self._pages_of(host_indices, device_indices)
+        host_pages, device_pages = self._lists_of(host_indices, device_indices)
         try:
-            for lane in self._to_host:
+            for lane in self._lanes.to_host:
                 lane.run(device_pages, host_pages)
         except Exception as error:  # whatever it is, these pages are not backed up
             self._lost[host_pages] = True
@@ -302,8 +341,29 @@ class HierarchicalMLAHostPool(StoredPagesPool):
         else:
             self._lost[host_pages] = False
 
-    def _pages_of(self, *slots: torch.Tensor) -> tuple[np.ndarray, ...]:
-        return tuple(pages_of(each, self.page_size) for each in slots)
+    def slots_for_transfer(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both lists where the engines want them: the host's on the CPU, where SGLang has it anyway.
+
+        The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
+        for the GPU, as SGLang's own `direct` backend does.
+        """
+        if self._lanes.needs_page_numbers:
+            device_slots = device_slots.cpu()
+        return host_slots, device_slots
+
+    def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
+        """Lists for the lanes. The layers of a load get the same objects, which engines know it by."""
+        known_host, known_device, lists = self._listed
+        if known_host is not host_slots or known_device is not device_slots:
+            host_pages = pages_of(host_slots.cpu(), self.page_size)
+            if self._lanes.needs_page_numbers:
+                lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
+            else:
+                lists = host_pages, DevicePages(device_slots, self.page_size)
+            self._listed = (host_slots, device_slots, lists)
+        return lists
 
 
 def _kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:

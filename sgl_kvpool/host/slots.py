@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-__all__ = ["pages_of", "slot_list_problem"]
+__all__ = ["DevicePages", "page_numbers", "pages_of", "slot_list_problem"]
 
 
 def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
     """Pages of a list that `slot_list_problem` has nothing to say about, `[pages]` int64."""
     return slots.numpy()[::page_size].astype(np.int64) // page_size
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePages:
+    """Pages of a GPU pool as SGLang lists their slots, which stay where they are.
+
+    Attributes
+    ----------
+    slots : Tensor [tokens], int64
+        Page by page, on the GPU or on the CPU.
+    page_size : int
+        Tokens.
+    """
+
+    slots: torch.Tensor
+    page_size: int
+
+    def __len__(self) -> int:
+        return len(self.slots) // self.page_size
+
+    def numbers(self) -> np.ndarray:
+        """`[pages]` int64. Waits for the GPU if the list is there."""
+        return pages_of(self.slots.cpu(), self.page_size)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The slots on a device, contiguous int64.
+
+        Those that come from the CPU belong to the current stream: torch gives their memory to somebody else
+        on that stream only, and everything of ours that reads them is done when it gets there.
+        """
+        return self.slots.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
+
+
+def page_numbers(pages: np.ndarray | DevicePages) -> np.ndarray:
+    """`[pages]` int64 of either kind of list."""
+    return pages.numbers() if isinstance(pages, DevicePages) else pages
 
 
 def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first_page: int = 0) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.host import page_seal
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
@@ -20,7 +21,9 @@ __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 PAGE_FORMAT_VERSION = 1
 
 
-def storage_format_tag(pools: Sequence[LayoutMLATokenToKVPool], page_size: int) -> str:
+def storage_format_tag(
+    pools: Sequence[LayoutMLATokenToKVPool], page_size: int, host_layout: MLAKVCacheLayout | None = None
+) -> str:
     """Name of the bytes of a host page, for the keys of stores.
 
     Parameters
@@ -29,6 +32,8 @@ def storage_format_tag(pools: Sequence[LayoutMLATokenToKVPool], page_size: int) 
         The target's, then those of packed drafts.
     page_size : int
         Tokens.
+    host_layout : MLAKVCacheLayout, optional
+        Of the host tier; the device's unless given.
 
     Returns
     -------
@@ -38,8 +43,8 @@ def storage_format_tag(pools: Sequence[LayoutMLATokenToKVPool], page_size: int) 
     """
     target, fmt = pools[0], pools[0].row_format
     tag = (
-        f"{fmt.tag}-host_{fmt.layout}-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}"
-        f"-t{page_size}-s{PAGE_FORMAT_VERSION}"
+        f"{fmt.tag}-host_{host_layout or fmt.layout}"
+        f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
     scales = [[pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools]
     if any(scale != 1.0 for layers in scales for scale in layers):

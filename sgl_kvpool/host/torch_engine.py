@@ -20,6 +20,7 @@ class TorchEngine:
     """
 
     name = "torch"
+    is_asynchronous = False
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
@@ -32,4 +33,14 @@ class TorchEngine:
         from_pages, to_pages = (
             torch.from_numpy(np.array(p, dtype=np.int64)) for p in (source_pages, target_pages)
         )
-        copy_checked_pages(self.plan.source, self.plan.target, group.name, from_pages, to_pages, parts)
+        copy_checked_pages(
+            self.plan.source, self.plan.target, group.name, from_pages, to_pages, parts, self._converted
+        )
+
+    def _converted(self, moved: torch.Tensor, part: int) -> torch.Tensor:
+        """Bytes of some pages of a layer, `[pages, ...]` int8, as the target keeps them."""
+        conversion = self.plan.conversion
+        if conversion is None:
+            return moved
+        rows = moved.view(torch.uint8).reshape(-1, conversion.source.row_bytes)
+        return conversion.convert(rows, part).view(torch.int8)

@@ -20,6 +20,7 @@ from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
+from sgl_kvpool.host.labels import HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
 
@@ -46,6 +47,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         How the layers lie in memory.
     readers : sequence of str, optional
         Names of the attention backends that will read the pool.
+    host_tier : HostTierOptions, optional
+        What was asked for of its host tier.
 
     Attributes
     ----------
@@ -54,6 +57,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
     row_format : RowFormat
     cross_layer : CrossLayerRows or None
         The buffer of all layers; None if each has its own, as SGLang allocates them.
+    host_tier : HostTierOptions
 
     Raises
     ------
@@ -72,11 +76,13 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         k_scales: Mapping[int, float] | None = None,
         kv_cache_arrangement: KVArrangement | str = KVArrangement.LAYER_MAJOR,
         readers: Sequence[str] = (),
+        host_tier: HostTierOptions | None = None,
         **kwargs,
     ):
         # Before the base class: its constructor calls _create_buffers.
         self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
         self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
+        self.host_tier = host_tier or HostTierOptions()
         check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
         self._k_scales = dict(k_scales or {})
         env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
@@ -99,6 +105,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         *,
         arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
         readers: Sequence[str] = (),
+        host_tier: HostTierOptions | None = None,
     ) -> type[LayoutMLATokenToKVPool]:
         """Subclass that is constructed with exactly the arguments of SGLang's own class.
 
@@ -111,6 +118,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
             k_scales=k_scales,
             kv_cache_arrangement=KVArrangement.parse(arrangement),
             readers=readers,
+            host_tier=host_tier,
         )
         members = {"__init__": init, "__module__": cls.__module__}
         return type(f"{cls.__name__}_{layout.value}", (cls,), members)

@@ -21,6 +21,7 @@ def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
     hooks: tuple[Callable, ...] = (
         *(_build_kv_host_pool, _build_mha_mla_host_pool, _attach_storage_backend, _load, _write),
+        _move_pool_indices,
         *(_generic_page_get, _generic_page_set, _page_set_zero_copy),
     )
     targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
@@ -48,6 +49,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         kwargs["page_size"],
         memory.hicache_mem_layout,
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
+        io_backend=memory.hicache_io_backend,
         allocator_type=get_allocator_type(),
         pool_label=kwargs.get("pool_label", "kv"),
     )
@@ -59,7 +61,11 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
 
     if not HierarchicalMLAHostPool.takes(pool):
         return original(pool=pool, **kwargs)
-    return HierarchicalMLAHostPool(pool, host_size=0, seals_pages=False, **kwargs)
+    from sglang.srt.runtime_context import get_memory
+
+    return HierarchicalMLAHostPool(
+        pool, host_size=0, io_backend=get_memory().hicache_io_backend, seals_pages=False, **kwargs
+    )
 
 
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
@@ -136,6 +142,13 @@ def _write(original, self, device_indices, *args, **kwargs):
             metrics.failed("backup_pages", problem)
             return None
     return original(self, device_indices, *args, **kwargs)
+
+
+def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
+    """Lists where our engines want them; SGLang's backends want both on the GPU, or both on the CPU."""
+    if not _ours(host_pool):
+        return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
+    return host_pool.slots_for_transfer(host_indices, device_indices)
 
 
 # -------------------------------------------------------------------- stores that copy

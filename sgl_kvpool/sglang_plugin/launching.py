@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT, arrangement_of, layout_of
+from sgl_kvpool.sglang_plugin.record import (
+    ARRANGEMENT,
+    HOST_LAYOUT,
+    LAYOUT,
+    arrangement_of,
+    host_tier_of,
+    layout_of,
+)
 
 __all__ = ["build_server_info", "install"]
 
@@ -78,4 +85,7 @@ def _in_use(server_args) -> dict[str, str]:
     layout = layout_of(server_args)
     if layout is None:
         return {}
-    return {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
+    found = {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
+    if server_args.enable_hierarchical_cache:
+        found[HOST_LAYOUT.name] = host_tier_of(server_args).host_layout(layout).value
+    return found

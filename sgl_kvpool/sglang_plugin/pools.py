@@ -11,7 +11,7 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import host_tier, seams
 from sgl_kvpool.sglang_plugin.launching import build_server_info
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, layout_of
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use
 from sgl_kvpool.sglang_plugin.server_args import require_decided
 
@@ -78,7 +78,11 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
     return LayoutMLATokenToKVPool.bind(
-        layout, _checked_k_scales(self, layout), arrangement=_arrangement(self), readers=_readers(self)
+        layout,
+        _checked_k_scales(self, layout),
+        arrangement=_arrangement(self),
+        readers=_readers(self),
+        host_tier=host_tier_of(self.server_args),
     )
 
 
@@ -188,7 +192,9 @@ def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KV
     if view.enable_metrics:
         metrics.publish(
             layout=layout.value,
-            host_layout=layout.value if view.enable_hierarchical_cache else "none",
+            host_layout=host_tier_of(server_args).host_layout(layout).value
+            if view.enable_hierarchical_cache
+            else "none",
             arrangement=arrangement.value,
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
         )

@@ -11,16 +11,20 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.host.labels import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
     "ARRANGEMENT",
     "AUTO",
+    "HOST_ENGINE",
+    "HOST_LAYOUT",
     "LAYOUT",
     "OPTIONS",
     "Option",
     "arrangement_of",
     "choose_arrangement",
+    "host_tier_of",
     "layout_of",
 ]
 
@@ -42,15 +46,18 @@ class Option:
     env : str
         The environment variable.
     values : tuple of str
-        What can be asked for besides `AUTO`.
+        What can be asked for besides the default.
     help : str
         For `--help`.
+    default : str
+        As if nothing was asked for.
     """
 
     name: str
     env: str
     values: tuple[str, ...]
     help: str
+    default: str = AUTO
 
     @property
     def flag(self) -> str:
@@ -70,7 +77,7 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """All values of the argument."""
-        return (AUTO, *self.values)
+        return (self.default, *self.values)
 
     def keyword(self, value: Any) -> str | None:
         """Value of the Engine keyword as a plain string; ValueError for one that is no choice."""
@@ -83,7 +90,7 @@ class Option:
     def remember(self, server_args: Any, value: str | None) -> None:
         """Keep what the user wrote on the record."""
         setattr(server_args, self.attribute, value)
-        if value not in (None, AUTO):
+        if value not in (None, self.default):
             _asked.add(self.name)
 
     def exported(self) -> str | None:
@@ -111,7 +118,7 @@ class Option:
                 f"this process was; if it is a copy, use copy.deepcopy, and say which with {self.env}="
                 f"{'|'.join(self.choices)}"
             )
-        return written or exported or AUTO
+        return written or exported or self.default
 
 
 LAYOUT = Option(
@@ -129,7 +136,23 @@ ARRANGEMENT = Option(
     f"others a page of all layers is one run of bytes. '{AUTO}' (as without the argument) takes what "
     "everything in this server can read.",
 )
-OPTIONS = (LAYOUT, ARRANGEMENT)
+HOST_LAYOUT = Option(
+    "kv_host_layout",
+    env.KV_HOST_LAYOUT,
+    HOST_LAYOUTS[1:],
+    "The bytes of a row in the host tier (--enable-hierarchical-cache with --kv-cache-layout): narrower than "
+    "the device's, so that the same memory holds more tokens. Rows are encoded on their way out and decoded "
+    f"on their way back. '{SAME}' (as without the argument) keeps every bit.",
+    default=SAME,
+)
+HOST_ENGINE = Option(
+    "kv_host_engine",
+    env.KV_HOST_ENGINE,
+    HOST_ENGINES,
+    "What moves pages between pool and host tier, with --kv-cache-layout. "
+    f"'{AUTO}' (as without the argument) is chosen when the server starts.",
+)
+OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE)
 
 
 def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
@@ -141,6 +164,15 @@ def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
 def arrangement_of(server_args: Any) -> KVArrangement:
     """Arrangement of the rows of a resolved `ServerArgs`; SGLang's, layer_major, if nothing was resolved."""
     return choose_arrangement(getattr(server_args, ARRANGEMENT.attribute, None) or AUTO)
+
+
+def host_tier_of(server_args: Any) -> HostTierOptions:
+    """What a resolved `ServerArgs` was asked for of the host tier."""
+    values = (
+        getattr(server_args, option.attribute, None) or option.default
+        for option in (HOST_LAYOUT, HOST_ENGINE)
+    )
+    return HostTierOptions(*values)
 
 
 def choose_arrangement(requested: str) -> KVArrangement:

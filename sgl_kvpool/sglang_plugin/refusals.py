@@ -19,9 +19,15 @@ from sgl_kvpool.attention.readers import (
     readers,
     suggestions,
 )
-from sgl_kvpool.host.labels import HOST_IO_BACKENDS, HOST_LABELS
+from sgl_kvpool.host.labels import (
+    CPU_ENGINE,
+    GPU_ENGINE_NAMES,
+    HOST_IO_BACKENDS,
+    HOST_LABELS,
+    HostTierOptions,
+)
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 
 __all__ = [
     "FEATURES",
@@ -30,6 +36,7 @@ __all__ = [
     "check_backends",
     "check_dtype",
     "check_features",
+    "check_host_layout",
     "check_host_tier",
     "check_model",
     "unreadable",
@@ -161,26 +168,54 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
             raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
-def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse what a hierarchical cache cannot be used with, and a store without one."""
+def check_host_tier(
+    layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
+) -> None:
+    """Refuse what a hierarchical cache cannot be used with, and a store or options without one."""
+    flag = "--enable-hierarchical-cache"
     if not view.enable_hierarchical_cache:
+        for option, value in ((HOST_LAYOUT, options.layout), (HOST_ENGINE, options.engine)):
+            if value != option.default:
+                raise ValueError(
+                    f"{option.flag} {value} (or {option.env}) does nothing without {flag}; add that, or "
+                    "leave it out"
+                )
         # A decode server may use the store without a tier.
         if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
             raise ValueError(
-                f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without "
-                "--enable-hierarchical-cache; add that, or leave it out"
+                f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "
+                "that, or leave it out"
             )
         return
-    flag = "--enable-hierarchical-cache"
-    if view.device != "cpu":
-        # SGLang's own host pool takes the rows of SGLang's own tensors.
-        if layout.is_packed or _shared_buffer(arrangement):
-            raise ValueError(
-                f"{flag} does not work with {LAYOUT.flag} {layout} in {arrangement} on {view.device}: "
-                "SGLang's host pool does not know such rows, and sgl-kvpool's runs on --device cpu only in "
-                f"this release; leave it out, or use {LAYOUT.flag} bf16 or fp8 in layer_major"
-            )
-        return
+    able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())
+    if not able:
+        raise ValueError(
+            f"{flag} does not work with {LAYOUT.flag} {layout} on {view.device}: sgl-kvpool has engines for "
+            "cpu and cuda; leave it out"
+        )
+    if options.engine != HOST_ENGINE.default and options.engine not in able:
+        raise ValueError(
+            f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}; leave it out, or use one "
+            f"of: {', '.join(able)}"
+        )
+    if options.engine == "copy_engine" and options.host_layout(layout) is not layout:
+        raise ValueError(
+            f"{HOST_ENGINE.flag} copy_engine copies rows as they are, and {HOST_LAYOUT.flag} "
+            f"{options.layout} changes them; use staged, which encodes into a buffer from which the copy "
+            "engine takes them, or kernel"
+        )
+    if (
+        view.device != "cpu"
+        and not layout.is_packed
+        and not _shared_buffer(arrangement)
+        and options.is_default
+    ):
+        return  # SGLang's own host pool
+    _check_host_arguments(layout, view)
+
+
+def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
+    """Refuse values of SGLang's arguments that our host tier does not take."""
     ratio, size, page_size = view.hicache_ratio, view.hicache_size, view.page_size
     if not size and ratio is not None and not 0 < ratio < float("inf"):
         raise ValueError(
@@ -204,6 +239,16 @@ def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: 
                 f"{option} {value} does not work with {LAYOUT.flag} {layout}: {reason}; leave it out, or use "
                 f"one of: {', '.join(taken)}"
             )
+
+
+def check_host_layout(layout: MLAKVCacheLayout, options: HostTierOptions, model_config: Any) -> None:
+    """Refuse a layout of the host tier whose rows are not narrower than the device's."""
+    from sgl_kvpool.host.conversion import host_layout_problem
+
+    rows = layout.row_format(model_config.kv_lora_rank, model_config.qk_rope_head_dim)
+    problem = host_layout_problem(rows, options.host_layout(layout))
+    if problem is not None:
+        raise ValueError(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
 
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:

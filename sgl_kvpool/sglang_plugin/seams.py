@@ -140,6 +140,10 @@ HOST_TIER = (
         ("self", "device_indices"),
     ),
     Seam(
+        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController._move_pool_indices",
+        ("self", "host_pool", "host_indices", "device_indices", "write_back_jit"),
+    ),
+    Seam(
         "sglang.srt.managers.cache_controller.HiCacheController._generic_page_get",
         ("self", "operation", "hash_values", "host_indices", "extra_info"),
     ),

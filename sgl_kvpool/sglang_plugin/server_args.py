@@ -13,7 +13,7 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import launching, refusals, seams
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, LAYOUT, OPTIONS, arrangement_of, layout_of
+from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
 
 __all__ = ["install", "require_decided"]
 
@@ -121,12 +121,13 @@ def _decide(server_args, previous):
     for option, value in requested.items():
         setattr(server_args, option.attribute, value)
     layout = layout_of(server_args)
-    if layout is None and requested[ARRANGEMENT] != AUTO:
-        raise ValueError(
-            f"{ARRANGEMENT.flag} {requested[ARRANGEMENT]} (or {ARRANGEMENT.env}) arranges pools of "
-            f"sgl-kvpool, and this server has none without a layout; leave it out, or add {LAYOUT.flag} "
-            f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
-        )
+    for option, value in requested.items():
+        if layout is None and option is not LAYOUT and value != option.default:
+            raise ValueError(
+                f"{option.flag} {value} (or {option.env}) is about pools of sgl-kvpool, and this server has "
+                f"none without a layout; leave it out, or add {LAYOUT.flag} {MLAKVCacheLayout.BF16}, which "
+                "keeps SGLang's rows"
+            )
     if layout is not None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -204,11 +205,13 @@ def _finish(server_args, previous):
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None:
         return
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     view = resolving_view(server_args)
     refusals.check_features(layout, arrangement, view)
-    refusals.check_host_tier(layout, arrangement, view)
+    refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
+    if view.enable_hierarchical_cache:
+        refusals.check_host_layout(layout, host_tier_of(server_args), model_config_of(server_args))
     refusals.check_backends(layout, arrangement, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)
     if view.kv_cache_dtype != shown:

@@ -143,8 +143,10 @@ def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
 
 
 def test_the_options_are_told_apart():
-    assert [option.flag for option in OPTIONS] == ["--kv-cache-layout", "--kv-cache-arrangement"]
-    assert [option.words for option in OPTIONS] == ["KV cache layout", "KV cache arrangement"]
+    flags = ["--kv-cache-layout", "--kv-cache-arrangement", "--kv-host-layout", "--kv-host-engine"]
+    assert [option.flag for option in OPTIONS] == flags
+    words = ["KV cache layout", "KV cache arrangement", "KV host layout", "KV host engine"]
+    assert [option.words for option in OPTIONS] == words
     for field in ("name", "env", "flag", "attribute", "help"):
         assert len({getattr(option, field) for option in OPTIONS}) == len(OPTIONS)
     assert LAYOUT.attribute == "_kvpool_kv_cache_layout"

@@ -97,23 +97,53 @@ def test_which_are_not_looked_at_without_a_host_tier(arranged):
     arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_a_gpu_only_what_sglangs_tier_takes(layout, arrangement):
+def on_a_gpu(
+    layout, arrangement="layer_major", label="page_first", on=True, device="cuda", host="same", engine="auto"
+):
     """The check itself: no CUDA device can be resolved on a machine without one."""
     from sgl_kvpool.arrangement import KVArrangement
+    from sgl_kvpool.host.labels import HostTierOptions
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.refusals import check_host_tier
 
-    asked = MLAKVCacheLayout(layout), KVArrangement(arrangement)
-    fields = {"device": "cuda", "hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
-    fields |= {"hicache_ratio": 2.0, "hicache_size": 0, "page_size": 64}
-    fields |= {"hicache_storage_backend": None, "disaggregation_mode": "null"}
-    check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
-    on = SimpleNamespace(enable_hierarchical_cache=True, **fields)
+    view = SimpleNamespace(
+        enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",
+        hicache_ratio=2.0, hicache_size=0, page_size=64, hicache_storage_backend=None,
+        disaggregation_mode="null",
+    )  # fmt: skip
+    check_host_tier(
+        MLAKVCacheLayout(layout),
+        KVArrangement(arrangement),
+        HostTierOptions(layout=host, engine=engine),
+        view,
+    )
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(layout, arrangement):
+    """With a label that ours does not take: SGLang's does, unless ours is needed or asked for."""
+    on_a_gpu(layout, arrangement, label="layer_first", on=False)
+    on_a_gpu(layout, arrangement)
+    text = "^--hicache-mem-layout layer_first does not work"
     if layout in ("bf16", "fp8") and arrangement == "layer_major":
-        check_host_tier(*asked, on)
+        on_a_gpu(layout, arrangement, label="layer_first")
+        for asked in ({"engine": "staged"}, {"host": "fp4"}):
+            with pytest.raises(ValueError, match=text):
+                on_a_gpu(layout, arrangement, label="layer_first", **asked)
         return
-    text = f"{layout} in {arrangement} on cuda: .*--device cpu only in this.*bf16 or fp8 in layer_major$"
     with pytest.raises(ValueError, match=text):
-        check_host_tier(*asked, on)
+        on_a_gpu(layout, arrangement, label="layer_first")
+
+
+def test_engines_and_devices():
+    for engine in ("staged", "copy_engine", "kernel"):
+        on_a_gpu("fp4", engine=engine)
+        text = f"^--kv-host-engine {engine} does not work on cpu; leave it out, or use one of: cpu$"
+        with pytest.raises(ValueError, match=text):
+            on_a_gpu("fp4", engine=engine, device="cpu")
+    on_a_gpu("fp4", engine="cpu", device="cpu")
+    with pytest.raises(ValueError, match="does not work on cuda.*use one of: staged, copy_engine, kernel$"):
+        on_a_gpu("fp4", engine="cpu")
+    with pytest.raises(ValueError, match="does not work with --kv-cache-layout fp4 on xpu"):
+        on_a_gpu("fp4", device="xpu")

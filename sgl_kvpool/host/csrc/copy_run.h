@@ -2,13 +2,7 @@
 // The meaning of the fields is CopyRun's in ../plan.py.
 #pragma once
 
-#include <cstdint>
-
-#ifdef __CUDACC__
-#define KVPOOL_HD __host__ __device__ __forceinline__
-#else
-#define KVPOOL_HD inline
-#endif
+#include "portable.h"
 
 namespace kvpool {
 

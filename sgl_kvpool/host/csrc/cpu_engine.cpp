@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
 #if defined(__SSE2__)
@@ -15,11 +16,13 @@
 #endif
 
 #include "copy_run.h"
+#include "row_conversion.h"
 
 namespace {
 
-// A thread takes about 20 us to start, in which memory moves as many bytes.
+// A thread takes about 20 us to start, in which memory moves as many bytes, and a core converts a few rows.
 constexpr int64_t kBytesPerThread = 256 * 1024;
+constexpr int64_t kConvertedBytesPerThread = 16 * 1024;
 
 #if defined(__SSE2__)
 // Past this size stores go around the caches. What memcpy stores is first read into them, a third of all
@@ -68,48 +71,88 @@ struct Work {
   const int64_t* target_pages;
   int64_t page_count;
 
+  Work(tvm::ffi::TensorView runs_, tvm::ffi::TensorView source_pages_, tvm::ffi::TensorView target_pages_)
+      : runs(static_cast<const kvpool::CopyRun*>(runs_.data_ptr())),
+        run_count(runs_.size(0)),
+        source_pages(static_cast<const int64_t*>(source_pages_.data_ptr())),
+        target_pages(static_cast<const int64_t*>(target_pages_.data_ptr())),
+        page_count(source_pages_.size(0)) {}
+
   int64_t items() const { return run_count * page_count; }
 
-  void copy(int64_t begin, int64_t end) const {
+  int64_t bytes() const {
+    int64_t page_bytes = 0;
+    for (int64_t i = 0; i < run_count; ++i) page_bytes += runs[i].run_bytes * runs[i].run_count;
+    return page_bytes * page_count;
+  }
+
+  // Calls move(target, source, copy run, its number) for every run of the items from begin to end.
+  template <typename Move>
+  void each(int64_t begin, int64_t end, Move&& move) const {
     const bool runs_fastest = runs->target_page_stride > runs->run_bytes * runs->run_count;
     for (int64_t item = begin; item < end; ++item) {
-      const kvpool::CopyRun& run = runs[runs_fastest ? item % run_count : item / page_count];
+      const int64_t number = runs_fastest ? item % run_count : item / page_count;
       const int64_t page = runs_fastest ? item / run_count : item % page_count;
+      const kvpool::CopyRun& run = runs[number];
       for (int64_t i = 0; i < run.run_count; ++i) {
-        copy_run(reinterpret_cast<char*>(run.target(target_pages[page], i)),
-                 reinterpret_cast<const char*>(run.source(source_pages[page], i)), run.run_bytes);
+        move(reinterpret_cast<char*>(run.target(target_pages[page], i)),
+             reinterpret_cast<const char*>(run.source(source_pages[page], i)), run, number);
       }
     }
     finish_stores();
+  }
+
+  // The same for all items, by several threads.
+  template <typename Move>
+  void share(int64_t threads, int64_t bytes_per_thread, Move&& move) const {
+    threads = std::max<int64_t>(1, std::min({threads, items(), bytes() / bytes_per_thread + 1}));
+    std::vector<std::thread> others;
+    others.reserve(static_cast<size_t>(threads));
+    int64_t begun = 1;  // shares that have somebody to move them; the first is ours
+    try {
+      for (; begun < threads; ++begun) {
+        const int64_t begin = items() * begun / threads, end = items() * (begun + 1) / threads;
+        others.emplace_back([this, begin, end, &move] { each(begin, end, move); });
+      }
+    } catch (...) {
+      // The machine grants no more threads, or no memory for one: what is left over is moved here, below.
+    }
+    each(0, items() / threads, move);
+    each(items() * begun / threads, items(), move);
+    for (auto& thread : others) thread.join();
   }
 };
 
 void copy_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
                 tvm::ffi::TensorView target_pages, int64_t threads) {
-  const Work work{static_cast<const kvpool::CopyRun*>(runs.data_ptr()), runs.size(0),
-                  static_cast<const int64_t*>(source_pages.data_ptr()),
-                  static_cast<const int64_t*>(target_pages.data_ptr()), source_pages.size(0)};
-  const int64_t items = work.items();
-  int64_t page_bytes = 0;
-  for (int64_t i = 0; i < work.run_count; ++i) page_bytes += work.runs[i].run_bytes * work.runs[i].run_count;
-  threads = std::min({threads, items, page_bytes * work.page_count / kBytesPerThread + 1});
-  threads = std::max<int64_t>(1, threads);
+  const Work work(runs, source_pages, target_pages);
+  work.share(threads, kBytesPerThread,
+             [](char* target, const char* source, const kvpool::CopyRun& run, int64_t) {
+               copy_run(target, source, run.run_bytes);
+             });
+}
 
-  std::vector<std::thread> others;
-  others.reserve(static_cast<size_t>(threads));
-  int64_t begun = 1;  // shares that have somebody to copy them; the first is ours
-  try {
-    for (; begun < threads; ++begun) {
-      others.emplace_back(&Work::copy, &work, items * begun / threads, items * (begun + 1) / threads);
-    }
-  } catch (...) {
-    // The machine grants no more threads, or no memory for one: what is left over is copied here, below.
-  }
-  work.copy(0, items / threads);
-  work.copy(items * begun / threads, items);
-  for (auto& thread : others) thread.join();
+// Each run is a row of `from`, and becomes one of `to`; `k_scales` has one number per copy run.
+void convert_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
+                   tvm::ffi::TensorView target_pages, tvm::ffi::TensorView from, tvm::ffi::TensorView to,
+                   tvm::ffi::TensorView k_scales, int64_t threads) {
+  const Work work(runs, source_pages, target_pages);
+  const auto& from_layout = *static_cast<const kvpool::RowLayout*>(from.data_ptr());
+  const auto& to_layout = *static_cast<const kvpool::RowLayout*>(to.data_ptr());
+  const float* scales = static_cast<const float*>(k_scales.data_ptr());
+  const bool known = kvpool::for_formats(
+      from_layout.latent, to_layout.latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
+        work.share(threads, kConvertedBytesPerThread,
+                   [&](char* target, const char* source, const kvpool::CopyRun&, int64_t number) {
+                     kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(source), from_layout,
+                                                     reinterpret_cast<uint8_t*>(target), to_layout,
+                                                     scales[number]);
+                   });
+      });
+  if (!known) TVM_FFI_THROW(ValueError) << "no conversion between these row formats";
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, copy_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(convert_pages, convert_pages);

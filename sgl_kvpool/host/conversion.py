@@ -1,0 +1,117 @@
+"""Rows that have another format on the host than on the device, and what compiled code is told of it.
+
+A row in the other format is what the codec makes of it: `encode_rows(decode_rows(row))`, through bf16. Needs
+neither SGLang nor a compiler; `convert` is torch's way, `csrc/row_conversion.h` the engines'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sgl_kvpool.codec import decode_rows, encode_rows
+from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
+
+__all__ = ["RowConversion", "host_layout_problem", "narrower_layouts"]
+
+#: Ids of `Latent` and `Rope` in csrc/row_conversion.h: the encoding of the values, and of their scales.
+_LATENT_IDS = {
+    (Encoding.BF16, None): 0,
+    (Encoding.E4M3, None): 1,
+    (Encoding.E4M3, Encoding.FP32): 2,
+    (Encoding.E2M1, Encoding.UE5M3): 3,
+}
+_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
+
+
+def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
+    """Layouts whose rows have fewer bytes than the device's and hold their scales, the widest first."""
+    found = [
+        layout
+        for layout in MLAKVCacheLayout
+        # A scale of the layer would be one more thing that stored bytes depend on.
+        if layout.is_packed and _bytes(layout, device) < device.row_bytes
+    ]
+    return tuple(sorted(found, key=lambda layout: -_bytes(layout, device)))
+
+
+def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None:
+    """Why rows of the device cannot be stored in a layout on the host; None if they can.
+
+    Parameters
+    ----------
+    device : RowFormat
+        Of the device pool.
+    host : MLAKVCacheLayout
+        Of the host tier; the device's own is "same" and no conversion.
+    """
+    able = narrower_layouts(device)
+    if host is device.layout or host in able:
+        return None
+    return (
+        f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
+        f"{device.row_bytes}: the host tier would hold fewer tokens, and none better; use one of: "
+        f"{', '.join(['same', *map(str, able)])}"
+    )
+
+
+def _bytes(layout: MLAKVCacheLayout, like: RowFormat) -> int:
+    return like.in_layout(layout).row_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConversion:
+    """Rows of `source` are to become rows of `target`.
+
+    Attributes
+    ----------
+    source, target : RowFormat
+        Of one geometry.
+    k_scales : tuple of float
+        By the layers of the group; for formats that use them.
+    """
+
+    source: RowFormat
+    target: RowFormat
+    k_scales: tuple[float, ...]
+
+    def reversed(self) -> RowConversion:
+        """The way back."""
+        return replace(self, source=self.target, target=self.source)
+
+    def convert(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rows of a layer with torch, on their device.
+
+        Parameters
+        ----------
+        rows : Tensor [tokens, source.row_bytes], uint8
+        layer : int
+            Its place in the group.
+
+        Returns
+        -------
+        Tensor [tokens, target.row_bytes], uint8
+        """
+        k_scale, rank = self.k_scales[layer], self.source.kv_lora_rank
+        values = decode_rows(rows, self.source, k_scale=k_scale)
+        return encode_rows(values[:, :rank], values[:, rank:], self.target, k_scale=k_scale)
+
+    def numbers(self) -> tuple[list[int], list[int]]:
+        """Both formats as `RowLayout` of csrc/row_conversion.h."""
+        return _numbers(self.source), _numbers(self.target)
+
+
+def _numbers(fmt: RowFormat) -> list[int]:
+    scale, rope = fmt.scale, fmt.rope
+    return [
+        _LATENT_IDS[fmt.nope.encoding, None if scale is None else scale.encoding],
+        0 if rope is None else _ROPE_IDS[rope.encoding],
+        fmt.nope.count,
+        0 if rope is None else rope.count,
+        fmt.nope.offset_bytes,
+        0 if scale is None else scale.offset_bytes,
+        0 if rope is None else rope.offset_bytes,
+        fmt.payload_bytes,
+        fmt.row_bytes,
+    ]

@@ -1,0 +1,60 @@
+// Flat copies of a transfer, for the copy engine. Plain C++: runs on the host, and is tested there.
+#pragma once
+
+#include <vector>
+
+#include "pieces.h"
+
+namespace kvpool {
+
+// Host memory that was registered with CUDA in pieces: no copy may touch two. Pieces hold whole pages of the host
+// tier, so only copies that were joined could.
+struct RegisteredPieces {
+  int64_t begin;        // address of the first
+  int64_t piece_bytes;  // 0: one piece, or not registered
+
+  bool starts_at(int64_t address) const { return piece_bytes > 0 && (address - begin) % piece_bytes == 0; }
+};
+
+struct FlatCopies {
+  std::vector<void*> targets, sources;
+  std::vector<size_t> sizes;
+
+  void clear() {
+    targets.clear();
+    sources.clear();
+    sizes.clear();
+  }
+
+  void add(int64_t target, int64_t source, int64_t size, bool joins) {
+    if (joins && !sizes.empty() && at(targets.back()) + static_cast<int64_t>(sizes.back()) == target &&
+        at(sources.back()) + static_cast<int64_t>(sizes.back()) == source) {
+      sizes.back() += static_cast<size_t>(size);
+      return;
+    }
+    targets.push_back(reinterpret_cast<void*>(target));
+    sources.push_back(reinterpret_cast<void*>(source));
+    sizes.push_back(static_cast<size_t>(size));
+  }
+
+ private:
+  static int64_t at(void* pointer) { return reinterpret_cast<int64_t>(pointer); }
+};
+
+// Adds the copies of a transfer, whose lists are in host memory. What follows its predecessor in the lists, on both
+// sides, is joined to it.
+inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPieces pieces, FlatCopies& copies) {
+  for (int64_t number = 0; number < transfer.run_count; ++number) {
+    const CopyRun& run = transfer.runs[number];
+    for (int64_t i = 0; i < transfer.page_count; ++i) {
+      const int64_t from = transfer.source_pages.page(i), to = transfer.target_pages.page(i);
+      for (int64_t k = 0; k < run.run_count; ++k) {
+        const int64_t source = transfer.source_base + run.source(from, k);
+        const int64_t target = transfer.target_base + run.target(to, k);
+        copies.add(target, source, run.run_bytes, !pieces.starts_at(host_is_source ? source : target));
+      }
+    }
+  }
+}
+
+}  // namespace kvpool

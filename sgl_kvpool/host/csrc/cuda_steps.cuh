@@ -1,0 +1,170 @@
+// The steps of staging.h by CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "staging.h"
+
+namespace kvpool {
+
+constexpr int kWarp = 32;
+constexpr int kCopyThreads = 1024;
+constexpr int kConvertThreads = 512;  // up to 128 registers each
+constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp, 1 MB for 16 blocks, more than a link holds
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("sgl-kvpool: ") + what + ": " + cudaGetErrorString(status));
+}
+
+template <typename Word>
+__global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer transfer) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warp = (blockIdx.x * static_cast<int64_t>(kCopyThreads) + threadIdx.x) / kWarp;
+  const int64_t warps = gridDim.x * static_cast<int64_t>(kCopyThreads / kWarp);
+  constexpr int64_t kPieceBytes = kWarp * kLoadsInFlight * sizeof(Word);
+  each_piece(transfer, kPieceBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
+    const auto* from = reinterpret_cast<const Word*>(source);
+    auto* to = reinterpret_cast<Word*>(target);
+    const int words = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word)));
+    Word held[kLoadsInFlight];
+    KVPOOL_UNROLL
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      if (i * kWarp + lane < words) held[i] = from[i * kWarp + lane];
+    }
+    KVPOOL_UNROLL
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      if (i * kWarp + lane < words) to[i * kWarp + lane] = held[i];
+    }
+  });
+}
+
+// A warp per row, a lane per block of 16 values.
+template <Latent kFrom, Latent kTo>
+__global__ void __launch_bounds__(kConvertThreads)
+    convert_pages_kernel(Transfer transfer, RowLayout from, RowLayout to, const float* k_scales) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warp = (blockIdx.x * static_cast<int64_t>(kConvertThreads) + threadIdx.x) / kWarp;
+  const int64_t warps = gridDim.x * static_cast<int64_t>(kConvertThreads / kWarp);
+  each_piece(transfer, from.row_bytes, warp, warps, [&](int64_t target, int64_t source, int64_t, int64_t number) {
+    const auto* from_row = reinterpret_cast<const uint8_t*>(source);
+    auto* to_row = reinterpret_cast<uint8_t*>(target);
+    const float k_scale = k_scales[number];
+    for (int first = 0; first < from.latent_blocks(); first += kWarp) {
+      const int block = first + lane;
+      const bool mine = block < from.latent_blocks();
+      uint16_t values[kBlock];
+      if (mine) read_latent<kFrom>(from_row, from, block, k_scale, values);
+      float largest = 0.0f;
+      if constexpr (kTo == Latent::kE4m3Tiles) {
+        // Eight neighbouring lanes hold a tile: a rank is a multiple of 128, so all of them have a block or none.
+        if (mine) largest = largest_of(values);
+        KVPOOL_UNROLL
+        for (int step = 1; step < kTile / kBlock; step *= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+        }
+      }
+      if (mine) write_latent<kTo>(to_row, to, block, k_scale, largest, values);
+    }
+    if (lane < from.rope_blocks()) convert_rope(from_row, from, to_row, to, lane, k_scale);
+    if (lane == 0) clear_padding(to_row, to);
+  });
+}
+
+// Whether runtime and driver have cudaMemcpyBatchAsync, which came with CUDA 12.8.
+inline bool has_batches() {
+#if CUDART_VERSION >= 12080
+  static const bool found = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12080;
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
+
+#if CUDART_VERSION >= 12080
+inline cudaError_t copy_batch(FlatCopies& copies, bool host_is_source, cudaStream_t stream) {
+  cudaMemcpyAttributes attributes = {};
+  // Pages of the host tier do not change while a load of them is under way: the tree holds them. What is read on
+  // the device was written by steps before this one on the stream, and may be written by steps behind it.
+  attributes.srcAccessOrder = host_is_source ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+#if CUDART_VERSION >= 13000
+  return cudaMemcpyBatchAsync(const_cast<const void**>(copies.targets.data()),
+                              const_cast<const void**>(copies.sources.data()), copies.sizes.data(),
+                              copies.sizes.size(), &attributes, &first, 1, stream);
+#else
+  size_t failed = 0;
+  return cudaMemcpyBatchAsync(copies.targets.data(), copies.sources.data(), copies.sizes.data(),
+                              copies.sizes.size(), &attributes, &first, 1, &failed, stream);
+#endif
+}
+#endif
+
+struct CudaSteps {
+  using Stream = cudaStream_t;
+  using Event = cudaEvent_t;
+
+  void run(const KernelJob& job, const Transfer& transfer, Stream stream) {
+    const auto blocks = static_cast<unsigned>(job.blocks);
+    if (job.from != nullptr) {
+      const bool known = for_formats(job.from->latent, job.to->latent, [&]<Latent kFrom, Latent kTo>() {
+        convert_pages_kernel<kFrom, kTo>
+            <<<blocks, kConvertThreads, 0, stream>>>(transfer, *job.from, *job.to, job.k_scales);
+      });
+      if (!known) throw std::runtime_error("sgl-kvpool: no conversion between these row formats");
+    } else if (job.word_bytes == 16) {
+      copy_pages_kernel<Bytes16><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+    } else if (job.word_bytes == 8) {
+      copy_pages_kernel<Bytes8><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+    } else if (job.word_bytes == 4) {
+      copy_pages_kernel<uint32_t><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+    } else {
+      copy_pages_kernel<uint8_t><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+    }
+    check(cudaGetLastError(), "a kernel of the transfer engine");
+  }
+
+  // `stream` is not the default one, which batches refuse.
+  void copy(const CopyJob& job, const Transfer& transfer, bool host_is_source, Stream stream) {
+    thread_local FlatCopies copies;  // keeps its memory
+    copies.clear();
+    flatten(transfer, host_is_source, job.pieces, copies);
+    if (copies.sizes.empty()) return;
+#if CUDART_VERSION >= 12080
+    if (has_batches()) {
+      check(copy_batch(copies, host_is_source, stream), "cudaMemcpyBatchAsync");
+      return;
+    }
+#endif
+    const auto kind = host_is_source ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    for (size_t i = 0; i < copies.sizes.size(); ++i) {
+      check(cudaMemcpyAsync(copies.targets[i], copies.sources[i], copies.sizes[i], kind, stream), "cudaMemcpyAsync");
+    }
+  }
+
+  void record(Event event, Stream stream) { check(cudaEventRecord(event, stream), "cudaEventRecord"); }
+  void wait(Stream stream, Event event) { check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent"); }
+
+  Stream make_stream() {
+    Stream stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return stream;
+  }
+  Event make_event() {
+    Event event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return event;
+  }
+  // When a process ends the context may be gone before these.
+  void free_stream(Stream stream) { cudaStreamDestroy(stream); }
+  void free_event(Event event) { cudaEventDestroy(event); }
+};
+
+}  // namespace kvpool

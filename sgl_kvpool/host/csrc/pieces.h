@@ -1,0 +1,53 @@
+// How the bytes of a transfer are shared out among the warps of a kernel, for nvcc and g++ alike.
+#pragma once
+
+#include "copy_run.h"
+
+namespace kvpool {
+
+// Pages as SGLang lists the slots of their tokens (stride: tokens of a page), as their numbers (stride 1), or from
+// 0 on (no list: a page buffer).
+struct PageList {
+  const int64_t* slots;
+  int64_t stride;
+
+  KVPOOL_HD int64_t page(int64_t i) const { return slots == nullptr ? i : slots[i * stride] / stride; }
+  PageList from(int64_t i) const { return {slots == nullptr ? nullptr : slots + i * stride, stride}; }
+};
+
+// Addresses of the copy runs count from the bases, which are 0 where they are absolute.
+struct Transfer {
+  const CopyRun* runs;
+  int64_t run_count;
+  PageList source_pages;
+  PageList target_pages;
+  int64_t page_count;
+  int64_t source_base;
+  int64_t target_base;
+};
+
+// Calls move(target address, source address, bytes, number of the copy run) for one worker's share of all pieces:
+// runs are cut into pieces of at most `piece_bytes`, and workers take turns over the pieces of all copy runs, so
+// that a transfer of few pages in many copy runs keeps all of them busy.
+template <typename Move>
+KVPOOL_HD void each_piece(const Transfer& transfer, int64_t piece_bytes, int64_t worker, int64_t workers,
+                          Move&& move) {
+  int64_t item = worker;  // counted from the first piece of the copy run at hand
+  for (int64_t number = 0; number < transfer.run_count; ++number) {
+    const CopyRun& run = transfer.runs[number];
+    const int64_t pieces = (run.run_bytes + piece_bytes - 1) / piece_bytes;  // of a run
+    const int64_t page_pieces = pieces * run.run_count;
+    const int64_t items = page_pieces * transfer.page_count;
+    for (; item < items; item += workers) {
+      const int64_t i = item / page_pieces, rest = item % page_pieces;
+      const int64_t offset = rest % pieces * piece_bytes;
+      const int64_t left = run.run_bytes - offset;
+      move(transfer.target_base + run.target(transfer.target_pages.page(i), rest / pieces) + offset,
+           transfer.source_base + run.source(transfer.source_pages.page(i), rest / pieces) + offset,
+           left < piece_bytes ? left : piece_bytes, number);
+    }
+    item -= items;
+  }
+}
+
+}  // namespace kvpool

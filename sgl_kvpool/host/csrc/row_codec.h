@@ -1,0 +1,234 @@
+// Values of rows, 16 at a time: the arithmetic of docs/rows.md for nvcc and g++ alike. The law is
+// ../../codec/reference.py and scalars.py; tests compare every byte with those.
+//
+// Between reading and writing values are bf16, as uint16_t bits: a row in another format holds what
+// encode_rows(decode_rows(row)) of the codec holds.
+#pragma once
+
+#include "portable.h"
+
+namespace kvpool {
+
+constexpr int kBlock = 16;  // values handled together; a block of e2m1 shares one ue5m3 scale
+constexpr int kTile = 128;  // values that share one fp32 scale, and the divisor of every latent rank
+
+constexpr float kE2m1Max = 6.0f;
+constexpr float kE4m3Max = 448.0f;
+constexpr float kFp32Tiny = 1.17549435e-38f;  // FLT_MIN
+constexpr uint32_t kUe5m3MaxByte = 0xF7;
+
+// ---------------------------------------------------------------------------------------------- bf16
+
+KVPOOL_HD float bf16_value(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+// Round to nearest even; NaN stays NaN.
+KVPOOL_HD uint16_t bf16_bits(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// What encoders see of a bf16: NaN becomes 0, infinities the largest finite value.
+KVPOOL_HD float finite_value(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7FFFu;
+  if (magnitude > 0x7F80u) return 0.0f;
+  return bf16_value(magnitude == 0x7F80u ? static_cast<uint16_t>(bits - 1) : bits);
+}
+
+// ---------------------------------------------------------------------------------------------- e4m3
+
+KVPOOL_HD float e4m3_value(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  const uint32_t exponent = (code >> 3) & 15u, mantissa = code & 7u;
+  if ((code & 0x7Fu) == 0x7Fu) return float_of(sign | 0x7FC00000u);
+  if (exponent == 0) return float_of(sign | bits_of(multiply(static_cast<float>(mantissa), 0x1p-9f)));
+  return float_of(sign | ((exponent + 120u) << 23) | (mantissa << 20));
+}
+
+// Nearest code of a finite value, which is clamped to +-448.
+KVPOOL_HD uint8_t e4m3_code(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  float size = float_of(bits & 0x7FFFFFFFu);
+  if (size > kE4m3Max) size = kE4m3Max;
+  // Below 2^-6 steps are 2^-9 wide, the spacing of fp32 between 2^14 and 2^15: the addition itself rounds.
+  const uint32_t rounded =
+      size < 0x1p-6f ? bits_of(add(size, 16384.0f)) - bits_of(16384.0f)
+                     : ((bits_of(size) + 0x7FFFFu + ((bits_of(size) >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
+  return static_cast<uint8_t>(sign | rounded);
+}
+
+// --------------------------------------------------------------------------------------- ue5m3, e2m1
+
+KVPOOL_HD float ue5m3_value(uint32_t byte) {
+  const uint32_t exponent = byte >> 3, mantissa = byte & 7u;
+  if (exponent == 0) return multiply(static_cast<float>(mantissa), 0x1p-17f);
+  if (exponent == 31) return float_of(0x7F800000u | (mantissa << 20));  // no encoder stores these
+  return float_of(((exponent + 112u) << 23) | (mantissa << 20));
+}
+
+// Nearest byte of a non-negative value; 0 for what rounds to 0.
+KVPOOL_HD uint32_t ue5m3_byte(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t byte = value < 0x1p-14f ? bits_of(add(value, 64.0f)) - bits_of(64.0f)
+                                         : ((bits + 0x7FFFFu + ((bits >> 20) & 1u)) >> 20) - ((127u - 15u) << 3);
+  return byte < kUe5m3MaxByte ? byte : kUe5m3MaxByte;
+}
+
+// Nearest e2m1 magnitude of a non-negative value; above 6 gives 6.
+KVPOOL_HD float e2m1_rounded(float size) {
+  if (size > kE2m1Max) size = kE2m1Max;
+  // Steps are half of the value's power of two, 0.5 below 1: fp32 numbers 2^22 times that power apart as wide.
+  const float power = size < 1.0f ? 1.0f : float_of(bits_of(size) & 0x7F800000u);
+  const float spacer = float_of(bits_of(power) + (22u << 23));
+  return subtract(add(size, spacer), spacer);
+}
+
+KVPOOL_HD uint32_t e2m1_code(float rounded) {
+  return rounded < 1.0f ? (rounded > 0.0f ? 1u : 0u) : (bits_of(rounded) >> 22) - 252u;
+}
+
+KVPOOL_HD float e2m1_value(uint32_t code) {
+  const uint32_t sign = (code & 8u) << 28, magnitude = code & 7u;
+  if (magnitude < 2) return float_of(sign | (magnitude ? 0x3F000000u : 0u));
+  return float_of(sign | ((magnitude + 252u) << 22));
+}
+
+// One try at a block: its scale byte, its magnitudes packed 4 bits each, and the sum of squared errors.
+struct E2m1Try {
+  uint32_t scale_byte;
+  uint32_t codes[2];
+  float error;
+};
+
+KVPOOL_HD E2m1Try e2m1_try(const float sizes[kBlock], float largest, float anchor) {
+  E2m1Try result;
+  result.scale_byte = ue5m3_byte(divide(largest, anchor));
+  if (largest > 0.0f && result.scale_byte == 0) result.scale_byte = 1;
+  const float scale = ue5m3_value(result.scale_byte);
+  const float divisor = scale > 0.0f ? scale : 1.0f;
+  result.codes[0] = result.codes[1] = 0;
+  float squares[kBlock];
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const float rounded = e2m1_rounded(divide(sizes[i], divisor));
+    result.codes[i / 8] |= e2m1_code(rounded) << (4 * (i % 8));
+    const float difference = subtract(sizes[i], multiply(rounded, scale));
+    squares[i] = multiply(difference, difference);
+  }
+  KVPOOL_UNROLL
+  for (int width = 1; width < kBlock; width *= 2) {
+  KVPOOL_UNROLL
+    for (int i = 0; i < kBlock; i += 2 * width) squares[i] = add(squares[i], squares[i + width]);
+  }
+  result.error = squares[0];
+  return result;
+}
+
+// Codes and scale byte of 16 bf16 values.
+KVPOOL_HD Bytes8 e2m1_encode(const uint16_t values[kBlock], uint8_t* scale_byte) {
+  float sizes[kBlock];
+  float largest = 0.0f;
+  uint32_t signs[2] = {0, 0};
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t bits = bits_of(finite_value(values[i]));
+    sizes[i] = float_of(bits & 0x7FFFFFFFu);
+    largest = sizes[i] > largest ? sizes[i] : largest;
+    signs[i / 8] |= (bits >> 31) << (4 * (i % 8) + 3);
+  }
+  const E2m1Try first = e2m1_try(sizes, largest, 6.0f), second = e2m1_try(sizes, largest, 4.0f);
+  const bool better = second.error < first.error;  // strictly: a tie keeps the first
+  *scale_byte = static_cast<uint8_t>(better ? second.scale_byte : first.scale_byte);
+  Bytes8 codes;
+  codes.word[0] = (better ? second.codes[0] : first.codes[0]) | signs[0];
+  codes.word[1] = (better ? second.codes[1] : first.codes[1]) | signs[1];
+  return codes;
+}
+
+KVPOOL_HD void e2m1_decode(Bytes8 codes, uint8_t scale_byte, uint16_t values[kBlock]) {
+  const float scale = ue5m3_value(scale_byte);
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    values[i] = bf16_bits(multiply(scale, e2m1_value((codes.word[i / 8] >> (4 * (i % 8))) & 15u)));
+  }
+}
+
+// ---------------------------------------------------------------------------------- blocks of the rest
+
+KVPOOL_HD void bf16_read(const uint8_t* from, uint16_t values[kBlock]) {
+  KVPOOL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const Bytes16 bytes = load<Bytes16>(from + 16 * half);
+  KVPOOL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      values[8 * half + 2 * i] = static_cast<uint16_t>(bytes.word[i]);
+      values[8 * half + 2 * i + 1] = static_cast<uint16_t>(bytes.word[i] >> 16);
+    }
+  }
+}
+
+KVPOOL_HD void bf16_write(uint8_t* to, const uint16_t values[kBlock]) {
+  KVPOOL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    Bytes16 bytes;
+  KVPOOL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      bytes.word[i] = values[8 * half + 2 * i] | static_cast<uint32_t>(values[8 * half + 2 * i + 1]) << 16;
+    }
+    store(to + 16 * half, bytes);
+  }
+}
+
+// The same where the address is a multiple of 4 and no more: a rope behind the scales of a short latent.
+KVPOOL_HD void bf16_read_words(const uint8_t* from, uint16_t values[kBlock]) {
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const uint32_t word = load<uint32_t>(from + 4 * i);
+    values[2 * i] = static_cast<uint16_t>(word);
+    values[2 * i + 1] = static_cast<uint16_t>(word >> 16);
+  }
+}
+
+KVPOOL_HD void bf16_write_words(uint8_t* to, const uint16_t values[kBlock]) {
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock / 2; ++i) {
+    store(to + 4 * i, values[2 * i] | static_cast<uint32_t>(values[2 * i + 1]) << 16);
+  }
+}
+
+KVPOOL_HD void e4m3_decode(Bytes16 codes, float scale, uint16_t values[kBlock]) {
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const uint8_t code = static_cast<uint8_t>(codes.word[i / 4] >> (8 * (i % 4)));
+    values[i] = bf16_bits(multiply(e4m3_value(code), scale));
+  }
+}
+
+KVPOOL_HD Bytes16 e4m3_encode(const uint16_t values[kBlock], float scale) {
+  Bytes16 codes = {{0, 0, 0, 0}};
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t code = e4m3_code(divide(finite_value(values[i]), scale));
+    codes.word[i / 4] |= code << (8 * (i % 4));
+  }
+  return codes;
+}
+
+// Largest magnitude of a block; a tile's is the largest of its blocks'.
+KVPOOL_HD float largest_of(const uint16_t values[kBlock]) {
+  float largest = 0.0f;
+  KVPOOL_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const float size = float_of(bits_of(finite_value(values[i])) & 0x7FFFFFFFu);
+    largest = size > largest ? size : largest;
+  }
+  return largest;
+}
+
+KVPOOL_HD float tile_scale(float largest) {
+  const float scale = divide(largest, kE4m3Max);
+  return scale > kFp32Tiny ? scale : kFp32Tiny;
+}
+
+}  // namespace kvpool

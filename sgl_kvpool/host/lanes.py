@@ -1,0 +1,182 @@
+"""The lanes of a host tier: plans and engines both ways, for the target's pool and each packed draft's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kvpool import metrics
+from sgl_kvpool.canonical import CanonicalKVCaches
+from sgl_kvpool.host import choice
+from sgl_kvpool.host.conversion import RowConversion
+from sgl_kvpool.host.cpu_engine import engine_class
+from sgl_kvpool.host.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.host.gpu_calls import gpu_calls
+from sgl_kvpool.host.jobs import RegisteredPieces
+from sgl_kvpool.host.labels import GPU_ENGINE_NAMES
+from sgl_kvpool.host.lane import Lane
+from sgl_kvpool.host.page_buffer import PageBuffer
+from sgl_kvpool.host.page_view import host_view
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.torch_engine import TorchEngine
+from sgl_kvpool.layout import RowFormat
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Lanes", "make_lanes"]
+
+Engine = Callable[[TransferPlan], Any]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Lanes of the target's pool, then of packed drafts'.
+
+    Attributes
+    ----------
+    to_host, to_device : list of Lane
+    """
+
+    to_host: list[Lane]
+    to_device: list[Lane]
+
+    @property
+    def needs_page_numbers(self) -> bool:
+        """Whether an engine wants lists of device pages on the CPU."""
+        return any(
+            lane.engine.name not in GPU_ENGINE_NAMES or lane.engine.name == "copy_engine"
+            for lane in (*self.to_host, *self.to_device)
+        )
+
+    @property
+    def engines(self) -> str:
+        """Names for a log line."""
+        return " and ".join(dict.fromkeys(lane.engine.name for lane in (*self.to_host, *self.to_device)))
+
+    @property
+    def run_bytes(self) -> list[int]:
+        """Sizes of the runs that the device's side of a page is made of."""
+        return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
+
+
+def make_lanes(
+    pages: torch.Tensor,
+    views: Sequence[CanonicalKVCaches],
+    places: Sequence[Sequence[int]],
+    page_size: int,
+    device_rows: RowFormat,
+    host_rows: RowFormat,
+    k_scales: Sequence[Sequence[float]],
+    *,
+    engine: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> Lanes:
+    """Lanes between device pools and host pages.
+
+    Parameters
+    ----------
+    pages : Tensor [pages, page_bytes], uint8
+        Of the host, page-major.
+    views : sequence of CanonicalKVCaches
+        Of the pools, with one group each.
+    places : sequence of sequences of int
+        For each pool, the places of its layers among those of a host page.
+    page_size : int
+        Tokens.
+    device_rows, host_rows : RowFormat
+    k_scales : sequence of sequences of float
+        For each pool, by its layers.
+    engine : str
+        Of --kv-host-engine.
+    io_backend : str
+        Of --hicache-io-backend.
+    pieces : RegisteredPieces or None
+        Of the host pages; None if they are not pinned.
+
+    Raises
+    ------
+    Exception
+        The engine that was asked for by name cannot be built.
+    """
+    conversions = [
+        None
+        if device_rows == host_rows
+        else RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
+        for scales in k_scales
+    ]
+    plans = []
+    for view, layers, conversion in zip(views, places, conversions, strict=True):
+        (group,) = view.groups
+        content = None if conversion is None else host_rows.tag
+        host = host_view(pages, group, layers, page_size, host_rows, content)
+        there = TransferPlan(view, host, group.name, conversion)
+        back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
+        plans.append((there, back))
+    device = views[0].tensors[0].device if views[0].tensors else torch.device("cpu")
+    if device.type == "cpu":
+        to_host: Engine = engine_class()
+        to_device: Engine = to_host
+    else:
+        to_host, to_device = _gpu_engines(plans[0][0], pages, device, engine, io_backend, pieces)
+    return Lanes(
+        [Lane(there, "to_host", to_host) for there, _ in plans],
+        [Lane(back, "to_device", to_device) for _, back in plans],
+    )
+
+
+def _gpu_engines(
+    plan: TransferPlan,
+    pages: torch.Tensor,
+    device: torch.device,
+    requested: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> tuple[Engine, Engine]:
+    """What makes the engines of both directions, which is fixed here."""
+    try:
+        calls = gpu_calls()
+    except Exception as error:  # no CUDA compiler, a cache folder that cannot be written
+        if requested != "auto":
+            raise
+        metrics.failed("engine_build", "the GPU engines", error=error)
+        return TorchEngine, TorchEngine
+    run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
+    converts, is_pinned = plan.conversion is not None, pieces is not None
+    wants_rates = requested == "auto" and io_backend == "direct" and not converts and pieces is not None
+    rates = choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
+    made = []
+    for direction in ("to_host", "to_device"):
+        name, reason = choice.choose(
+            requested,
+            run_bytes=run_bytes,
+            converts=converts,
+            io_backend=io_backend,
+            is_pinned=is_pinned,
+            rates=rates.get(direction),
+        )
+        link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
+        logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
+        made.append(_maker(name, calls, pages, device, pieces, direction == "to_host"))
+    return made[0], made[1]
+
+
+def _maker(
+    name: str,
+    calls: Any,
+    pages: torch.Tensor,
+    device: torch.device,
+    pieces: RegisteredPieces | None,
+    to_host: bool,
+) -> Engine:
+    """Maker of one direction's engines, which share a page buffer: their lanes take turns on one stream."""
+    if name == TorchEngine.name or pieces is None:
+        return TorchEngine
+    engine = GPU_ENGINES[name]
+    buffer = PageBuffer(pages.shape[1], device, calls) if engine is StagedEngine else None
+    return functools.partial(engine, tools=EngineTools(calls, device, buffer, pieces), to_host=to_host)

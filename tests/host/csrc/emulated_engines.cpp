@@ -1,0 +1,196 @@
+// The GPU engines on a machine without a GPU: the product's own plan of steps, address arithmetic and row arithmetic,
+// with streams and events that are queues. `play` carries out what was enqueued in some order that CUDA allows:
+// streams take turns at random, copies of a batch and warps of a kernel come in any order.
+//
+// A wait can be left out on purpose (`leave_out`), to see that tests notice.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <tvm/ffi/function.h>
+
+#include "engine_calls.h"
+
+namespace {
+
+struct Step {
+  std::function<void()> work;     // null: a wait or a record
+  int64_t event = 0;              // of a wait or a record
+  int64_t generation = 0;         // which record of the event
+  bool waits = false;
+};
+
+struct Machine {
+  std::map<int64_t, std::deque<Step>> queues;
+  std::map<int64_t, int64_t> recorded, reached;  // generations by event
+  int64_t next_id = 1000;
+  int64_t wait_number = 0, left_out = -1;
+  std::mt19937 random;
+};
+
+Machine machine;
+
+struct EmulatedSteps {
+  using Stream = int64_t*;  // any 8 bytes: the number of a queue
+  using Event = int64_t;
+
+  static int64_t id(Stream stream) { return reinterpret_cast<int64_t>(stream); }
+
+  void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
+    // As a launch does, everything but what pointers point to is taken now.
+    enqueue(stream, [job, transfer] {
+      // Not a power of two, so that pieces of the emulated warps end anywhere.
+      std::vector<int64_t> workers(37);
+      for (size_t i = 0; i < workers.size(); ++i) workers[i] = static_cast<int64_t>(i);
+      std::shuffle(workers.begin(), workers.end(), machine.random);
+      const auto count = static_cast<int64_t>(workers.size());
+      for (const int64_t worker : workers) {
+        if (job.from == nullptr) {
+          const int64_t piece = 32 * 4 * job.word_bytes;
+          kvpool::each_piece(transfer, piece, worker, count, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
+            if ((to | from | bytes) % job.word_bytes) throw std::runtime_error("misaligned");
+            std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), static_cast<size_t>(bytes));
+          });
+          continue;
+        }
+        const bool known = kvpool::for_formats(
+            job.from->latent, job.to->latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
+              kvpool::each_piece(transfer, job.from->row_bytes, worker, count,
+                                 [&](int64_t to, int64_t from, int64_t, int64_t number) {
+                                   kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(from), *job.from,
+                                                                   reinterpret_cast<uint8_t*>(to), *job.to,
+                                                                   job.k_scales[number]);
+                                 });
+            });
+        if (!known) throw std::runtime_error("no conversion");
+      }
+    });
+  }
+
+  void copy(const kvpool::CopyJob& job, const kvpool::Transfer& transfer, bool host_is_source, Stream stream) {
+    kvpool::FlatCopies copies;
+    kvpool::flatten(transfer, host_is_source, job.pieces, copies);
+    enqueue(stream, [copies] {
+      std::vector<size_t> order(copies.sizes.size());
+      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+      std::shuffle(order.begin(), order.end(), machine.random);
+      for (const size_t i : order) std::memcpy(copies.targets[i], copies.sources[i], copies.sizes[i]);
+    });
+  }
+
+  void record(Event event, Stream stream) {
+    Step step;
+    step.event = event;
+    step.generation = ++machine.recorded[event];
+    machine.queues[id(stream)].push_back(step);
+  }
+
+  void wait(Stream stream, Event event) {
+    if (machine.wait_number++ == machine.left_out) return;
+    Step step;
+    step.event = event;
+    step.generation = machine.recorded[event];  // 0: never recorded
+    step.waits = true;
+    machine.queues[id(stream)].push_back(step);
+  }
+
+  Stream make_stream() { return reinterpret_cast<Stream>(machine.next_id++); }
+  Event make_event() { return machine.next_id++; }
+  void free_stream(Stream) {}
+  void free_event(Event) {}
+
+ private:
+  static void enqueue(Stream stream, std::function<void()> work) {
+    Step step;
+    step.work = std::move(work);
+    machine.queues[id(stream)].push_back(std::move(step));
+  }
+};
+
+// Some order that streams and events allow; how many steps it had.
+int64_t play(int64_t seed) {
+  machine.random.seed(static_cast<uint32_t>(seed));
+  int64_t done = 0;
+  while (true) {
+    std::vector<int64_t> ready;
+    bool waiting = false;
+    for (auto& [stream, queue] : machine.queues) {
+      if (queue.empty()) continue;
+      const Step& step = queue.front();
+      if (step.waits && machine.reached[step.event] < step.generation) {
+        waiting = true;
+      } else {
+        ready.push_back(stream);
+      }
+    }
+    if (ready.empty()) {
+      if (waiting) throw std::runtime_error("all streams wait for each other");
+      return done;
+    }
+    auto& queue = machine.queues[ready[machine.random() % ready.size()]];
+    const Step step = queue.front();
+    queue.pop_front();
+    if (step.work) {
+      step.work();
+    } else if (!step.waits) {
+      machine.reached[step.event] = step.generation;
+    }
+    ++done;
+  }
+}
+
+// Number of waits so far; the next ones count from 0, and that with this number is left out (-1: none).
+int64_t leave_out(int64_t number) {
+  const int64_t before = machine.wait_number;
+  machine.wait_number = 0;
+  machine.left_out = number;
+  return before;
+}
+
+// Bytes that are set on a stream, as a model's kernels do.
+void fill(int64_t address, int64_t bytes, int64_t value, int64_t stream) {
+  Step step;
+  step.work = [=] { std::memset(reinterpret_cast<void*>(address), static_cast<int>(value), static_cast<size_t>(bytes)); };
+  machine.queues[stream].push_back(step);
+}
+
+// `first` is done before what follows on `second`.
+void order(int64_t first, int64_t second) {
+  EmulatedSteps steps;
+  const auto event = steps.make_event();
+  steps.record(event, reinterpret_cast<EmulatedSteps::Stream>(first));
+  Step step;
+  step.event = event;
+  step.generation = machine.recorded[event];
+  step.waits = true;
+  machine.queues[second].push_back(step);
+}
+
+// Copies that the copy engine would be given.
+int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, int64_t page_count,
+                     int64_t host_is_source) {
+  using Calls = kvpool::EngineCalls<EmulatedSteps>;
+  const auto& copy = Calls::at<kvpool::CopyJob>(job);
+  kvpool::FlatCopies copies;
+  kvpool::flatten(kvpool::Transfer{copy.runs, copy.run_count, Calls::list(source_pages, 1),
+                                   Calls::list(target_pages, 1), page_count, 0, 0},
+                  host_is_source != 0, copy.pieces, copies);
+  return static_cast<int64_t>(copies.sizes.size());
+}
+
+}  // namespace
+
+#define BIND(name, ...) TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, (__VA_ARGS__));
+KVPOOL_ENGINE_CALLS(EmulatedSteps, BIND)
+BIND(play, play)
+BIND(leave_out, leave_out)
+BIND(fill, fill)
+BIND(order, order)
+BIND(count_copies, count_copies)

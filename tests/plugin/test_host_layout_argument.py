@@ -1,0 +1,98 @@
+"""`--kv-host-layout` and `--kv-host-engine`: the ways to ask for them, and what is refused."""
+
+import pytest
+
+HICACHE = "--enable-hierarchical-cache"
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+HOST_LAYOUTS = ["same", "fp8_block_scale", "fp4"]
+
+
+def options(args):
+    from sgl_kvpool.sglang_plugin.record import host_tier_of
+
+    found = host_tier_of(args)
+    return found.layout, found.engine
+
+
+@pytest.mark.parametrize("host", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", ROW_BYTES)
+def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
+    narrower = host in ("same", layout) or ROW_BYTES[host] < ROW_BYTES[layout]
+    if narrower:
+        assert options(arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)) == (host, "auto")
+        return
+    able = ", ".join(["same", *(h for h in HOST_LAYOUTS[1:] if ROW_BYTES[h] < ROW_BYTES[layout])])
+    text = (
+        f"^--kv-host-layout {host} does not work: its rows have {ROW_BYTES[host]} bytes, those of layout "
+        f"{layout} on the device {ROW_BYTES[layout]}: .*use one of: {able}$"
+    )
+    with pytest.raises(ValueError, match=text):
+        arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)
+
+
+def test_the_geometry_decides(resolve, checkpoints):
+    """656-type rows of a latent of 256 without rope have 272 bytes, fp8 rows 256."""
+    argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
+    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*use one of: same, fp4$"):
+        resolve(checkpoints["rank256"], *argv, "fp8_block_scale")
+    assert options(resolve(checkpoints["rank256"], *argv, "fp4")) == ("fp4", "auto")
+
+
+def test_environment_config_file_and_engine_keyword(arranged, resolve, monkeypatch, tmp_path, checkpoints):
+    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_LAYOUT", "fp4")
+    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "cpu")
+    assert options(arranged(None, HICACHE, layout="bf16")) == ("fp4", "cpu")
+    with pytest.raises(ValueError, match="the KV host layout is 'same' as argument.*but 'fp4' in the env"):
+        arranged(None, HICACHE, "--kv-host-layout", "same", layout="bf16")
+    monkeypatch.delenv("SGL_KVPOOL_KV_HOST_LAYOUT")
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-host-layout: fp8_block_scale\n")
+    assert options(arranged(None, HICACHE, "--config", str(config), layout="bf16")) == (
+        "fp8_block_scale",
+        "cpu",
+    )
+    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "dma")
+    with pytest.raises(ValueError, match="'dma' is not a KV host engine; choose one of: auto, staged, copy_"):
+        arranged(None, HICACHE, layout="bf16")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "variable"),
+    [
+        ("--kv-host-layout", "fp4", "SGL_KVPOOL_KV_HOST_LAYOUT"),
+        ("--kv-host-engine", "cpu", "SGL_KVPOOL_KV_HOST_ENGINE"),
+    ],
+)
+def test_they_need_a_layout_and_a_host_tier(
+    arranged, resolve, checkpoints, monkeypatch, flag, value, variable
+):
+    text = rf"^{flag} {value} \(or {variable}\) does nothing without --enable-hierarchical-cache; add that"
+    with pytest.raises(ValueError, match=text):
+        arranged(None, flag, value, layout="bf16")
+    text = rf"^{flag} {value} \(or {variable}\) is about pools of sgl-kvpool.*add --kv-cache-layout bf16"
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints["mla"], HICACHE, flag, value)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints["mla"], HICACHE)
+
+
+def test_the_copy_engine_does_not_encode():
+    from test_host_tier_arguments import on_a_gpu
+
+    on_a_gpu("bf16", engine="copy_engine")
+    on_a_gpu("fp4", engine="copy_engine", host="fp4")
+    for engine in ("staged", "kernel", "auto"):
+        on_a_gpu("bf16", engine=engine, host="fp4")
+    text = "^--kv-host-engine copy_engine copies rows as they are, and --kv-host-layout fp4 changes them; use"
+    with pytest.raises(ValueError, match=text):
+        on_a_gpu("bf16", engine="copy_engine", host="fp4")
+
+
+def test_what_the_server_says_of_itself(arranged):
+    from sgl_kvpool.sglang_plugin.launching import _in_use
+
+    args = arranged(None, HICACHE, "--kv-host-layout", "fp4", layout="bf16")
+    assert _in_use(args)["kv_host_layout"] == "fp4"
+    assert _in_use(arranged(None, HICACHE, layout="fp8"))["kv_host_layout"] == "fp8"
+    assert "kv_host_layout" not in _in_use(arranged(None, layout="fp8"))
