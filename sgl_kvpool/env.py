@@ -12,6 +12,7 @@ __all__ = [
     "KV_CACHE_LAYOUT",
     "KV_HOST_ENGINE",
     "KV_HOST_LAYOUT",
+    "OPTIONS",
     "PLUGIN",
     "PREFILL_READS_ROWS",
     "SGLANG_PLUGINS",
@@ -29,6 +30,8 @@ KV_CACHE_ARRANGEMENT = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
 KV_HOST_LAYOUT = "SGL_KVPOOL_KV_HOST_LAYOUT"
 #: What moves pages between pool and host tier, as `--kv-host-engine`.
 KV_HOST_ENGINE = "SGL_KVPOOL_KV_HOST_ENGINE"
+#: Those that stand for an argument of the server.
+OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE)
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
 #: pools. Not for users; without the prefix that SGLang warns about.
 CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"

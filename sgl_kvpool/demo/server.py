@@ -31,7 +31,7 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: Variables of the user's that would change what a server here is compared for.
 _NOT_INHERITED = (
-    *(env.KV_CACHE_LAYOUT, env.KV_CACHE_ARRANGEMENT),
+    *env.OPTIONS,
     *(env.PREFILL_READS_ROWS, env.SGLANG_PLUGINS),
 )
 
@@ -134,7 +134,7 @@ class Server:
         """One line for a POSIX shell that starts the same server there, environment included."""
         assignments = [f"{name}={value}" for name, value in self.environment.items()]
         # What another shell's environment asks for would contradict the arguments, or come on top.
-        unset = ["-u", env.KV_CACHE_LAYOUT, "-u", env.KV_CACHE_ARRANGEMENT]
+        unset = [word for name in env.OPTIONS for word in ("-u", name)]
         return shlex.join(["env", *unset, *assignments, *self.command])
 
     def __enter__(self) -> Server:

@@ -120,12 +120,13 @@ def plugin() -> Finding:
                 env.flag(name)
         except ValueError as error:
             finding.problems.append(str(error))
-    asked = {name: env.text(name) not in (None, "auto") for name in options}
-    if asked[env.KV_CACHE_ARRANGEMENT] and not asked[env.KV_CACHE_LAYOUT]:
-        finding.notes.append(
-            f"{env.KV_CACHE_ARRANGEMENT} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
+    asked = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
+    if env.KV_CACHE_LAYOUT not in asked:
+        finding.notes += [
+            f"{name} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
             "--kv-cache-layout will refuse to start"
-        )
+            for name in asked
+        ]
     return finding
 
 

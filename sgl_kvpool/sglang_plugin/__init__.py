@@ -12,7 +12,7 @@ import multiprocessing
 import sys
 
 from sgl_kvpool import env
-from sgl_kvpool.sglang_plugin.record import AUTO, LAYOUT, OPTIONS, Option
+from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, Option
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _asked_for() -> str | None:
             for (flag, _, value), following in zip(words, [*sys.argv[1:], ""], strict=True)
             if flag == option.flag
         ]
-        if _exported(option) or any(value != AUTO for value in flags):
+        if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
     return None
 
@@ -101,4 +101,4 @@ def _asked_for() -> str | None:
 def _exported(option: Option) -> bool:
     """Whether the environment asks for it: the user's, or the server that spawned this process."""
     told = option is LAYOUT and env.text(env.CHILD_LAYOUT) is not None
-    return told or (env.text(option.env) or AUTO) != AUTO
+    return told or (env.text(option.env) or option.default) != option.default

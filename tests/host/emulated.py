@@ -1,0 +1,55 @@
+"""The GPU engines on this machine: the product's code over emulated streams; csrc/emulated_engines.cpp."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "sgl_kvpool" / "host" / "csrc"
+#: The stream that SGLang would call engines on, and a model's.
+CALLER, COMPUTE = 7, 8
+
+
+@functools.cache
+def calls():
+    from tvm_ffi import cpp
+
+    from sgl_kvpool.host.cpu_engine import _ninja_on_path
+
+    with _ninja_on_path():
+        return cpp.load(
+            "sgl_kvpool_emulated_engines",
+            sources=[str(HERE / "csrc" / "emulated_engines.cpp")],
+            extra_cflags=["-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off"],
+            extra_include_paths=[str(CSRC)],
+        )
+
+
+class Event:
+    """Of the metrics: there is no time here."""
+
+    def record(self):
+        self.recorded = True
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, later):
+        assert self.recorded
+        assert later.recorded
+        return 1.5
+
+
+def tools(page_bytes, pieces=None, **changes):
+    """`EngineTools` of one direction whose device is this machine's memory."""
+    from sgl_kvpool.host.engines import EngineTools
+    from sgl_kvpool.host.jobs import RegisteredPieces
+    from sgl_kvpool.host.page_buffer import PageBuffer
+
+    device = torch.device("cpu")
+    given = {
+        "calls": calls(), "device": device, "buffer": PageBuffer(page_bytes, device, calls()),
+        "pieces": pieces or RegisteredPieces(), "current_stream": lambda: CALLER, "make_event": Event,
+    }  # fmt: skip
+    return EngineTools(**{**given, **changes})

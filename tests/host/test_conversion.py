@@ -1,0 +1,290 @@
+"""Rows in another format on the host: compiled arithmetic and plans against the codec."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from host_tier import (
+    ARRANGEMENTS,
+    GUARD,
+    LAYERS,
+    ROW_BYTES,
+    backup,
+    device_pool,
+    host_bytes,
+    host_pool,
+    load,
+    rows,
+    slots,
+)
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.codec import encode_rows
+from sgl_kvpool.host.conversion import RowConversion, host_layout_problem, narrower_layouts
+from sgl_kvpool.host.labels import HOST_LAYOUTS, HostTierOptions
+from sgl_kvpool.layout import RowFormat
+
+#: Device and host layout; bytes of R=512, P=64 by hand.
+NARROWER = [
+    (device, host)
+    for device, host in itertools.product(ROW_BYTES, ["fp8_block_scale", "fp4"])
+    if ROW_BYTES[host] < ROW_BYTES[device]
+]
+GEOMETRIES = [(512, 64), (128, 64), (256, 0), (384, 64)]
+
+
+def formats(device, host, rank=512, rope=64) -> tuple[RowFormat, RowFormat]:
+    return tuple(MLAKVCacheLayout(name).row_format(rank, rope) for name in (device, host))
+
+
+def converted(conversion, source, threads=1):
+    """By compiled code, of rows at odd distances: one page of as many rows, every other byte 0xEE."""
+    from sgl_kvpool.host.cpu_engine import _module
+
+    count, gaps = len(source), (32, 48)
+    wide = [
+        torch.full((count, fmt.row_bytes + gap), GUARD, dtype=torch.uint8)
+        for fmt, gap in zip((conversion.source, conversion.target), gaps, strict=True)
+    ]
+    wide[0][:, : source.shape[1]] = source
+    run = [
+        *(wide[0].data_ptr(), wide[1].data_ptr(), 0, 0),
+        *(source.shape[1], count, wide[0].stride(0), wide[1].stride(0)),
+    ]
+    none = torch.zeros(1, dtype=torch.int64)
+    kinds = [torch.tensor(numbers) for numbers in conversion.numbers()]
+    k_scales = torch.tensor(conversion.k_scales, dtype=torch.float32)
+    _module().convert_pages(torch.tensor([run]), none, none, *kinds, k_scales, threads)
+    assert (wide[1][:, conversion.target.row_bytes :] == GUARD).all()
+    assert (wide[0][:, source.shape[1] :] == GUARD).all()
+    return wide[1][:, : conversion.target.row_bytes]
+
+
+def check(device, host, values, k_scale=1.0):
+    """Both ways; `values` are bf16 `[tokens, R + P]`."""
+    rank = device.kv_lora_rank
+    stored = encode_rows(values[:, :rank], values[:, rank:], device, k_scale=k_scale)
+    there = RowConversion(source=device, target=host, k_scales=(k_scale,))
+    narrow = there.convert(stored, 0)
+    assert torch.equal(converted(there, stored), narrow)
+    back = there.reversed()
+    assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
+    return stored, narrow
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "geometry"),
+    [
+        (*pair, geometry)
+        for pair, geometry in itertools.product(NARROWER, GEOMETRIES)
+        # Rows of a latent of 256 and no rope: fp8_block_scale 272 bytes, fp8 256.
+        if MLAKVCacheLayout(pair[1]) in narrower_layouts(MLAKVCacheLayout(pair[0]).row_format(*geometry))
+    ],
+)
+def test_compiled_rows_are_the_codecs_bytes(device, host, geometry):
+    """Values of all sizes, several rows of one, zeros and signed zeros among them."""
+    generator = torch.Generator().manual_seed(0)
+    own, other = formats(device, host, *geometry)
+    values = torch.randn(400, sum(geometry), generator=generator)
+    values *= torch.exp2(torch.randint(-40, 40, (400, 1), generator=generator).float())
+    values[7:11] = torch.tensor([0.0, -0.0, 1e-38, -3e-39]).unsqueeze(1)
+    values[:, 3::5] = 0
+    for k_scale in (1.0, 0.3718) if device == "fp8" else (1.0,):
+        check(own, other, values.bfloat16(), k_scale)
+
+
+@pytest.mark.parametrize(("device", "host"), [pair for pair in NARROWER if pair[0] == "bf16"])
+def test_every_bf16_pattern(device, host):
+    """NaN with its payloads, infinities and subnormals: in the rope they keep their bits."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    shuffled = patterns[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
+    own, other = formats(device, host)
+    for values in (patterns, shuffled):
+        rope = shuffled[: 128 * 64].view(128, 64)
+        stored, narrow = check(own, other, torch.cat([values.view(128, 512), rope], dim=1))
+        assert torch.equal(narrow[:, other.rope.offset_bytes :], stored[:, own.rope.offset_bytes :])
+
+
+@pytest.mark.parametrize(("device", "host"), NARROWER)
+def test_every_code_and_scale_comes_back(device, host):
+    """What may be stored on the host, through the way back: all codes with many scales."""
+    own, other = formats(device, host)
+    generator = torch.Generator().manual_seed(2)
+    narrow = torch.randint(0, 256, (300, other.row_bytes), generator=generator).to(torch.uint8)
+    if host == "fp4":
+        scale = narrow[:, other.scale.offset_bytes : other.scale.end_bytes]
+        scale.clamp_(max=0xF7)  # no encoder stores more: infinity and NaN as fp16
+    else:
+        codes = narrow[:, : other.nope.size_bytes]
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN, which none stores either
+        scales = torch.exp2(torch.randint(-60, 60, (300, 4), generator=generator).float())
+        narrow[:, other.scale.offset_bytes : other.scale.end_bytes] = scales.view(torch.uint8)
+    back = RowConversion(source=other, target=own, k_scales=(1.0,))
+    assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(("device", "host"), NARROWER)
+def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, page_size):
+    """Host pages hold the codec's bytes of the device's rows, device pages what those decode to."""
+    k_scales = {5: 0.5, 6: 1.0, 7: 3.25} if device == "fp8" else None
+    pool = device_pool(
+        device, arrangement, page_size, host_tier=HostTierOptions(layout=host), k_scales=k_scales
+    )
+    generator = torch.Generator().manual_seed(page_size)
+    own, other = formats(device, host)
+    for number, layer in enumerate(rows(pool)):
+        values = torch.randn(layer.shape[0] * page_size, 576, generator=generator).bfloat16()
+        scale = (k_scales or {}).get(5 + number, 1.0)
+        layer[...] = encode_rows(values[:, :512], values[:, 512:], own, k_scale=scale).view(layer.shape)
+    tier = host_pool(pool)
+    assert tier.get_size_per_token() == LAYERS * ROW_BYTES[host]
+    assert tier.page_bytes == LAYERS * ROW_BYTES[host] * page_size
+    before, guard = [layer.copy() for layer in rows(pool)], host_bytes(tier).copy()
+
+    backup(tier, [3, 0, 2], [1, 4, 2])
+    there = [
+        RowConversion(source=own, target=other, k_scales=((k_scales or {}).get(5 + i, 1.0),))
+        for i in range(LAYERS)
+    ]
+    expected = guard
+    for i, layer in enumerate(before):
+        taken = torch.from_numpy(layer[[1, 4, 2]].reshape(-1, own.row_bytes))
+        expected[[3, 0, 2], i] = there[i].convert(taken, 0).view(3, page_size, -1).numpy()
+    assert np.array_equal(host_bytes(tier), expected)
+    assert all(np.array_equal(a, b) for a, b in zip(before, rows(pool), strict=True))
+
+    load(tier, [0, 3], [2, 3])
+    for i, layer in enumerate(before):
+        narrow = torch.from_numpy(expected[[0, 3], i].reshape(-1, other.row_bytes))
+        layer[[2, 3]] = there[i].reversed().convert(narrow, 0).view(2, page_size, -1).numpy()
+    assert all(np.array_equal(a, b) for a, b in zip(before, rows(pool), strict=True))
+    assert np.array_equal(host_bytes(tier), expected)
+
+
+@pytest.mark.parametrize(("device", "host"), NARROWER)
+def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, device, host):
+    pool = device_pool(device, host_tier=HostTierOptions(layout=host))
+    own, _ = formats(device, host)
+    for layer in rows(pool):
+        layer[...] = encode_rows(torch.randn(20, 512), torch.randn(20, 64), own).view(layer.shape)
+    tier = host_pool(pool)
+    backup(tier, [3, 1], [4, 2])
+    good = host_bytes(tier).copy()
+
+    def fails(*arguments):
+        raise OSError(5, "broken on purpose")
+
+    for lane in (*tier._lanes.to_host, *tier._lanes.to_device):
+        lane.engine.copy = fails
+    host_bytes(tier)[...] = GUARD
+    backup(tier, [3, 1], [4, 2])
+    assert np.array_equal(host_bytes(tier), good)
+    load(tier, [3], [1])
+    again = device_pool(device, host_tier=HostTierOptions(layout=host))
+    other = host_pool(again)
+    host_bytes(other)[...] = good
+    load(other, [3], [1])
+    assert all(np.array_equal(a[1], b[1]) for a, b in zip(rows(pool), rows(again), strict=True))
+    assert failures() == {"backup": 1, "load": LAYERS}
+
+
+def test_sizes_count_bytes_of_the_host(no_reserve):
+    """A ratio of 2 is twice the device's memory, a size in GB is filled, whatever a row has there."""
+    device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
+    for host, row_bytes in (("same", 1152), ("fp8_block_scale", 656), ("fp4", 416)):
+        pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))
+        tier = host_pool(pool, ratio=2.0)
+        used = (tier.page_num - 1) * tier.page_bytes  # SGLang adds a page
+        assert 2 * device_bytes - tier.page_bytes < used <= 2 * device_bytes
+        tier = host_pool(pool, host_size=0.001)
+        assert 1e6 - tier.page_bytes < (tier.page_num - 1) * tier.page_bytes <= 1e6
+        assert tier.kv_buffer.nbytes == tier.page_num * 4 * LAYERS * row_bytes
+
+
+def test_keys_of_stores_name_both_layouts(no_reserve):
+    tags = set()
+    for device, host in [*NARROWER, *((name, "same") for name in ROW_BYTES)]:
+        tier = host_pool(device_pool(device, host_tier=HostTierOptions(layout=host)))
+        assert f"{device}-r512-p64-b{ROW_BYTES[device]}-v1-host_{device if host == 'same' else host}-" in (
+            tier.storage_format_tag
+        )
+        tags.add(tier.storage_format_tag)
+    assert len(tags) == len(NARROWER) + len(ROW_BYTES)
+
+
+def test_pages_of_stores_are_the_narrow_ones(no_reserve):
+    pool = device_pool("bf16", host_tier=HostTierOptions(layout="fp4"))
+    for layer in rows(pool):
+        layer[...] = torch.randn(20, 576).bfloat16().view(torch.uint8).numpy().reshape(layer.shape)
+    tier = host_pool(pool)
+    backup(tier, [2], [3])
+    page = tier.get_data_page(slots([2], 4)[0])
+    assert page.nbytes == 4 * LAYERS * 416 + 16  # and the digest
+    kept = host_bytes(tier)[2].copy()
+    host_bytes(tier)[2] = GUARD
+    tier.set_from_flat_data_page(slots([2], 4)[0], page)
+    assert np.array_equal(host_bytes(tier)[2], kept)
+    addresses, sizes = tier.get_page_buffer_meta(slots([1, 2], 4))
+    assert sizes == [4 * LAYERS * 416] * 2
+    assert addresses[1] - addresses[0] == sizes[0]
+
+
+def test_what_is_not_narrower_is_refused(no_reserve):
+    assert HOST_LAYOUTS == ("same", "fp8_block_scale", "fp4")
+    for device, host in itertools.product(ROW_BYTES, HOST_LAYOUTS[1:]):
+        own, other = formats(device, host)
+        problem = host_layout_problem(own, other.layout)
+        assert (problem is None) == (device == host or ROW_BYTES[host] < ROW_BYTES[device])
+    with pytest.raises(ValueError, match="--kv-host-layout fp8_block_scale does not work: its rows have 656"):
+        host_pool(device_pool("fp4", host_tier=HostTierOptions(layout="fp8_block_scale")))
+
+
+def test_plans_that_cannot_convert():
+    from test_plan import side
+
+    from sgl_kvpool.host.plan import TransferPlan
+
+    own, other = formats("bf16", "fp4")
+    pair = RowConversion(source=own, target=other, k_scales=(1.0,) * 3)
+
+    def plan(conversion=pair, tokens=(4, 4), row=(1152, 416)):
+        source = side("layer_major", 0, tokens=tokens[0], row=row[0])[0]
+        target = side("page_major", 0, tokens=tokens[1], row=row[1], content="others")[0]
+        return TransferPlan(source, target, "kv", conversion)
+
+    assert plan().bytes_per_page() == 3 * 4 * 416
+    assert plan().bytes_per_page([1]) == 4 * 416
+    with pytest.raises(ValueError, match="or what their bytes mean"):
+        plan(None)
+    with pytest.raises(ValueError, match="2 k_scales for 3 layers of group kv"):
+        plan(RowConversion(source=own, target=other, k_scales=(1.0,) * 2))
+    with pytest.raises(ValueError, match="the layers of group kv differ"):
+        plan(tokens=(4, 2), row=(1152, 832))
+    with pytest.raises(ValueError, match="has 4624 bytes in a page of 4 tokens, which are no rows bf16-r512"):
+        plan(row=(1156, 416))
+
+
+def test_rows_that_begin_anywhere_are_not_converted():
+    from test_plan import side
+
+    from sgl_kvpool.host.plan import TransferPlan
+
+    own = MLAKVCacheLayout.BF16.row_format(128, 0)
+    other = MLAKVCacheLayout.FP4.row_format(128, 0, align_bytes=1)
+    assert other.row_bytes == 72
+    pair = RowConversion(source=own, target=other, k_scales=(1.0,) * 3)
+    with pytest.raises(ValueError, match="do not all begin at a multiple of 16 bytes.*--kv-host-layout same"):
+        TransferPlan(side("layer_major", 0, row=256)[0], side("page_major", 0, row=72)[0], "kv", pair)
+
+
+def test_formats_that_no_host_tier_has():
+    from sgl_kvpool.host.cpu_engine import _module
+
+    own, other = formats("bf16", "fp8")
+    kinds = [torch.tensor(n) for n in RowConversion(source=own, target=other, k_scales=(1.0,)).numbers()]
+    none = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="no conversion between these row formats"):
+        _module().convert_pages(torch.zeros(1, 8, dtype=torch.int64), none, none, *kinds, torch.ones(1), 1)

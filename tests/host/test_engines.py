@@ -1,0 +1,410 @@
+"""The GPU engines without a GPU: their steps, addresses and row arithmetic, in orders that CUDA allows."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from emulated import CALLER, COMPUTE, calls, tools
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, distinct, side
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.codec import encode_rows
+from sgl_kvpool.host import page_buffer
+from sgl_kvpool.host.conversion import RowConversion
+from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, KernelEngine, StagedEngine, _load_groups
+from sgl_kvpool.host.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.host.lane import Lane
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.slots import DevicePages
+
+#: What tests of order are about: more pages than slots, several groups of layers.
+MANY = 40
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_out():
+    calls().leave_out(-1)
+    calls().forget()
+    yield
+    assert calls().play(0) == 0  # nothing of one test reaches the next
+
+
+def slots_of(pages, page_size=TOKENS):
+    """As SGLang lists them: the slots of each page in their order."""
+    pages = torch.tensor(pages, dtype=torch.int64)
+    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
+    return DevicePages(slots, page_size)
+
+
+def small_slots(monkeypatch, page_bytes, pages):
+    """Page buffers whose slots hold few pages, so that transfers take many."""
+    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)
+    monkeypatch.setattr(page_buffer, "_SLOT_PAGES", pages)
+
+
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
+    """Any lists, by slots or numbers; all layers out, layer by layer back; every other byte as it was."""
+    calls().forget()
+    page_bytes = LAYERS * TOKENS * ROW
+    device, on_device = side(arrangement, distinct)
+    host, on_host = side("page_major", -18, pages=PAGES + 2)
+    taken = data.draw(st.lists(st.integers(0, PAGES - 1), max_size=PAGES, unique=True))
+    put = data.draw(st.permutations(range(PAGES + 2)))[: len(taken)]
+    as_slots = data.draw(st.booleans())
+    on_gpu = slots_of(taken) if as_slots else np.array(taken, dtype=np.int64)
+    numbers = np.array(put, dtype=np.int64)
+
+    there = GPU_ENGINES[engine](TransferPlan(device, host, "kv"), tools(page_bytes), True)
+    before, expected = on_device.copy(), on_host.copy()
+    expected[:, put] = on_device[:, taken].reshape(LAYERS, len(taken), *expected.shape[2:])
+    there.copy(on_gpu, numbers)
+    calls().play(data.draw(st.integers(0, 1000)))
+    assert np.array_equal(on_host, expected)
+    assert np.array_equal(on_device, before)
+
+    back = GPU_ENGINES[engine](TransferPlan(host, device, "kv"), tools(page_bytes), False)
+    on_host[...] = distinct(on_host.shape)[::-1]
+    layers = data.draw(st.permutations(range(LAYERS)))[: data.draw(st.integers(0, LAYERS))]
+    for part in layers:
+        back.copy(numbers, on_gpu, part)
+    # The staged engine brings neighbours along, which a load asks for too.
+    brought = range(LAYERS) if engine == "staged" and layers else layers
+    for part in brought:
+        before[part, taken] = on_host[part, put].reshape(len(taken), *before.shape[2:])
+    calls().play(data.draw(st.integers(0, 1000)))
+    assert np.array_equal(on_device, before)
+
+
+@pytest.mark.parametrize("engine", ["staged", "kernel"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("page_size", [1, 2, 61])
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [("bf16", "fp4"), ("bf16", "fp8_block_scale"), ("fp8", "fp4"), ("fp8_block_scale", "fp4")],
+)
+def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement, engine):
+    formats = [MLAKVCacheLayout(name).row_format(256, 64) for name in (own, other)]
+    sizes = {"tokens": page_size, "layers": LAYERS}
+    device, on_device = side(arrangement, 0, row=formats[0].row_bytes, **sizes)
+    host, on_host = side("page_major", -18, row=formats[1].row_bytes, pages=PAGES + 2, content="x", **sizes)
+    conversion = RowConversion(source=formats[0], target=formats[1], k_scales=(0.5, 1.0, 3.25))
+    generator = torch.Generator().manual_seed(0)
+    count = PAGES * page_size
+    for layer, k_scale in enumerate(conversion.k_scales):
+        values = torch.randn(count, 320, generator=generator).bfloat16()
+        stored = encode_rows(values[:, :256], values[:, 256:], formats[0], k_scale=k_scale)
+        on_device[layer] = stored.numpy().view(np.int8).reshape(on_device[layer].shape)
+    page_bytes = LAYERS * page_size * formats[1].row_bytes
+
+    taken, put = [5, 0, 2], np.array([1, 8, 3])
+    on_gpu = slots_of(taken, page_size)
+    expected, before = on_host.copy(), on_device.copy()
+    for layer in range(LAYERS):
+        stored = torch.from_numpy(on_device[layer, taken].reshape(-1, formats[0].row_bytes)).view(torch.uint8)
+        narrow = conversion.convert(stored, layer).numpy().view(np.int8)
+        expected[layer, put] = narrow.reshape(3, *expected.shape[2:])
+        wide = conversion.reversed().convert(torch.from_numpy(narrow).view(torch.uint8), layer)
+        before[layer, taken] = wide.numpy().view(np.int8).reshape(3, *before.shape[2:])
+
+    there = TransferPlan(device, host, "kv", conversion)
+    there = GPU_ENGINES[engine](there, tools(page_bytes), True)  # kept: steps refer to what it holds
+    there.copy(on_gpu, put)
+    calls().play(1)
+    assert np.array_equal(on_host, expected)
+    back = GPU_ENGINES[engine](
+        TransferPlan(host, device, "kv", conversion.reversed()), tools(page_bytes), False
+    )
+    for part in range(LAYERS):
+        back.copy(put, on_gpu, part)
+    calls().play(2)
+    assert np.array_equal(on_device, before)
+
+
+def test_parts_of_several_sizes_in_one_plan(published):
+    """A real DSA pool: rows of 656 bytes and index keys of 132 per token, packed one after the other."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    from sgl_kvpool.canonical import CanonicalKVCaches
+    from sgl_kvpool.host.page_view import packed_view
+
+    pool = DSATokenToKVPool(
+        size=4 * 64, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64, layer_num=3,
+        device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=576,
+    )  # fmt: skip
+    device = CanonicalKVCaches.from_pool(pool)
+    (group,) = device.groups
+    assert len({layer.runs.size_bytes for layer in group.layers}) == 2
+    buffers = [*pool.kv_buffer, *pool.index_k_with_scale_buffer]
+    generator = np.random.default_rng(0)
+    pages_of = [b.view(torch.uint8).view(5, -1).numpy() for b in buffers]
+    for pages in pages_of:
+        pages[...] = generator.integers(0, 256, pages.shape, dtype=np.uint8)
+    memory = torch.full((6, group.bytes_per_page + 64), 0xEE, dtype=torch.uint8)
+    host = packed_view(memory, group, offset_bytes=16)
+
+    by_part = {"kv": pages_of[:3], "indexer": pages_of[3:]}
+    order = [by_part[layer.part].pop(0) for layer in group.layers]
+    expected = memory.numpy().copy()
+    for engine in GPU_ENGINES:
+        memory[...] = 0xEE
+        plan = TransferPlan(device, host, group.name)
+        on_gpu, put = slots_of([4, 1], 64), np.array([0, 5])
+        there = GPU_ENGINES[engine](plan, tools(group.bytes_per_page), True)
+        there.copy(on_gpu, put)
+        calls().play(3)
+        packed = np.concatenate([pages[[4, 1]] for pages in order], axis=1)
+        expected[[0, 5], 16 : 16 + packed.shape[1]] = packed
+        assert np.array_equal(memory.numpy(), expected)
+
+        memory[5, 16:-48] = torch.from_numpy(generator.integers(0, 256, packed.shape[1], dtype=np.uint8))
+        back = GPU_ENGINES[engine](TransferPlan(host, device, group.name), tools(group.bytes_per_page), False)
+        from_page, into = np.array([5]), slots_of([2], 64)
+        for part in range(len(group.layers)):
+            back.copy(from_page, into, part)
+        calls().play(4)
+        assert np.array_equal(np.concatenate([pages[2] for pages in order]), memory[5, 16:-48].numpy())
+
+
+# ---------------------------------------------------------------------------------------- order
+
+
+class Server:
+    """A pool, a host tier, and a model that writes rows and is waited for, as SGLang does it."""
+
+    def __init__(self, monkeypatch, arrangement="layer_major"):
+        sizes = {"layers": 5, "tokens": 2, "row": 16}
+        self.page_bytes = 5 * 2 * 16
+        small_slots(monkeypatch, self.page_bytes, 3)
+        monkeypatch.setattr("sgl_kvpool.host.engines._GROUP_BYTES", 2 * 2 * 16)
+        self.device, self.on_device = side(arrangement, 0, pages=MANY, **sizes)
+        self.host, self.on_host = side("page_major", 0, pages=MANY, **sizes)
+        self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
+        self.load = StagedEngine(TransferPlan(self.host, self.device, "kv"), tools(self.page_bytes), False)
+        self.lists = [slots_of(range(n, MANY, 2), 2) for n in (0, 1)]
+        self.numbers = [np.arange(n, MANY, 2) for n in (1, 0)]
+        self.rounds = 0
+
+    def write(self, value_of):
+        """The model sets all rows, page by page, and SGLang's transfer stream waits for it."""
+        for tensor in self.device.tensors:
+            for page in range(MANY):
+                calls().fill(tensor[page].data_ptr(), tensor.shape[1], value_of(page), COMPUTE)
+        calls().order(COMPUTE, CALLER)
+
+    def round(self, seed):
+        """Two stores, rows overwritten behind them, two loads; whether all is right.
+
+        Other bytes in every page and every round: what an order mixes up does not look right by chance.
+        """
+        self.rounds += 1
+
+        def value_of(page):
+            return (page * 3 + self.rounds * 41) % 120
+
+        self.on_device[...], self.on_host[...] = 121, 122
+        self.write(value_of)
+        for pages, numbers in zip(self.lists, self.numbers, strict=True):
+            self.store.copy(pages, numbers)
+        calls().order(CALLER, COMPUTE)  # SGLang gives the slots to others once the stores are over
+        self.write(lambda page: 123)
+        for pages, numbers in zip(self.lists, self.numbers, strict=True):
+            for part in range(5):
+                self.load.copy(numbers, pages, part)
+        calls().play(seed)
+        expected = np.array([value_of(page) for page in range(MANY)])
+        stored = np.empty(MANY)
+        for pages, numbers in zip(self.lists, self.numbers, strict=True):
+            stored[numbers] = expected[pages.numbers()]
+        shape = (1, MANY, *([1] * (self.on_host.ndim - 2)))
+        there = (self.on_host == stored.reshape(shape)).all()
+        return bool(there and (self.on_device == expected.reshape(shape)).all())
+
+
+@pytest.mark.parametrize("arrangement", ["layer_major", "page_major"])
+def test_every_allowed_order_gives_the_same_bytes(monkeypatch, arrangement):
+    server = Server(monkeypatch, arrangement)
+    assert all(server.round(seed) for seed in range(60))
+
+
+def test_every_wait_is_needed(monkeypatch):
+    """The control: with one wait left out, some order that CUDA would allow corrupts pages.
+
+    But for those that another wait covers here: the first use of each of the 4 slots after a round that is
+    over (1 to 7, 31 to 37), and, at the second store and the second load, which begin when the first has left
+    the caller's stream, the wait for that (15, 47) or those for the slots (16 to 22, 48 to 54).
+    """
+    server = Server(monkeypatch)
+    server.round(0)  # from here on all events have been recorded
+    covered = []
+    for left_out in range(64):
+        for seed in range(100):
+            calls().leave_out(left_out)
+            if not server.round(seed):
+                break
+        else:
+            covered.append(left_out)
+    assert calls().leave_out(-1) == 64
+    assert covered == [1, 3, 5, 7, 15, 16, 18, 20, 22, 31, 33, 35, 37, 47, 48, 50, 52, 54]
+
+
+def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
+    """The same lists, as objects: the second load brings what has become of the host pages."""
+    server = Server(monkeypatch)
+    for value in (5, 6):
+        server.on_host[...] = value
+        for part in range(5):
+            server.load.copy(server.numbers[0], server.lists[0], part)
+        calls().play(value)
+        assert (server.on_device[:, ::2] == value).all()
+
+
+def test_layers_come_in_groups():
+    """As many as make up 256 KiB of a page; each group is one copy of a page."""
+    host, _ = side("page_major", 0, layers=61, tokens=64, row=416, pages=2)
+    assert [len(group) for group in _load_groups(host.groups[0])] == [10] * 6 + [1]
+    host, _ = side("page_major", 0, layers=61, tokens=64, row=1152, pages=2)
+    assert [len(group) for group in _load_groups(host.groups[0])] == [4] * 15 + [1]
+    host, _ = side("page_major", 0, layers=3, tokens=1, row=416, pages=2)
+    assert [len(group) for group in _load_groups(host.groups[0])] == [3]
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize(
+    ("pages", "piece_pages", "copies"),
+    [
+        ([0, 1, 2, 3, 4, 5], 0, 1),
+        ([0, 1, 2, 3, 4, 5], 2, 3),
+        ([0, 1, 2, 3, 4, 5], 4, 2),
+        ([3, 4, 5], 4, 2),
+        ([5, 4, 3], 0, 3),
+        ([0, 2, 4], 0, 3),
+        ([1], 1, 1),
+        ([], 4, 0),
+    ],
+)
+@pytest.mark.parametrize("host_is_source", [True, False])
+def test_neighbours_are_one_copy_but_never_across_registrations(pages, piece_pages, copies, host_is_source):
+    device, _ = side("page_major", 0)
+    host, _ = side("page_major", 0)
+    pieces = RegisteredPieces(host.tensors[0].data_ptr(), piece_pages * LAYERS * TOKENS * ROW)
+    plan = TransferPlan(host, device, "kv") if host_is_source else TransferPlan(device, host, "kv")
+    job = CopyJob(plan.copy_runs, pieces)
+    numbers = np.array(pages, dtype=np.int64)
+    address = numbers.ctypes.data
+    found = calls().count_copies(job.address, address, address, len(numbers), int(host_is_source))
+    assert found == copies
+
+
+@pytest.mark.parametrize(("device", "host"), list(itertools.product(ARRANGEMENTS, ["page_major"])))
+def test_as_many_copies_as_the_plan_says(device, host):
+    """The compiled list and numpy's, of ascending pages."""
+    plan = TransferPlan(side(device, 0)[0], side(host, 0)[0], "kv")
+    for pages in ([0, 1, 2], [1, 3, 4, 6], [5]):
+        numbers = np.array(pages, dtype=np.int64)
+        job = CopyJob(plan.copy_runs, RegisteredPieces())
+        found = calls().count_copies(job.address, numbers.ctypes.data, numbers.ctypes.data, len(numbers), 0)
+        assert found == len(plan.descriptors(numbers, numbers).sources)
+
+
+# ---------------------------------------------------------------------------------------- limits
+
+
+def test_buffers_are_bounded():
+    for page_bytes in (4096, 61 * 64 * 416, 61 * 64 * 1152, 16 << 20):
+        assert page_buffer.buffer_bytes(page_bytes) <= min(128 << 20, 128 * page_bytes)
+    assert page_buffer.buffer_bytes(40 << 20) == 8 * (40 << 20)
+    given_tools = tools(61 * 64 * 416)
+    assert given_tools.buffer.memory.nbytes * 2 == page_buffer.buffer_bytes(61 * 64 * 416)
+    assert len(given_tools.buffer.pages(61 * 64 * 416)) == 10
+
+
+def test_bad_lists_are_refused_before_anything_is_enqueued():
+    device, host = side("layer_major", 0)[0], side("page_major", 0, pages=PAGES + 2)[0]
+    for engine in GPU_ENGINES.values():
+        made = engine(TransferPlan(device, host, "kv"), tools(LAYERS * TOKENS * ROW), True)
+        for pages in ([0, PAGES + 2], [-1, 0]):
+            with pytest.raises(ValueError, match=f"host pages .* asked for; there are {PAGES + 2}"):
+                made.copy(slots_of([1, 2]), np.array(pages))
+        with pytest.raises(ValueError, match="2 source pages for 1 target pages"):
+            made.copy(slots_of([1, 2]), np.array([0]))
+    assert calls().play(0) == 0
+
+
+def test_no_pages_and_no_layers():
+    none, empty = slots_of([]), np.array([], dtype=np.int64)
+    for layers, (name, engine) in itertools.product((LAYERS, 0), GPU_ENGINES.items()):
+        device, host = (side("layer_major", 0, layers=layers)[0], side("layer_major", 0, layers=layers)[0])
+        for plan, to_host in (
+            (TransferPlan(device, host, "kv"), True),
+            (TransferPlan(host, device, "kv"), False),
+        ):
+            if layers and name == "staged":
+                continue  # a host tier is page-major
+            made = engine(plan, tools(64), to_host)
+            made.copy(*((none, empty) if to_host else (empty, none)))
+            if not layers:
+                made.copy(*((slots_of([1]), np.array([1])) if to_host else (np.array([1]), slots_of([1]))))
+    calls().play(0)
+
+
+def test_what_an_engine_cannot_do():
+    own, other = (MLAKVCacheLayout(name).row_format(256, 64) for name in ("bf16", "fp4"))
+    conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * LAYERS)
+    plan = TransferPlan(
+        side("layer_major", 0, row=own.row_bytes)[0],
+        side("page_major", 0, row=other.row_bytes)[0],
+        "kv",
+        conversion,
+    )
+    with pytest.raises(ValueError, match="cannot encode or decode rows; use engine staged or kernel"):
+        CopyEngine(plan, tools(64), True)
+    with pytest.raises(ValueError, match="needs a page buffer"):
+        StagedEngine(plan, tools(64, buffer=None), True)
+
+
+# ---------------------------------------------------------------------------------------- lanes
+
+
+def test_a_lane_counts_a_load_once_and_torch_follows_a_failure(counting, failures):
+    device, on_device = side("layer_major", distinct)
+    host, on_host = side("page_major", -18, pages=PAGES + 2)
+    shared = tools(LAYERS * TOKENS * ROW)
+
+    def moved(engine):
+        labels = {"direction": "to_device", "engine": engine}
+        return tuple(counting(f"sgl_kvpool_transfer_{what}_total", **labels) for what in ("bytes", "seconds"))
+
+    lane = Lane(TransferPlan(host, device, "kv"), "to_device", lambda plan: KernelEngine(plan, shared, False))
+    before = moved("kernel")
+    on_host[...] = distinct(on_host.shape)
+    lists = [(np.array([1, 8]), slots_of([2, 5])), (np.array([3]), slots_of([0]))]
+    for numbers, pages in lists:
+        for part in range(LAYERS):
+            lane.run(numbers, pages, part)
+        calls().play(1)
+        assert np.array_equal(
+            on_device[:, pages.numbers()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
+        )
+    # The second transfer counts the first: nobody waits for the last.
+    after = moved("kernel")
+    assert after[0] - before[0] == 2 * LAYERS * TOKENS * ROW
+    assert after[1] - before[1] == pytest.approx(1.5e-3)
+
+    def fails(*arguments):
+        raise RuntimeError("sgl-kvpool: cudaMemcpyBatchAsync: invalid argument")
+
+    lane.engine.copy = fails
+    on_device[...] = 0
+    lane.run(*lists[0], 1)
+    assert np.array_equal(on_device[1, [2, 5]], on_host[1, [1, 8]].reshape(2, -1))
+    assert not on_device[0].any()
+    assert failures() == {"load": 1}
