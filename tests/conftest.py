@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,3 +50,12 @@ def published():
     args = ServerArgs(model_path="dummy", device="cpu")
     publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     return args
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
+    """`fresh.run(code)`: in a new process with SGLang's pools imported and nothing of ours."""
+    modules = ("pytest", "sglang.srt.mem_cache.memory_pool")
+    folder = tmp_path_factory.mktemp("fresh")
+    with forks.after_importing(*modules, output=folder, environment=dict(os.environ)) as process:
+        yield process

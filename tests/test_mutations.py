@@ -4,8 +4,6 @@ A named test notices each. Each runs in a copy of the project.
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,25 +67,31 @@ def project(tmp_path):
     return tmp_path
 
 
-def run(project, *tests):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def run(fresh, project):
+    """`run(test, ...)`: status and output of pytest in the copy, in a process of its own."""
+
+    def run(*tests):
+        arguments = ["-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+        done = fresh.run(f"import pytest, sys; sys.exit(pytest.main({arguments!r}))", project)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize("defect", MUTATIONS)
-def test_a_defect_makes_its_test_fail(defect, project):
+def test_a_defect_makes_its_test_fail(defect, run, project):
     file, code, mutated, test = MUTATIONS[defect]
     path = project / "sgl_kvpool" / file
     text = path.read_text()
     assert text.count(code) == 1
     path.write_text(text.replace(code, mutated))
-    status, output = run(project, test)
+    status, output = run(test)
     assert status == 1, output  # 1: tests ran and failed; another number would be no answer
     assert f"FAILED {test}" in output
     assert " error" not in output.rpartition("\n= ")[2].lower()
 
 
-def test_without_a_defect_they_pass(project):
-    status, output = run(project, *sorted({mutation[3] for mutation in MUTATIONS.values()}))
+def test_without_a_defect_they_pass(run):
+    status, output = run(*sorted({mutation[3] for mutation in MUTATIONS.values()}))
     assert status == 0, output

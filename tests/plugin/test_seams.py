@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,14 +14,41 @@ ROOT = Path(__file__).resolve().parents[2]
 LOAD = "import sys; sys.argv = {argv!r}; from sglang.srt.plugins import load_plugins; load_plugins(); "
 
 
-def run(code, *, pythonpath=None, **environment):
+@pytest.fixture(scope="module")
+def importing(tmp_path_factory):
+    """Processes that have begun to import what `run` and `run_in_scheduler` fork from."""
     env = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
-    env.update(environment)
-    if pythonpath:
-        env["PYTHONPATH"] = str(pythonpath)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, cwd=ROOT
-    )
+
+    def begin(name, *modules):
+        return forks.after_importing(*modules, output=tmp_path_factory.mktemp(name), environment=env)
+
+    # The first of the modules that `LOAD` imports; a scheduler has imported the pools before.
+    with (
+        begin("process", "sglang.srt.plugins") as process,
+        begin("scheduler", "sglang.srt.mem_cache.memory_pool", "sglang.srt.plugins") as scheduler,
+    ):
+        yield {"process": process, "scheduler": scheduler}
+
+
+def runner(process):
+    def run(code, *, pythonpath=None, **environment):
+        if pythonpath:
+            environment["PYTHONPATH"] = str(pythonpath)
+        return process.run(code, **environment)
+
+    return run
+
+
+@pytest.fixture
+def run(importing):
+    """`run(code)`: in a process of its own, as SGLang's first."""
+    return runner(importing["process"])
+
+
+@pytest.fixture
+def run_in_scheduler(importing):
+    """`run_in_scheduler(code)`: in a process of its own that has imported the pools."""
+    return runner(importing["scheduler"])
 
 
 @pytest.fixture
@@ -32,6 +60,7 @@ def other_sglang(tmp_path):
     return tmp_path
 
 
+@pytest.mark.usefixtures("importing")  # which goes on meanwhile
 def test_all_seams_hold_in_this_sglang():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "check_seams.py"],
@@ -71,7 +100,7 @@ def test_a_hook_that_was_not_applied_is_noticed():
     assert check([seam], applied=True) == [f"{seam.target}: the hook was not applied"]
 
 
-def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(other_sglang):
+def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run, other_sglang):
     code = LOAD.format(argv=["x"]) + (
         "from sglang.srt.server_args import ServerArgs as S;"
         "from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES as C;"
@@ -95,7 +124,7 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(oth
         (["x"], {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}),
     ],
 )
-def test_another_version_that_was_asked_for_something_refuses(other_sglang, argv, environment):
+def test_another_version_that_was_asked_for_something_refuses(run, other_sglang, argv, environment):
     done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang, **environment)
     asked = "arrangement" if "token_major" in [*argv, *environment.values()] else "layout"
     assert done.returncode == 1
@@ -106,20 +135,20 @@ def test_another_version_that_was_asked_for_something_refuses(other_sglang, argv
     assert "SGL_KVPOOL_ALLOW_UNTESTED=1" in done.stderr
 
 
-def test_untested_versions_can_be_tried(other_sglang):
+def test_untested_versions_can_be_tried(run, other_sglang):
     code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
     done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="1")
     assert done.returncode == 0, done.stderr
     assert "went on" in done.stdout
 
 
-def test_a_scheduler_stops_if_a_seam_is_gone():
+def test_a_scheduler_stops_if_a_seam_is_gone(run_in_scheduler):
     """As a child process of a server that was asked for a layout; SGLang swallows other exceptions."""
     code = (
         "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
     )
-    done = run(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    done = run_in_scheduler(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
     assert done.returncode == 1, done.stderr
     assert "went on" not in done.stdout
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
@@ -150,7 +179,7 @@ def test_a_step_or_field_that_is_gone_is_named():
         ),
     ],
 )
-def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(breakage, text):
+def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(run, breakage, text):
     code = breakage + LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
     done = run(code)
     assert done.returncode == 1, done.stderr
@@ -165,20 +194,20 @@ def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(breakag
     assert run(code).stdout == "False\n"
 
 
-def test_a_flag_of_the_environment_that_is_neither_yes_nor_no(other_sglang):
+def test_a_flag_of_the_environment_that_is_neither_yes_nor_no(run, other_sglang):
     code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"])
     done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="maybe")
     assert done.returncode == 1
     assert "SGL_KVPOOL_ALLOW_UNTESTED='maybe' is neither" in done.stderr
 
 
-def test_auto_is_not_asking_for_a_layout(other_sglang):
+def test_auto_is_not_asking_for_a_layout(run, other_sglang):
     for argv in (["x", "--kv-cache-layout", "auto"], ["x", "--kv-cache-arrangement=auto"]):
         done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang)
         assert "went on" in done.stdout, done.stderr
 
 
-def test_nothing_but_arguments_is_hooked_unless_asked_for():
+def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     """In a scheduler process: our seams there are unmarked, and our backend is not registered."""
     code = (
         "import sglang.srt.mem_cache.memory_pool;"
@@ -188,14 +217,14 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for():
         "print(len(check(SERVER_ARGS, applied=True)), len(check(SCHEDULER, applied=True)),"
         " len(check(LAUNCHER, applied=True)), 'kvpool_mla' in A)"
     )
-    done = run(code)
+    done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 13 3 False\n"
-    done = run(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    done = run_in_scheduler(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
 
 
-def test_plugins_loaded_after_ours_keep_their_hooks(tmp_path):
+def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
     """Hooks of several plugins on one target, whichever comes first."""
     (tmp_path / "zz_other.py").write_text(
         "from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"

@@ -1,8 +1,5 @@
 """States in a byte view, pools inside pools, and what `CanonicalKVCaches.from_pool` refuses."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
@@ -150,7 +147,7 @@ def test_compressed_index_keys_are_refused():
     assert (group.num_pages, group.layer(2, "indexer").runs.size_bytes) == (3, 8448)
 
 
-def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view():
+def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view(fresh):
     """D4: nothing is remembered between views."""
     program = """
 import torch
@@ -167,8 +164,9 @@ def make(arrangement):
 caches = CanonicalKVCaches.from_pool(make("token_major"))
 print("@@@", [tuple(t.shape) for t in caches.tensors], caches.groups)
 """
-    fresh = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    done = fresh.run(program)
+    assert done.returncode == 0, done.stderr
     for arrangement in ("page_major", "layer_major", "token_major"):
         caches = CanonicalKVCaches.from_pool(ours("fp4", arrangement))
     here = f"{[tuple(t.shape) for t in caches.tensors]} {caches.groups}"
-    assert fresh.rpartition("@@@ ")[2].strip() == here
+    assert done.stdout.rpartition("@@@ ")[2].strip() == here
