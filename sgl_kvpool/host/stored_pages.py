@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.host import page_seal
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.pool.k_scales import k_scales_digest
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 
@@ -41,10 +41,8 @@ def storage_format_tag(pools: Sequence[LayoutMLATokenToKVPool], page_size: int) 
         f"{fmt.tag}-host_{fmt.layout}-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}"
         f"-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
-    scales = [[pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools]
-    if any(scale != 1.0 for layers in scales for scale in layers):
-        tag += "-k" + hashlib.blake2b(repr(scales).encode(), digest_size=4).hexdigest()
-    return tag
+    scales = k_scales_digest(pools)
+    return f"{tag}-k{scales}" if scales else tag
 
 
 class StoredPagesPool(MLATokenToKVPoolHost):
