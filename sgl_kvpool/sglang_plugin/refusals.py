@@ -32,6 +32,7 @@ __all__ = [
     "check_features",
     "check_host_tier",
     "check_model",
+    "has_host_tier",
     "unreadable",
 ]
 
@@ -50,22 +51,15 @@ class Feature:
         Why the two do not go together.
     in_use : callable
         Tells from the field's value whether the feature is on.
-    layouts : callable
-        Which layouts are refused; all unless said.
     arrangements : callable, optional
-        Which arrangements are refused, whatever the layout. A feature with it is not about layouts.
+        Which arrangements are refused, whatever the layout; without it every layout is.
     """
 
     field: str
     flag: str
     reason: str
     in_use: Callable[[Any], bool] = bool
-    layouts: Callable[[MLAKVCacheLayout], bool] = lambda layout: True
     arrangements: Callable[[KVArrangement], bool] | None = None
-
-
-def _not_stock(layout: MLAKVCacheLayout) -> bool:
-    return layout is not MLAKVCacheLayout.BF16
 
 
 def _disaggregates(mode: str | None) -> bool:
@@ -119,11 +113,16 @@ FEATURES = (
     Feature("grpc_mode", "--grpc-mode", "its launcher does not tell the schedulers of the layout"),
     Feature("smg_grpc_mode", "--smg-grpc-mode", "its launcher does not tell the schedulers of the layout"),
     Feature(
-        "disaggregation_mode",
-        "--disaggregation-mode",
-        "a peer without this layout would pass today's handshake and read other bytes",
-        in_use=_disaggregates,
-        layouts=_not_stock,
+        "disaggregation_decode_host_receive_threshold",
+        "--disaggregation-decode-host-receive-threshold",
+        "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
+        in_use=lambda threshold: threshold < 1,
+    ),
+    Feature(
+        "disaggregation_decode_retraction_backup",
+        "--disaggregation-decode-retraction-backup",
+        "SGLang has that host pool for multi-head pools only, and keeps retracted MLA rows in cpu_tensor",
+        in_use=lambda backup: backup == "host_pool",
     ),
     Feature(
         "disaggregation_mode",
@@ -152,7 +151,7 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     """Refuse server arguments that do not go with layout and arrangement; `view` has ServerArgs' fields."""
     for feature in FEATURES:
         if feature.arrangements is None:
-            refused, ours = feature.layouts(layout), f"{LAYOUT.flag} {layout}"
+            refused, ours = True, f"{LAYOUT.flag} {layout}"
         else:
             refused, ours = feature.arrangements(arrangement), f"{ARRANGEMENT.flag} {arrangement}"
         value = getattr(view, feature.field)
@@ -161,9 +160,16 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
             raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
+def has_host_tier(view: Any) -> bool:
+    """Whether a server will build a host tier."""
+    # SGLang looks at the second on decode servers only.
+    offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
+    return view.enable_hierarchical_cache or offloads
+
+
 def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse what a hierarchical cache cannot be used with, and a store without one."""
-    if not view.enable_hierarchical_cache:
+    """Refuse what a host tier cannot be used with, and a store without one."""
+    if not has_host_tier(view):
         # A decode server may use the store without a tier.
         if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
             raise ValueError(
@@ -172,6 +178,8 @@ def check_host_tier(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: 
             )
         return
     flag = "--enable-hierarchical-cache"
+    if not view.enable_hierarchical_cache:
+        flag = "--disaggregation-decode-enable-offload-kvcache"
     if view.device != "cpu":
         # SGLang's own host pool takes the rows of SGLang's own tensors.
         if layout.is_packed or _shared_buffer(arrangement):

@@ -93,6 +93,22 @@ def test_a_store_without_a_tier(arranged):
     arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4")
 
 
+OFFLOAD = (
+    *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"),
+    *("--hicache-storage-backend", "file"),
+)
+
+
+def test_a_decode_server_that_offloads_has_a_tier(arranged):
+    """So its pages have the size of those that its prefill server puts into the store."""
+    found = view(arranged(None, *OFFLOAD, layout="fp4"))
+    assert found.page_size == 64
+    assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
+    text = "^--hicache-mem-layout layer_first does not work with --kv-cache-layout fp4"
+    with pytest.raises(ValueError, match=text):
+        arranged(None, *OFFLOAD, "--hicache-mem-layout", "layer_first", layout="fp4")
+
+
 def test_which_are_not_looked_at_without_a_host_tier(arranged):
     arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
 
@@ -109,11 +125,15 @@ def test_on_a_gpu_only_what_sglangs_tier_takes(layout, arrangement):
     fields = {"device": "cuda", "hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
     fields |= {"hicache_ratio": 2.0, "hicache_size": 0, "page_size": 64}
     fields |= {"hicache_storage_backend": None, "disaggregation_mode": "null"}
+    fields |= {"disaggregation_decode_enable_offload_kvcache": False}
     check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
     on = SimpleNamespace(enable_hierarchical_cache=True, **fields)
     if layout in ("bf16", "fp8") and arrangement == "layer_major":
         check_host_tier(*asked, on)
         return
     text = f"{layout} in {arrangement} on cuda: .*--device cpu only in this.*bf16 or fp8 in layer_major$"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=f"^--enable-hierarchical-cache .*{text}"):
         check_host_tier(*asked, on)
+    fields |= {"disaggregation_mode": "decode", "disaggregation_decode_enable_offload_kvcache": True}
+    with pytest.raises(ValueError, match=f"^--disaggregation-decode-enable-offload-kvcache .*{text}"):
+        check_host_tier(*asked, SimpleNamespace(enable_hierarchical_cache=False, **fields))
