@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,27 +32,34 @@ STRINGS = {
 @pytest.fixture
 def bootstrap(published):
     """SGLang's server that introduces prefill servers to decode servers; its address."""
-    import requests
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = CommonKVBootstrapServer("127.0.0.1", port)
-    session = requests.Session()
-    session.mount("http://", requests.adapters.HTTPAdapter(max_retries=20))
-    for _ in range(100):
+    for _ in range(500):
         try:
-            session.get(f"http://127.0.0.1:{port}/health", timeout=5)
+            socket.create_connection(("127.0.0.1", port)).close()
             break
-        except requests.ConnectionError:
-            continue
+        except ConnectionRefusedError:
+            time.sleep(0.01)
     yield f"127.0.0.1:{port}"
     server.close()
 
 
 @pytest.fixture
-def manager_of(bootstrap, monkeypatch):
+def no_groups(published):
+    """A process without process groups, which a manager asks for."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # Around SGLang's snapshot of a context, not within: that holds the very record that this changes.
+    with get_parallel().override(pp_group=None):
+        yield
+
+
+@pytest.fixture
+def manager_of(bootstrap, no_groups, monkeypatch):
     """`manager_of(mode, pool, layout, draft)`: SGLang's manager of a server, with the arguments of its queue.
 
     `layout` is what the server was asked for; None is a server without the plugin.
@@ -60,13 +68,7 @@ def manager_of(bootstrap, monkeypatch):
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, TransferBackend
-    from sglang.srt.runtime_context import (
-        SpawnRanks,
-        get_parallel,
-        publish,
-        restore_context,
-        snapshot_context,
-    )
+    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import disaggregation, record
@@ -90,7 +92,7 @@ def manager_of(bootstrap, monkeypatch):
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
-        LAYOUT.remember(args, layout)
+        setattr(args, LAYOUT.attribute, layout)  # as a record that came from the launcher has it
         shown = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype]
         queue = object.__new__(queues[mode])
         vars(queue).update(
@@ -103,8 +105,7 @@ def manager_of(bootstrap, monkeypatch):
                 model_config=SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None),
             ),
         )  # fmt: skip
-        with get_parallel().override(pp_group=None):
-            made.append(queue._init_kv_manager())
+        made.append(queue._init_kv_manager())
         return made[-1]
 
     yield build
