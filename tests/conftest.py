@@ -10,8 +10,8 @@ import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# The oracle of the codec serves the pool's tests too.
-sys.path.insert(0, str(ROOT / "tests" / "codec"))
+# The oracle of the codec serves the pool's tests too, and the host tier's pools those of the plugin.
+sys.path[:0] = [str(ROOT / "tests" / "codec"), str(ROOT / "tests" / "host")]
 
 
 def _has_gpu() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sgl_kvpool.host import page_seal
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.pool.k_scales import k_scales_digest
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 
@@ -46,10 +46,8 @@ def storage_format_tag(
         f"{fmt.tag}-host_{host_layout or fmt.layout}"
         f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
     )
-    scales = [[pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools]
-    if any(scale != 1.0 for layers in scales for scale in layers):
-        tag += "-k" + hashlib.blake2b(repr(scales).encode(), digest_size=4).hexdigest()
-    return tag
+    scales = k_scales_digest(pools)
+    return f"{tag}-k{scales}" if scales else tag
 
 
 class StoredPagesPool(MLATokenToKVPoolHost):

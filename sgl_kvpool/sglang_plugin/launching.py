@@ -18,6 +18,7 @@ from sgl_kvpool.sglang_plugin.record import (
     host_tier_of,
     layout_of,
 )
+from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 
 __all__ = ["build_server_info", "install"]
 
@@ -86,6 +87,6 @@ def _in_use(server_args) -> dict[str, str]:
     if layout is None:
         return {}
     found = {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
-    if server_args.enable_hierarchical_cache:
+    if has_host_tier(server_args):
         found[HOST_LAYOUT.name] = host_tier_of(server_args).host_layout(layout).value
     return found

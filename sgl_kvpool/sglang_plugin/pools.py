@@ -9,10 +9,10 @@ from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import host_tier, seams
+from sgl_kvpool.sglang_plugin import disaggregation, host_tier, seams
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
-from sgl_kvpool.sglang_plugin.refusals import backends_in_use
+from sgl_kvpool.sglang_plugin.refusals import backends_in_use, has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ def install() -> None:
     seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
     seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
     host_tier.install()
+    disaggregation.install()
     register_attention_backend(KVPOOL_BACKEND)(_create_backend)
 
 
@@ -166,6 +167,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
             "leave out --kv-cache-arrangement, and report the server's arguments"
         )
+    disaggregation.remember(pool)
     if not self.is_draft_worker:
         _publish_metrics(self.server_args, layout, arrangement)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
@@ -193,7 +195,7 @@ def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KV
         metrics.publish(
             layout=layout.value,
             host_layout=host_tier_of(server_args).host_layout(layout).value
-            if view.enable_hierarchical_cache
+            if has_host_tier(view)
             else "none",
             arrangement=arrangement.value,
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),

@@ -39,6 +39,7 @@ __all__ = [
     "check_host_layout",
     "check_host_tier",
     "check_model",
+    "has_host_tier",
     "unreadable",
 ]
 
@@ -57,22 +58,15 @@ class Feature:
         Why the two do not go together.
     in_use : callable
         Tells from the field's value whether the feature is on.
-    layouts : callable
-        Which layouts are refused; all unless said.
     arrangements : callable, optional
-        Which arrangements are refused, whatever the layout. A feature with it is not about layouts.
+        Which arrangements are refused, whatever the layout; without it every layout is.
     """
 
     field: str
     flag: str
     reason: str
     in_use: Callable[[Any], bool] = bool
-    layouts: Callable[[MLAKVCacheLayout], bool] = lambda layout: True
     arrangements: Callable[[KVArrangement], bool] | None = None
-
-
-def _not_stock(layout: MLAKVCacheLayout) -> bool:
-    return layout is not MLAKVCacheLayout.BF16
 
 
 def _disaggregates(mode: str | None) -> bool:
@@ -126,11 +120,16 @@ FEATURES = (
     Feature("grpc_mode", "--grpc-mode", "its launcher does not tell the schedulers of the layout"),
     Feature("smg_grpc_mode", "--smg-grpc-mode", "its launcher does not tell the schedulers of the layout"),
     Feature(
-        "disaggregation_mode",
-        "--disaggregation-mode",
-        "a peer without this layout would pass today's handshake and read other bytes",
-        in_use=_disaggregates,
-        layouts=_not_stock,
+        "disaggregation_decode_host_receive_threshold",
+        "--disaggregation-decode-host-receive-threshold",
+        "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
+        in_use=lambda threshold: threshold < 1,
+    ),
+    Feature(
+        "disaggregation_decode_retraction_backup",
+        "--disaggregation-decode-retraction-backup",
+        "SGLang has that host pool for multi-head pools only, and keeps retracted MLA rows in cpu_tensor",
+        in_use=lambda backup: backup == "host_pool",
     ),
     Feature(
         "disaggregation_mode",
@@ -159,7 +158,7 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     """Refuse server arguments that do not go with layout and arrangement; `view` has ServerArgs' fields."""
     for feature in FEATURES:
         if feature.arrangements is None:
-            refused, ours = feature.layouts(layout), f"{LAYOUT.flag} {layout}"
+            refused, ours = True, f"{LAYOUT.flag} {layout}"
         else:
             refused, ours = feature.arrangements(arrangement), f"{ARRANGEMENT.flag} {arrangement}"
         value = getattr(view, feature.field)
@@ -168,12 +167,19 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
             raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
+def has_host_tier(view: Any) -> bool:
+    """Whether a server will build a host tier."""
+    # SGLang looks at the second on decode servers only.
+    offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
+    return view.enable_hierarchical_cache or offloads
+
+
 def check_host_tier(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
 ) -> None:
-    """Refuse what a hierarchical cache cannot be used with, and a store or options without one."""
+    """Refuse what a host tier cannot be used with, and a store or options without one."""
     flag = "--enable-hierarchical-cache"
-    if not view.enable_hierarchical_cache:
+    if not has_host_tier(view):
         for option, value in ((HOST_LAYOUT, options.layout), (HOST_ENGINE, options.engine)):
             if value != option.default:
                 raise ValueError(
@@ -187,6 +193,8 @@ def check_host_tier(
                 "that, or leave it out"
             )
         return
+    if not view.enable_hierarchical_cache:
+        flag = "--disaggregation-decode-enable-offload-kvcache"
     able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())
     if not able:
         raise ValueError(

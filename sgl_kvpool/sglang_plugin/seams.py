@@ -17,6 +17,7 @@ from sgl_kvpool import env
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
 
 __all__ = [
+    "DISAGGREGATION",
     "HOST_TIER",
     "LAUNCHER",
     "SCHEDULER",
@@ -78,6 +79,7 @@ FIELDS = (
     *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
     *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
     *("hicache_ratio", "hicache_size", "hicache_storage_backend", "enable_metrics"),
+    "disaggregation_decode_enable_offload_kvcache",
     *(feature.field for feature in FEATURES),
 )
 
@@ -114,7 +116,7 @@ LAUNCHER = (
 _HICACHE = "sglang.srt.mem_cache.hybrid_cache"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 
-#: Used in schedulers for `--enable-hierarchical-cache`; those that are hooked in this order.
+#: Used in schedulers with a host tier; those that are hooked in this order.
 HOST_TIER = (
     Seam(
         f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
@@ -128,7 +130,7 @@ HOST_TIER = (
         ),
     ),
     Seam(
-        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
+        "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
         ("self", "storage_backend", "prefetch_threshold", "model_name"),
     ),
     Seam(
@@ -202,6 +204,24 @@ HOST_TIER = (
     Seam("sglang.srt.runtime_context.get_memory", hooked=False),
 )
 
+#: Used in schedulers for `--disaggregation-mode`; those that are hooked in this order.
+DISAGGREGATION = (
+    Seam(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
+        ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
+    ),
+    Seam(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+        ("self", "bootstrap_addr"),
+    ),
+    Seam(
+        "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
+        hooked=False,
+        members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
+    ),
+    Seam("sglang.srt.runtime_context.get_parallel", hooked=False),
+)
+
 #: Used in the scheduler processes of such a server.
 SCHEDULER = (
     Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
@@ -243,6 +263,7 @@ SCHEDULER = (
     ),
     Seam(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
     *HOST_TIER,
+    *DISAGGREGATION,
     Seam("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",

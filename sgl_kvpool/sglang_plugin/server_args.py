@@ -138,7 +138,7 @@ def _decide(server_args, previous):
         refusals.check_features(layout, arrangement_of(server_args), server_args)
         # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
         declare_resolution(server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False))
-        if server_args.enable_hierarchical_cache and server_args.page_size is None:
+        if refusals.has_host_tier(server_args) and server_args.page_size is None:
             # SGLang's default is 1 with most backends: host pages of one row, a key and a digest for each.
             declare_resolution(server_args, _SOURCE, page_size=HOST_TIER_PAGE_SIZE)
     previous(server_args)
@@ -210,7 +210,7 @@ def _finish(server_args, previous):
     view = resolving_view(server_args)
     refusals.check_features(layout, arrangement, view)
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
-    if view.enable_hierarchical_cache:
+    if refusals.has_host_tier(view):
         refusals.check_host_layout(layout, host_tier_of(server_args), model_config_of(server_args))
     refusals.check_backends(layout, arrangement, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)

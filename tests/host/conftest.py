@@ -48,14 +48,21 @@ def process_group():
 
 
 @pytest.fixture
-def controller_of(no_reserve, process_group, tmp_path, monkeypatch):
+def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     """`controller_of(pool, label=, store=)`: SGLang's controller for a pool, built by SGLang with our hooks.
 
-    `store` is the folder of the `file` backend; another controller over the same folder is a restart.
+    `store` is the folder of the `file` backend; another controller over the same folder is a restart, or with
+    `rank` another process of a server with `tp_size` or `pp_size`.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
-    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import host_tier
@@ -64,14 +71,15 @@ def controller_of(no_reserve, process_group, tmp_path, monkeypatch):
     before = snapshot_context()
     made = []
 
-    def build(pool, label="page_first", store=None, model_name="model", io_backend=None):
+    def build(pool, label="page_first", store=None, model_name="model", io_backend=None, rank=0, **sizes):
         io_backend = io_backend or {"page_first": "kernel", "page_first_direct": "direct"}[label]
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, hicache_ratio=2.0,
             page_size=pool.page_size, hicache_mem_layout=label, hicache_io_backend=io_backend,
-            hicache_storage_backend=store and "file", served_model_name=model_name,
+            hicache_storage_backend=store and "file", served_model_name=model_name, **sizes,
         )  # fmt: skip
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        get_parallel().clear_stamp()  # of the process that was built before
+        publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
         if store:
             monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
         allocator = PagedTokenToKVPoolAllocator(
@@ -93,4 +101,6 @@ def controller_of(no_reserve, process_group, tmp_path, monkeypatch):
     for controller in made:
         if controller.enable_storage:
             controller.detach_storage_backend()
+    get_parallel().clear_stamp()  # SGLang's restore leaves the rank
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)

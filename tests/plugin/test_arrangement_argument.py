@@ -185,7 +185,7 @@ def test_which_work_with_sglangs_arrangement(arranged, arrangement, argv):
 
 def test_where_the_layout_is_the_obstacle_it_is_named(arranged):
     with pytest.raises(ValueError, match="does not work with --kv-cache-layout fp4"):
-        arranged("token_major", "--disaggregation-mode", "prefill", layout="fp4")
+        arranged("token_major", "--enable-hisparse", "--disaggregation-mode", "prefill", layout="fp4")
     with pytest.raises(ValueError, match=r"triton cannot read rows of --kv-cache-layout fp4.*: kvpool_mla$"):
         arranged("token_major", "--attention-backend", "triton", layout="fp4")
 

@@ -93,12 +93,35 @@ def test_a_store_without_a_tier(arranged):
     arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4")
 
 
+OFFLOAD = (
+    *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"),
+    *("--hicache-storage-backend", "file"),
+)
+
+
+def test_a_decode_server_that_offloads_has_a_tier(arranged):
+    """So its pages have the size of those that its prefill server puts into the store."""
+    found = view(arranged(None, *OFFLOAD, layout="fp4"))
+    assert found.page_size == 64
+    assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
+    text = "^--hicache-mem-layout layer_first does not work with --kv-cache-layout fp4"
+    with pytest.raises(ValueError, match=text):
+        arranged(None, *OFFLOAD, "--hicache-mem-layout", "layer_first", layout="fp4")
+
+
 def test_which_are_not_looked_at_without_a_host_tier(arranged):
     arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
 
 
 def on_a_gpu(
-    layout, arrangement="layer_major", label="page_first", on=True, device="cuda", host="same", engine="auto"
+    layout,
+    arrangement="layer_major",
+    label="page_first",
+    on=True,
+    device="cuda",
+    host="same",
+    engine="auto",
+    offloads=False,
 ):
     """The check itself: no CUDA device can be resolved on a machine without one."""
     from sgl_kvpool.arrangement import KVArrangement
@@ -109,7 +132,8 @@ def on_a_gpu(
     view = SimpleNamespace(
         enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",
         hicache_ratio=2.0, hicache_size=0, page_size=64, hicache_storage_backend=None,
-        disaggregation_mode="null",
+        disaggregation_mode="decode" if offloads else "null",
+        disaggregation_decode_enable_offload_kvcache=offloads,
     )  # fmt: skip
     check_host_tier(
         MLAKVCacheLayout(layout),
@@ -145,5 +169,6 @@ def test_engines_and_devices():
     on_a_gpu("fp4", engine="cpu", device="cpu")
     with pytest.raises(ValueError, match="does not work on cuda.*use one of: staged, copy_engine, kernel$"):
         on_a_gpu("fp4", engine="cpu")
-    with pytest.raises(ValueError, match="does not work with --kv-cache-layout fp4 on xpu"):
-        on_a_gpu("fp4", device="xpu")
+    for offloads, flag in ((False, "enable-hierarchical-cache"), (True, "disaggregation-decode-enable-off")):
+        with pytest.raises(ValueError, match=f"^--{flag}.* does not work with --kv-cache-layout fp4 on xpu"):
+            on_a_gpu("fp4", on=not offloads, offloads=offloads, device="xpu")

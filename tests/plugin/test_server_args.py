@@ -126,7 +126,8 @@ FEATURES = {
     "--use-ray": (),
     "--grpc-mode": (),
     "--smg-grpc-mode": (),
-    "--disaggregation-mode": ("prefill",),
+    "--disaggregation-decode-host-receive-threshold": ("0.5", "--disaggregation-mode", "decode"),
+    "--disaggregation-decode-retraction-backup": ("host_pool", "--disaggregation-mode", "decode"),
 }
 
 
@@ -140,7 +141,22 @@ def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, la
 def test_every_refused_feature_is_tested():
     from sgl_kvpool.sglang_plugin.refusals import FEATURES as TABLE
 
-    assert {feature.flag for feature in TABLE} == set(FEATURES)
+    # Those with arrangements are tested in test_arrangement_argument.py.
+    assert {feature.flag for feature in TABLE if feature.arrangements is None} == set(FEATURES)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_disaggregated_servers(resolve, checkpoints, layout, mode):
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--disaggregation-mode", mode)
+    assert (asked(args), view(args).disaggregation_mode) == (layout, mode)
+
+
+@pytest.mark.parametrize("backup", ["cpu_tensor", "none"])
+def test_what_keeps_retracted_rows_of_every_layout(resolve, checkpoints, backup):
+    mode = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", backup)
+    args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", *mode)
+    assert view(args).disaggregation_decode_retraction_backup == backup
 
 
 def test_refused_fields_exist_in_sglang():
