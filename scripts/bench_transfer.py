@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Transfers of pages between a pool and a host tier: the plan, and the engines that carry it out.
 
-    python scripts/bench_transfer.py [--quick] [--check] [--json PATH] [--plot PATH]
+    python scripts/bench_transfer.py [--device cpu|cuda] [--quick] [--check] [--json PATH] [--plot PATH]
+
+On a GPU: engines staged, copy_engine and kernel beside SGLang's backends, as ratios to a pinned copy in the
+same run; see transfer_gpu.py. The rest is about the CPU.
 
 Measured: the time to make descriptors of 1024 scattered pages of 61 layers; and for each layout and
 arrangement of the pool the rate of the `cpu` engine to and from a page-major host tier, as a ratio to two
 peers in the same run: torch's contiguous copy of as many bytes, which is the limit, and torch's copies of the
 same scattered pages. `--check` fails below 70 % of the former for page-sized runs, and above 1 ms for the
-plan.
+plan. Then, for each pair of layouts, the rate of the engine that encodes and decodes, beside torch's.
 """
 
 from __future__ import annotations
@@ -27,32 +30,43 @@ from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
 from sgl_kvpool.cross_layer import LayerPages
+from sgl_kvpool.host.conversion import RowConversion, narrower_layouts
 from sgl_kvpool.host.cpu_engine import CpuEngine
+from sgl_kvpool.host.page_view import host_view
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.torch_engine import TorchEngine
 from sgl_kvpool.page_runs import PageRuns
 
-SCHEMA = 2
+SCHEMA = 3
 LAYERS, PAGE_SIZE = 61, 64
 RATE_LIMIT, PLAN_LIMIT_MS = 0.7, 1.0
 
 
-def caches(arrangement: KVArrangement, pages: int, page_bytes: int) -> CanonicalKVCaches:
-    """Byte view of `LAYERS` layers, backed by memory that has been touched."""
+def caches(
+    arrangement: KVArrangement,
+    pages: int,
+    page_bytes: int,
+    device: torch.device | str = "cpu",
+    layer_count: int = LAYERS,
+    page_size: int = PAGE_SIZE,
+) -> CanonicalKVCaches:
+    """Byte view of layers, backed by memory that has been touched."""
     if not arrangement.is_layer_packed:
         members = [
-            LayerPages(name=i, page_bytes=page_bytes, backend="bench", page_size_tokens=PAGE_SIZE)
-            for i in range(LAYERS)
+            LayerPages(
+                name=i, page_bytes=page_bytes, backend="bench", page_size_tokens=page_size, content="bytes"
+            )
+            for i in range(layer_count)
         ]
-        groups = allocate_cross_layer([members], pages=pages, arrangement=arrangement, device="cpu")
+        groups = allocate_cross_layer([members], pages=pages, arrangement=arrangement, device=device)
         groups[0].tensor.fill_(1)
         return as_canonical(groups, ["kv"])
     tensors, layers = TensorList(), []
-    for layer in range(LAYERS):
-        index = tensors.add(torch.ones(pages, page_bytes, dtype=torch.int8))
+    for layer in range(layer_count):
+        index = tensors.add(torch.ones(pages, page_bytes, dtype=torch.int8, device=device))
         runs = PageRuns(tensor_index=index, offset_bytes=0, run_bytes=page_bytes)
         layers.append(LayerReference(layer_id=layer, part="kv", runs=runs, content="bytes"))
-    group = CanonicalGroup(name="kv", layers=tuple(layers), num_pages=pages, page_size_tokens=PAGE_SIZE)
+    group = CanonicalGroup(name="kv", layers=tuple(layers), num_pages=pages, page_size_tokens=page_size)
     return CanonicalKVCaches(tuple(tensors.tensors), (group,))
 
 
@@ -127,6 +141,56 @@ def measure_engine(
     }
 
 
+def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, rounds: int) -> dict:
+    """Rates of the `cpu` engine with another layout on the host, beside torch's; bytes of the device."""
+    own = layout.row_format(512, 64)
+    other, pages, layers = own.in_layout(host_layout), 8, 2
+    device = caches(KVArrangement.LAYER_MAJOR, pages, PAGE_SIZE * own.row_bytes, layer_count=layers)
+    (group,) = device.groups
+    memory = torch.ones(pages, layers * PAGE_SIZE * other.row_bytes, dtype=torch.uint8)
+    host = host_view(memory, group, range(layers), PAGE_SIZE, other, other.tag)
+    conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
+    plans = {
+        "to_host": TransferPlan(device, host, "kv", conversion),
+        "to_device": TransferPlan(host, device, "kv", conversion.reversed()),
+    }
+    order = np.random.default_rng(0).permutation(pages)
+    size_bytes = pages * layers * PAGE_SIZE * own.row_bytes
+    row = {"layout": layout.value, "host_layout": host_layout.value}
+    for name, plan in plans.items():
+        engine, peer = CpuEngine(plan), TorchEngine(plan)
+        times: dict[str, list[float]] = {"engine": [], "torch": []}
+        for _ in range(rounds + 1):
+            times["engine"].append(seconds(lambda e=engine: e.copy(order, order)))
+            times["torch"].append(seconds(lambda p=peer: p.copy(order, order)))
+        mine, torchs = (statistics.median(taken[1:]) for taken in times.values())
+        row[f"{name}_gb_per_s"] = round(size_bytes / mine / 1e9, 3)
+        row[f"{name}_of_torch"] = round(torchs / mine, 2)
+    return row
+
+
+def measure_gpu(quick: bool) -> tuple[dict, list[str]]:
+    """All of transfer_gpu.py, and which targets were missed."""
+    import transfer_gpu
+
+    gpu = transfer_gpu.Gpu()
+    counts = transfer_gpu.PAGES[:2] if quick else transfer_gpu.PAGES
+    shape = {"layers": LAYERS, "page_size": PAGE_SIZE, "page_counts": counts}
+    rows = []
+    for layout in MLAKVCacheLayout:
+        pairs = [(layout, arrangement) for arrangement in KVArrangement.of_rows()]
+        pairs += [(host, KVArrangement.LAYER_MAJOR) for host in narrower_layouts(layout.row_format(512, 64))]
+        for host_layout, arrangement in pairs:
+            rows += transfer_gpu.measure_shape(gpu, caches, layout, host_layout, arrangement, **shape)
+            print(f"{layout} to {host_layout}, {arrangement}: measured", flush=True)
+    peers = transfer_gpu.measure_peers(gpu, **shape)
+    for row in (*rows, *peers):
+        print(row)
+    return {"device": torch.cuda.get_device_name(), "engines": rows, "sglang": peers}, transfer_gpu.missed(
+        rows, peers
+    )
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Bars of both directions, the copy as a line."""
     import matplotlib
@@ -156,12 +220,33 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw them here (PNG)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="whose transfers")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if arguments.device == "cuda" and arguments.plot:
+        parser.error("--plot draws what is measured on the CPU")
     for path in (arguments.json, arguments.plot):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()  # fails now rather than after the measurement
     pool_bytes, rounds = (200 << 20, 4) if arguments.quick else (1 << 30, 24)
+
+    facts = {
+        "schema": SCHEMA,
+        "script": "scripts/bench_transfer.py",
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "layers": LAYERS,
+        "page_size_tokens": PAGE_SIZE,
+    }
+    if arguments.device == "cuda":
+        report, missed = measure_gpu(arguments.quick)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({**facts, **report}, indent=1) + "\n")
+        print(f"missed: {', '.join(missed) or 'nothing'}")
+        return int(arguments.check and bool(missed))
 
     plan = measure_plan(rounds)
     print(f"{plan['descriptors']} descriptors of {plan['pages']} pages: {plan['ms']} ms")
@@ -181,18 +266,24 @@ def main() -> int:
                 f"{row['to_host_of_torch']:14.2f} {row['to_device_of_torch']:10.2f}",
                 flush=True,
             )
+    conversions = [
+        measure_conversion(layout, host, rounds)
+        for layout in MLAKVCacheLayout
+        for host in narrower_layouts(layout.row_format(512, 64))
+    ]
+    for row in conversions:
+        print(
+            f"{row['layout']:16} as {row['host_layout']:16} {row['to_host_gb_per_s']:6.2f} GB/s out "
+            f"({row['to_host_of_torch']:.1f} of torch) {row['to_device_gb_per_s']:6.2f} GB/s back "
+            f"({row['to_device_of_torch']:.1f})"
+        )
     if arguments.json:
         report = {
-            "schema": SCHEMA,
-            "script": "scripts/bench_transfer.py",
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "layers": LAYERS,
-            "page_size_tokens": PAGE_SIZE,
+            **facts,
             "limits": {"rate_of_copy": RATE_LIMIT, "plan_ms": PLAN_LIMIT_MS},
             "plan": plan,
             "cpu_engine": results,
+            "conversions": conversions,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
@@ -55,6 +56,20 @@ class HostTierOptions:
     def is_default(self) -> bool:
         """Whether nothing was asked for."""
         return self == HostTierOptions()
+
+    @property
+    def may_stage(self) -> bool:
+        """Whether engine `staged` may be chosen on a GPU."""
+        return self.engine in ("auto", "staged")
+
+    def takes(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
+        """Whether the host tier of such a pool is ours.
+
+        On a GPU SGLang's own host pool moves the rows of its own tensors and has been run there: ours is for
+        the others, and for whom it was asked for.
+        """
+        stock = not layout.is_packed and arrangement.is_layer_packed
+        return device == "cpu" or not stock or not self.is_default
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
         """Layout on the host for one on the device."""

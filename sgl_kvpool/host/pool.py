@@ -156,15 +156,10 @@ class HierarchicalMLAHostPool(StoredPagesPool):
 
     @staticmethod
     def takes(pool: Any) -> bool:
-        """Whether a device pool's host tier is made of this class.
-
-        Every pool with a layout, but one on a GPU whose rows SGLang's own host pool moves as well: that has
-        been run there. With --kv-host-layout or --kv-host-engine this one is asked for.
-        """
-        if not isinstance(pool, LayoutMLATokenToKVPool):
-            return False
-        stock = not pool.kv_cache_layout.is_packed and pool.kv_cache_arrangement.is_layer_packed
-        return torch.device(pool.device).type == "cpu" or not stock or not pool.host_tier.is_default
+        """Whether a device pool's host tier is made of this class; `HostTierOptions.takes`."""
+        return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.takes(
+            pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
+        )
 
     # ---------------------------------------------------------------- construction
 

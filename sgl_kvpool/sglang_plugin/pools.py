@@ -17,7 +17,7 @@ from sgl_kvpool.sglang_plugin.server_args import require_decided
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["collect_k_scales", "install", "workspace_bytes"]
+__all__ = ["collect_k_scales", "install", "page_buffer_bytes", "workspace_bytes"]
 
 _GB = 1 << 30  # as in SGLang's own log lines
 
@@ -225,7 +225,7 @@ def _init_pool_configurator(original, self, kvc):
     original(self, kvc)
     layout = _layout(kvc)
     if layout is not None and not kvc.is_draft_worker:
-        self._fixed_overhead_bytes += workspace_bytes(kvc, layout)
+        self._fixed_overhead_bytes += workspace_bytes(kvc, layout) + page_buffer_bytes(kvc, layout)
 
 
 def workspace_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
@@ -237,6 +237,22 @@ def workspace_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     from sgl_kvpool.attention.host import RowReader
 
     return RowReader.workspace_bytes(_row_format(kvc, layout))
+
+
+def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
+    """Bytes on the GPU that a host tier's pages go through; 0 if no engine needs any."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sgl_kvpool.host.page_buffer import buffer_bytes
+
+    view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
+    ours = has_host_tier(view) and options.takes(layout, _arrangement(kvc), view.device)
+    if not ours or view.device == "cpu" or not options.may_stage:
+        return 0
+    drafts = kvc.spec_aux_config.eagle_draft_num_layers if kvc.spec_algorithm.is_eagle() else 0
+    layers = kvc.layer_info.num_effective_layers + int(drafts or 0)
+    rows = _row_format(kvc, options.host_layout(layout))
+    return buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0
 
 
 # -------------------------------------------------------------------- attention

@@ -212,14 +212,8 @@ def check_host_tier(
             f"{options.layout} changes them; use staged, which encodes into a buffer from which the copy "
             "engine takes them, or kernel"
         )
-    if (
-        view.device != "cpu"
-        and not layout.is_packed
-        and not _shared_buffer(arrangement)
-        and options.is_default
-    ):
-        return  # SGLang's own host pool
-    _check_host_arguments(layout, view)
+    if options.takes(layout, arrangement, view.device):
+        _check_host_arguments(layout, view)
 
 
 def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:

@@ -64,6 +64,10 @@ CONFIGURATIONS = {
         [LAYOUT, "fp4", *host_tier.ARGUMENTS],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
+    host_tier.NARROW: (
+        [LAYOUT, "bf16", "--kv-host-layout", "fp4", *host_tier.ARGUMENTS],
+        {"SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
+    ),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
@@ -147,7 +151,7 @@ def serve(name, model_path, folder):
             return_logprob=True,
             logprob_start_len=0,
         )
-        if store or name == host_tier.LOSSY:
+        if store or name in (host_tier.LOSSY, host_tier.NARROW):
             answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
         if store:
             host_tier.wait_for_store(store)

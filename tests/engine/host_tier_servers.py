@@ -39,6 +39,8 @@ STORE_ARGUMENTS = [
 ]
 #: A server without a store whose backups all fail.
 LOSSY = "fp4-lossy"
+#: A server without a store whose host tier is narrower than its pool.
+NARROW = "bf16-on-fp4"
 #: Each of SGLang's choices once.
 CHOICES = {
     "bf16-token_major": ["--hicache-io-backend", "direct"],
@@ -93,7 +95,7 @@ def ask(server, long_prompt, greedy):
     """A hit on the device, everything else in between, and a hit on the host."""
 
     def generate(text):
-        return server.generate(text=text, sampling_params=greedy)
+        return server.generate(text=text, sampling_params=greedy, return_logprob=True)
 
     found = {"device_hit": generate(long_prompt), "fillers": [generate(text) for text in FILLERS]}
     found["host_hit"] = generate(long_prompt)

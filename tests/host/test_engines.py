@@ -2,6 +2,7 @@
 
 import itertools
 
+import engine_cases
 import numpy as np
 import pytest
 import torch
@@ -408,3 +409,15 @@ def test_a_lane_counts_a_load_once_and_torch_follows_a_failure(counting, failure
     assert np.array_equal(on_device[1, [2, 5]], on_host[1, [1, 8]].reshape(2, -1))
     assert not on_device[0].any()
     assert failures() == {"load": 1}
+
+
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+@pytest.mark.parametrize("arrangement", engine_cases.ARRANGEMENTS)
+@pytest.mark.parametrize(("own", "other"), [("fp4", "fp4"), *engine_cases.CONVERSIONS[:3]])
+def test_what_tests_on_a_gpu_ask_for(own, other, arrangement, engine):
+    if engine == "copy_engine":
+        own = other  # it cannot convert
+    engine_cases.round_trip(
+        engine, own, other, arrangement, 2, device=torch.device("cpu"),
+        make_tools=lambda page_bytes, host: tools(page_bytes), finish=lambda: calls().play(11),
+    )  # fmt: skip

@@ -27,17 +27,18 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   const int64_t warps = gridDim.x * static_cast<int64_t>(kCopyThreads / kWarp);
   constexpr int64_t kPieceBytes = kWarp * kLoadsInFlight * sizeof(Word);
   each_piece(transfer, kPieceBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
-    const auto* from = reinterpret_cast<const Word*>(source);
-    auto* to = reinterpret_cast<Word*>(target);
+    const auto* from = reinterpret_cast<const uint8_t*>(source) + lane * sizeof(Word);
+    auto* to = reinterpret_cast<uint8_t*>(target) + lane * sizeof(Word);
+    constexpr int kStep = kWarp * sizeof(Word);
     const int words = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word)));
     Word held[kLoadsInFlight];
     KVPOOL_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) {
-      if (i * kWarp + lane < words) held[i] = from[i * kWarp + lane];
+      if (i * kWarp + lane < words) held[i] = load<Word>(from + i * kStep);
     }
     KVPOOL_UNROLL
     for (int i = 0; i < kLoadsInFlight; ++i) {
-      if (i * kWarp + lane < words) to[i * kWarp + lane] = held[i];
+      if (i * kWarp + lane < words) store(to + i * kStep, held[i]);
     }
   });
 }

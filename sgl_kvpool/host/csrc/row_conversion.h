@@ -41,7 +41,7 @@ KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int bloc
     e4m3_decode(load<Bytes16>(latent + 16 * block), load<float>(scales + 4 * (block / (kTile / kBlock))),
                 values);
   } else {
-    e2m1_decode(load<Bytes8>(latent + 8 * block), scales[block], values);
+    e2m1_decode(load<Bytes8>(latent + 8 * block), load<uint8_t>(scales + block), values);
   }
 }
 
@@ -60,7 +60,9 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
     store(latent + 16 * block, e4m3_encode(values, scale));
     if (block % (kTile / kBlock) == 0) store(scales + 4 * (block / (kTile / kBlock)), scale);
   } else {
-    store(latent + 8 * block, e2m1_encode(values, scales + block));
+    uint8_t scale;
+    store(latent + 8 * block, e2m1_encode(values, &scale));
+    store(scales + block, scale);
   }
 }
 
@@ -82,7 +84,7 @@ KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint
 }
 
 KVPOOL_HD void clear_padding(uint8_t* row, const RowLayout& layout) {
-  for (int64_t i = layout.payload_bytes; i < layout.row_bytes; ++i) row[i] = 0;
+  for (int64_t i = layout.payload_bytes; i < layout.row_bytes; ++i) store<uint8_t>(row + i, 0);
 }
 
 // A row by one thread.

@@ -1,0 +1,287 @@
+"""The part of bench_transfer.py that needs a GPU: our engines beside SGLang's backends and a pinned copy.
+
+Every number is a ratio to torch's copy of as many bytes between pinned memory and the device, in the same
+run, which is what the link can do. Transcoding is counted in the bytes that cross the link.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.host.conversion import RowConversion
+from sgl_kvpool.host.engines import GPU_ENGINES, EngineTools
+from sgl_kvpool.host.page_buffer import PageBuffer
+from sgl_kvpool.host.page_view import host_view
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.slots import DevicePages
+
+__all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
+
+PAGES = (16, 64, 256, 1024)
+ROUNDS = 7
+#: Calls that follow each other without a wait, for the back-to-back rate.
+IN_A_ROW = 4
+
+
+class Gpu:
+    """Memory, streams and clocks of a CUDA device; a test without one brings its own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(2)]
+
+    @property
+    def calls(self) -> Any:
+        """Compiled code."""
+        from sgl_kvpool.host.gpu_calls import gpu_calls
+
+        return gpu_calls()
+
+    def tools(self, page_bytes: int) -> EngineTools:
+        """Of one direction."""
+        return EngineTools(self.calls, self.device, PageBuffer(page_bytes, self.device, self.calls))
+
+    def pinned(self, *shape: int) -> torch.Tensor:
+        """Host memory that has been touched."""
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+
+    def timed(self, *calls: Callable[[], None]) -> tuple[float, float]:
+        """CPU seconds to submit, and seconds until done, of calls on streams of their own at once."""
+        torch.cuda.synchronize()
+        pairs = []
+        submit = 0.0
+        for call, stream in zip(calls, self.streams, strict=False):
+            with torch.cuda.stream(stream):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                before = time.perf_counter()
+                call()
+                submit += time.perf_counter() - before
+                ended.record()
+                pairs.append((began, ended))
+        torch.cuda.synchronize()
+        first = pairs[0][0]
+        return submit, max(first.elapsed_time(ended) for _, ended in pairs) / 1e3
+
+    def model_step(self) -> Callable[[], None]:
+        """Work like a decode step's, bound by device memory: 61 reads of 64 MB."""
+        weights = torch.zeros(32 << 20, dtype=torch.bfloat16, device=self.device)
+        return lambda: [weights.sum() for _ in range(61)] and None
+
+
+def median(gpu: Gpu, *calls: Callable[[], None]) -> tuple[float, float]:
+    """Medians of `Gpu.timed`; the first round touches memory and compiles."""
+    rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
+    return statistics.median(r[0] for r in rounds), statistics.median(r[1] for r in rounds)
+
+
+def lists_of(pages: int, available: int, scattered: bool, page_size: int, device: torch.device):
+    """Device pages as slots, and host pages, of one transfer."""
+    order = np.random.default_rng(0).permutation(available) if scattered else np.arange(available)
+    slots = torch.from_numpy(order[:pages].astype(np.int64))[:, None] * page_size + torch.arange(page_size)
+    return DevicePages(slots.view(-1).to(device), page_size), order[::-1][:pages].copy()
+
+
+def loads(engine: Any, layers: int) -> Callable[[Any, Any], None]:
+    """A whole load, layer by layer, as SGLang asks for it; lists are new objects each time."""
+
+    def load(host: np.ndarray, device: DevicePages) -> None:
+        device = DevicePages(device.slots, device.page_size)
+        for part in range(layers):
+            engine.copy(host, device, part)
+
+    return load
+
+
+def measure_shape(
+    gpu: Gpu,
+    make_caches: Callable[..., Any],
+    layout: MLAKVCacheLayout,
+    host_layout: MLAKVCacheLayout,
+    arrangement: KVArrangement,
+    *,
+    layers: int,
+    page_size: int,
+    page_counts: Sequence[int] = PAGES,
+    engines: Sequence[str] = tuple(GPU_ENGINES),
+) -> list[dict]:
+    """Results of one pair of layouts and one arrangement: all engines, numbers of pages, both orders."""
+    own, other = (name.row_format(512, 64) for name in (layout, host_layout))
+    available = max(page_counts)
+    device = make_caches(arrangement, available, page_size * own.row_bytes, gpu.device)
+    (group,) = device.groups
+    page_bytes = layers * page_size * other.row_bytes
+    memory = gpu.pinned(available, page_bytes)
+    conversion = None
+    if own != other:
+        conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
+    content = None if conversion is None else other.tag
+    host = host_view(memory, group, range(layers), page_size, other, content)
+    plans = (
+        TransferPlan(device, host, "kv", conversion),
+        TransferPlan(host, device, "kv", conversion and conversion.reversed()),
+    )
+    flat = torch.zeros(page_bytes * available, dtype=torch.uint8, device=gpu.device)
+    results = []
+    for name in engines:
+        if conversion is not None and name == "copy_engine":
+            continue
+        store = GPU_ENGINES[name](plans[0], gpu.tools(page_bytes), True)
+        load = loads(GPU_ENGINES[name](plans[1], gpu.tools(page_bytes), False), layers)
+        for pages in page_counts:
+            # The same bytes that cross the link, in one piece.
+            there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
+            peers = {
+                "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),
+                "to_device": lambda t=there, h=here: h.copy_(t, non_blocking=True),
+            }
+            for scattered in (True, False):
+                on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
+                calls = {
+                    "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
+                    "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),
+                }
+                row = {
+                    "layout": layout.value,
+                    "host_layout": host_layout.value,
+                    "arrangement": str(arrangement),
+                    "engine": name,
+                    "pages": pages,
+                    "scattered": scattered,
+                    "run_bytes": min(run.run_bytes for run in plans[0].copy_runs),
+                    "moved_bytes": pages * page_bytes,
+                }
+                for direction, call in calls.items():
+                    row |= _against(gpu, direction, call, peers[direction], pages * page_bytes)
+                _, both = median(gpu, *calls.values())
+                _, peers_both = median(gpu, *peers.values())
+                row["both_of_pinned_copies"] = round(peers_both / both, 3)
+                row["device_bytes_per_moved"] = round(own.row_bytes / other.row_bytes, 3)
+                results.append(row)
+    return results
+
+
+def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_bytes: int) -> dict:
+    """Submit time, solo time, back-to-back rate of a call, as ratios to a peer."""
+    submit, solo = median(gpu, call)
+    _, peer_solo = median(gpu, peer)
+    _, in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)] and None)
+    _, peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)] and None)
+    step = gpu.model_step()
+    _, alone = median(gpu, step)
+    # Both begin at once; the step's share of the time is what it lasts beside a long transfer.
+    _, beside = median(gpu, step, lambda: [call() for _ in range(IN_A_ROW)] and None)
+    return {
+        f"{direction}_submit_us": round(submit * 1e6, 1),
+        f"{direction}_solo_of_pinned_copy": round(peer_solo / solo, 3),
+        f"{direction}_of_pinned_copy": round(peer_in_a_row / in_a_row, 3),
+        f"{direction}_link_gb_per_s": round(moved_bytes * IN_A_ROW / peer_in_a_row / 1e9, 2),
+        f"{direction}_model_step_ratio": round(beside / max(alone, in_a_row), 3),
+    }
+
+
+def measure_peers(gpu: Gpu, *, layers: int, page_size: int, page_counts: Sequence[int] = PAGES) -> list[dict]:
+    """SGLang's own host pool with its kernel and direct backends, `bf16` rows; none without SGLang."""
+    try:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    except ImportError:
+        return []
+    pages = max(page_counts) + 1
+    pool = MLATokenToKVPool(
+        size=(pages - 1) * page_size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=512,
+        qk_rope_head_dim=64, layer_num=layers, device=str(gpu.device), enable_memory_saver=False,
+    )  # fmt: skip
+    results = []
+    for io_backend, label in (("kernel", "page_first"), ("direct", "page_first_direct")):
+        host = MLATokenToKVPoolHost(
+            pool.get_device_pool_infos()[0].buffer_info, 1.0, 0, page_size, label,
+            device_capacity_tokens=pool.size, start_layer=0, end_layer=layers, target_layer_num=layers,
+        )  # fmt: skip
+        results += [
+            _measure_peer(gpu, pool, host, io_backend, count, pages - 1, layers) for count in page_counts
+        ]
+        host.destroy()
+    return results
+
+
+def _measure_peer(
+    gpu: Gpu, pool: Any, host: Any, io_backend: str, count: int, available: int, layers: int
+) -> dict:
+    """SGLang's host pool with one backend and number of pages, both ways."""
+    page_size = host.page_size
+    lists, numbers = lists_of(count, available, True, page_size, gpu.device)
+    slots = torch.from_numpy(numbers)[:, None] * page_size + torch.arange(page_size)
+    on_host = slots.view(-1)
+    # As cache_controller.move_indices and _move_write_operation hand them over.
+    direct = io_backend == "direct"
+    device = lists.slots.cpu() if direct else lists.slots
+    load_host = on_host if direct else on_host.to(gpu.device)
+    store_host = on_host if direct or host.can_use_write_back_jit else load_host
+    moved = count * layers * page_size * 1152
+    pinned = host.kv_buffer.view(-1).view(torch.uint8)[:moved]
+    flat = torch.zeros(moved, dtype=torch.uint8, device=gpu.device)
+
+    def load() -> None:
+        for layer in range(layers):
+            host.load_to_device_per_layer(pool, load_host, device, layer, io_backend)
+
+    def store() -> None:
+        host.backup_from_device_all_layer(pool, store_host, device, io_backend)
+
+    row = {"peer": f"sglang {io_backend}", "pages": count, "moved_bytes": moved}
+    row |= _against(gpu, "to_host", store, lambda: pinned.copy_(flat, non_blocking=True), moved)
+    row |= _against(gpu, "to_device", load, lambda: flat.copy_(pinned, non_blocking=True), moved)
+    return row
+
+
+#: Targets: share of a pinned copy, multiple of it in bytes of BF16, microseconds of CPU time.
+_OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
+_LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
+
+
+def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
+    """Which targets were missed, by name.
+
+    `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` is never
+    slower than SGLang's best backend. BF16 to FP4: 2.2 times a pinned copy, in bytes of BF16. And the CPU time
+    to submit.
+    """
+    found = []
+    for row in rows:
+        layouts = f"{row['layout']}/{row['host_layout']}"
+        name = f"{row['engine']} {layouts} {row['arrangement']} {row['pages']} pages"
+        for direction in ("to_host", "to_device"):
+            best = [p[f"{direction}_of_pinned_copy"] for p in peers if p["pages"] == row["pages"]]
+            found += [f"{name} {direction}: {what}" for what in _missed_by(row, direction, best)]
+    return found
+
+
+def _missed_by(row: dict, direction: str, sglang: list[float]) -> list[str]:
+    """Targets that a row misses in a direction; `sglang` are its backends' rates for as many pages."""
+    rate, submit = row[f"{direction}_of_pinned_copy"], row[f"{direction}_submit_us"]
+    converts, many = row["layout"] != row["host_layout"], row["pages"] >= _MANY_PAGES
+    staged, batch = row["engine"] == "staged", row["engine"] == "copy_engine"
+    found = []
+    gated = staged or (batch and row["run_bytes"] >= _LONG_RUN_BYTES)
+    if gated and many and not converts and rate < _OF_COPY:
+        found.append(f"{rate} of a pinned copy")
+    if staged and not converts and row["layout"] == "bf16" and rate < max(sglang, default=0.0):
+        found.append(f"{rate} of a pinned copy, SGLang's best {max(sglang)}")
+    in_bf16 = rate * row["device_bytes_per_moved"]
+    to_fp4 = (row["layout"], row["host_layout"]) == ("bf16", "fp4")
+    if staged and many and to_fp4 and in_bf16 < _TRANSCODED:
+        found.append(f"{in_bf16:.2f} of a pinned copy in bytes of bf16")
+    if not batch and row["pages"] == max(PAGES) and submit > _SUBMIT_US:
+        found.append(f"{submit} us to submit")
+    runs = row["moved_bytes"] / row["run_bytes"]
+    if batch and row["scattered"] and submit / runs > _SUBMIT_US_PER_RUN:
+        found.append(f"{submit / runs:.2f} us per run")
+    return found

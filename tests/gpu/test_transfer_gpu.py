@@ -1,0 +1,253 @@
+"""The transfer engines on a GPU: bytes, order, registrations; needs no SGLang."""
+
+import dataclasses
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "host"))
+
+from engine_cases import ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
+
+from sgl_kvpool.host import choice
+from sgl_kvpool.host.engines import GPU_ENGINES, EngineTools
+from sgl_kvpool.host.gpu_calls import gpu_calls
+from sgl_kvpool.host.jobs import RegisteredPieces
+from sgl_kvpool.host.lane import Lane
+from sgl_kvpool.host.page_buffer import PageBuffer
+from sgl_kvpool.host.page_view import packed_view
+from sgl_kvpool.host.plan import TransferPlan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+#: Clock cycles of a kernel that does nothing, some 10 ms.
+BUSY = 20_000_000
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def stream(device):
+    """Transfers never run on the default stream, which batches of copies refuse."""
+    made = torch.cuda.Stream(device)
+    with torch.cuda.stream(made):
+        yield made
+    made.synchronize()
+
+
+def pinned(pages, page_bytes):
+    return torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def tools(device):
+    def make(page_bytes, host):
+        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()))
+
+    return make
+
+
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit_comes_back(device, stream, layout, arrangement, page_size, engine):
+    round_trip(
+        engine, layout, layout, arrangement, page_size,
+        device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["staged", "kernel"])
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(("own", "other"), CONVERSIONS)
+def test_narrow_rows_are_the_references(device, stream, own, other, arrangement, page_size, engine):
+    round_trip(
+        engine, own, other, arrangement, page_size,
+        device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["staged", "copy_engine"])
+def test_copies_keep_to_one_registration(device, stream, engine):
+    """Host memory in pieces of three pages, each registered by itself, as memory.pin does it."""
+    cudart = torch.cuda.cudart()
+    registered = []
+
+    def registered_in_pieces(pages, page_bytes):
+        memory = torch.empty(pages * page_bytes + 4096, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 4096 :][: pages * page_bytes]
+        for first in range(0, pages, 3):
+            address = memory.data_ptr() + first * page_bytes
+            size = min(3, pages - first) * page_bytes
+            assert int(cudart.cudaHostRegister(address, size, 0)) == 0
+            registered.append(address)
+        return memory.view(pages, page_bytes)
+
+    def make(page_bytes, host):
+        pieces = RegisteredPieces(host.data_ptr(), 3 * page_bytes)
+        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()), pieces)
+
+    try:
+        # 64 rows of fp4 in 7 layers, 186368 bytes: a page is no multiple of 4096, three are no more.
+        round_trip(
+            engine, "fp4", "fp4", "page_major", 64 * 2,
+            device=device, make_tools=make, finish=torch.cuda.synchronize, make_host=registered_in_pieces,
+        )  # fmt: skip
+    finally:
+        torch.cuda.synchronize()
+        for address in registered:
+            cudart.cudaHostUnregister(address)
+
+
+# ---------------------------------------------------------------------------------------- order
+
+
+def race(device, engine, *, waits):
+    """A model that is slow to write what is stored, and to read what a load overwrites; whether all is right.
+
+    `waits` is what SGLang does: its transfer stream waits for the model's. Without it this has to fail.
+    """
+    pages, page_size, row_bytes = 24, 64, 416
+    caches, on_device = device_pool("layer_major", pages, page_size, row_bytes, device)
+    (group,) = caches.groups
+    memory = pinned(pages, group.bytes_per_page)
+    host = packed_view(memory, group)
+    make = tools(device)
+    store = GPU_ENGINES[engine](TransferPlan(caches, host, "kv"), make(group.bytes_per_page, memory), True)
+    load = GPU_ENGINES[engine](TransferPlan(host, caches, "kv"), make(group.bytes_per_page, memory), False)
+    numbers, slots = np.arange(pages), slots_of(range(pages), page_size, device)
+    compute, transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    memory.fill_(1)
+    for layer in on_device:
+        layer.fill_(2)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(compute):
+        torch.cuda._sleep(BUSY)
+        for layer in on_device:
+            layer.fill_(3)
+    with torch.cuda.stream(transfer):
+        if waits:
+            transfer.wait_stream(compute)
+        store.copy(slots, numbers)
+    # The slots are given to others when the store is over, and loaded when the model has read them.
+    seen = torch.empty_like(on_device[0])
+    with torch.cuda.stream(compute):
+        compute.wait_stream(transfer)
+        for layer in on_device:
+            layer.fill_(4)
+        torch.cuda._sleep(BUSY)
+        seen.copy_(on_device[0])
+    with torch.cuda.stream(transfer):
+        if waits:
+            transfer.wait_stream(compute)
+        for part in range(len(on_device)):
+            load.copy(numbers, slots, part)
+    torch.cuda.synchronize()
+    stored = bool((memory == 3).all())
+    read = bool((seen == 4).all())
+    loaded = all(bool((layer == 3).all()) for layer in on_device)
+    return stored, read, loaded
+
+
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+def test_transfers_wait_for_the_model(device, engine):
+    for _ in range(5):
+        assert race(device, engine, waits=True) == (True, True, True)
+
+
+@pytest.mark.parametrize("engine", GPU_ENGINES)
+def test_the_control_without_waits_corrupts(device, engine):
+    stored, read, _ = race(device, engine, waits=False)
+    assert not stored
+    assert not read
+
+
+def test_layers_are_there_when_they_are_signalled(device):
+    """An event behind each layer's call, as SGLang records them, waited for by a model on another stream."""
+    pages, page_size, row_bytes = 40, 64, 1152
+    caches, on_device = device_pool("layer_major", pages, page_size, row_bytes, device)
+    (group,) = caches.groups
+    memory = pinned(pages, group.bytes_per_page)
+    host = packed_view(memory, group)
+    numbers, slots = np.arange(pages), slots_of(range(pages), page_size, device)
+    compute, transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    for engine in GPU_ENGINES:
+        load = GPU_ENGINES[engine](
+            TransferPlan(host, caches, "kv"), tools(device)(group.bytes_per_page, memory), False
+        )
+        for value in (7, 8, 9):
+            memory.fill_(value)
+            for layer in on_device:
+                layer.fill_(0)
+            torch.cuda.synchronize()
+            wrong = torch.zeros(len(on_device), dtype=torch.int64, device=device)
+            for part, layer in enumerate(on_device):
+                with torch.cuda.stream(transfer):
+                    load.copy(numbers, slots, part)
+                    done = transfer.record_event()
+                with torch.cuda.stream(compute):
+                    compute.wait_event(done)
+                    wrong[part] = (layer != value).sum()
+            torch.cuda.synchronize()
+            assert wrong.tolist() == [0] * len(on_device), engine
+
+
+# ---------------------------------------------------------------------------------------- the rest
+
+
+def test_a_failed_copy_is_carried_out_by_torch(device, stream):
+    """A batch that CUDA refuses leaves no error behind that the next call would find."""
+    caches, on_device = device_pool("layer_major", 5, 2, 416, device)
+    (group,) = caches.groups
+    memory = pinned(6, group.bytes_per_page)
+    host = packed_view(memory, group)
+    shared = tools(device)(group.bytes_per_page, memory)
+    lane = Lane(
+        TransferPlan(caches, host, "kv"),
+        "to_host",
+        lambda plan: GPU_ENGINES["copy_engine"](plan, shared, True),
+    )
+    for layer in on_device:
+        layer.fill_(5)
+    calls = gpu_calls()
+
+    class Refused:
+        """Everything as it is, but for copies on the default stream, where batches are refused."""
+
+        def __getattr__(self, name):
+            return getattr(calls, name)
+
+        def copy_pages(self, *arguments):
+            calls.copy_pages(*arguments[:-1], 0)
+
+    lane.engine.tools = dataclasses.replace(shared, calls=Refused())
+    memory.fill_(0)
+    lane.run(slots_of([1, 3], 2, device), np.array([4, 0]))
+    torch.cuda.synchronize()
+    assert (memory[[4, 0]] == 5).all()
+    assert not memory[[1, 2, 3, 5]].any()
+    torch.zeros(1, device=device).add_(1).item()  # the context is well
+
+
+def test_rates_of_the_link(device):
+    host = pinned(64, 1 << 20)
+    rates = choice.measure(gpu_calls(), host, RegisteredPieces(), device)
+    for found in rates.values():
+        assert 1 < found.link_gb_per_s < 1000
+        assert found.submit_us > 0
+        assert sorted(found.gb_per_s) == [1 << n for n in range(13, 21)]
+
+
+def test_batches_are_used_where_cuda_has_them():
+    if torch.version.cuda and int(torch.version.cuda.split(".")[0]) >= 13:
+        assert gpu_calls().has_batches()

@@ -1,0 +1,151 @@
+"""What the GPU engines have to do, on a GPU and over emulated streams alike; needs no SGLang."""
+
+import numpy as np
+import torch
+
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
+from sgl_kvpool.codec import encode_rows
+from sgl_kvpool.cross_layer import LayerPages
+from sgl_kvpool.host.conversion import RowConversion
+from sgl_kvpool.host.engines import GPU_ENGINES
+from sgl_kvpool.host.page_view import packed_view
+from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.host.slots import DevicePages
+from sgl_kvpool.page_runs import PageRuns
+
+LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
+#: Device and host layout.
+CONVERSIONS = [
+    *(("bf16", "fp4"), ("bf16", "fp8_block_scale")),
+    *(("fp8", "fp4"), ("fp8_block_scale", "fp4")),
+]
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+
+
+def device_pool(arrangement, pages, page_size, row_bytes, device, layers=LAYERS):
+    """Byte view of a pool, and for each layer its rows, `[pages, page_size, row_bytes]` views, uint8."""
+    size = page_size * row_bytes
+    if arrangement == "layer_major":
+        tensors, references = TensorList(), []
+        for layer in range(layers):
+            memory = torch.full((pages, size), -18, dtype=torch.int8, device=device)
+            runs = PageRuns(tensor_index=tensors.add(memory), offset_bytes=0, run_bytes=size)
+            references.append(LayerReference(layer_id=layer, part="kv", runs=runs, content="rows"))
+        group = CanonicalGroup(
+            name="kv", layers=tuple(references), num_pages=pages, page_size_tokens=page_size
+        )
+        caches = CanonicalKVCaches(tuple(tensors.tensors), (group,))
+        return caches, [t.view(torch.uint8).view(pages, page_size, row_bytes) for t in tensors.tensors]
+    members = [
+        LayerPages(name=i, page_bytes=size, backend="b", page_size_tokens=page_size, content="rows")
+        for i in range(layers)
+    ]
+    (buffer,) = allocate_cross_layer(
+        [members], pages=pages, arrangement=KVArrangement(arrangement), device=device
+    )
+    buffer.tensor.fill_(-18)
+    flat = buffer.tensor.view(-1).view(torch.uint8)
+    if arrangement == "token_major":
+        rows = flat.view(pages, page_size, layers, row_bytes).permute(2, 0, 1, 3)
+    else:
+        rows = flat.view(pages, layers, page_size, row_bytes).permute(1, 0, 2, 3)
+    return as_canonical([buffer], ["kv"]), list(rows)
+
+
+def slots_of(pages, page_size, device):
+    """As SGLang lists them: the slots of each page in their order."""
+    pages = torch.tensor(pages, dtype=torch.int64)
+    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
+    return DevicePages(slots.to(device), page_size)
+
+
+def round_trip(
+    engine, own, other, arrangement, page_size, *, device, make_tools, finish, make_host=None, pages=9
+):
+    """Two stores and two loads at once, without and with a conversion; every byte of both sides is compared.
+
+    Parameters
+    ----------
+    engine : str
+    own, other : str
+        Layouts of device and host.
+    arrangement : str
+    page_size : int
+    device : torch.device
+    make_tools : callable
+        `EngineTools` of one direction for pages of so many bytes and a host tensor.
+    finish : callable
+        Waits until all steps are done.
+    make_host : callable, optional
+        Host memory of `(pages, page_bytes)`.
+    pages : int
+    """
+    formats = [MLAKVCacheLayout(name).row_format(512, 64) for name in (own, other)]
+    caches, on_device = device_pool(arrangement, pages, page_size, formats[0].row_bytes, device)
+    (group,) = caches.groups
+    page_bytes = LAYERS * page_size * formats[1].row_bytes
+    shape = (pages + 3, page_bytes)
+    memory = make_host(*shape) if make_host else torch.empty(shape, dtype=torch.uint8)
+    memory.fill_(0xEE)
+    host = _host_view(memory, group, page_size * formats[1].row_bytes)
+    conversion = None
+    if own != other:
+        conversion = RowConversion(source=formats[0], target=formats[1], k_scales=K_SCALES)
+    generator = torch.Generator().manual_seed(page_size)
+    for layer, k_scale in zip(on_device, K_SCALES, strict=True):
+        values = torch.randn(pages * page_size, 576, generator=generator).bfloat16()
+        stored = encode_rows(values[:, :512], values[:, 512:], formats[0], k_scale=k_scale)
+        layer.copy_(stored.view(layer.shape).to(device))
+    before = [layer.cpu().clone() for layer in on_device]
+
+    def there(layer, rows):
+        rows = rows.reshape(-1, formats[0].row_bytes)
+        return rows if conversion is None else conversion.convert(rows, layer)
+
+    def back(layer, rows):
+        rows = rows.reshape(-1, formats[1].row_bytes)
+        return rows if conversion is None else conversion.reversed().convert(rows, layer)
+
+    lists = [([5, 0, 8], [1, 11, 4]), ([2, 7], [0, 9])]
+    expected = memory.clone().view(pages + 3, LAYERS, page_size, -1)
+    kept = []
+    store = GPU_ENGINES[engine](
+        TransferPlan(caches, host, "kv", conversion), make_tools(page_bytes, memory), True
+    )
+    for taken, put in lists:
+        kept.append((slots_of(taken, page_size, device), np.array(put)))
+        store.copy(*kept[-1])
+        for layer in range(LAYERS):
+            narrow = there(layer, before[layer][taken])
+            expected[put, layer] = narrow.view(len(put), page_size, -1)
+    finish()
+    assert torch.equal(memory.view(expected.shape), expected)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(before, on_device, strict=True))
+
+    load = GPU_ENGINES[engine](
+        TransferPlan(host, caches, "kv", conversion and conversion.reversed()),
+        make_tools(page_bytes, memory),
+        False,
+    )
+    for taken, put in [([11, 4, 9], [3, 0, 6]), ([1], [8])]:
+        kept.append((np.array(taken), slots_of(put, page_size, device)))
+        for layer in range(LAYERS):
+            load.copy(*kept[-1], layer)
+            wide = back(layer, expected[taken, layer])
+            before[layer][put] = wide.view(len(put), page_size, -1)
+    finish()
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(before, on_device, strict=True))
+    assert torch.equal(memory.view(expected.shape), expected)
+
+
+def _host_view(memory, group, layer_bytes):
+    """The same layers with the host's sizes."""
+    from dataclasses import replace
+
+    layers = tuple(
+        replace(layer, runs=PageRuns(tensor_index=0, offset_bytes=0, run_bytes=layer_bytes))
+        for layer in group.layers
+    )
+    return packed_view(memory, replace(group, layers=layers))

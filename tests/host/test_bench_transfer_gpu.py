@@ -1,0 +1,112 @@
+"""The GPU part of scripts/bench_transfer.py over emulated streams: its numbers mean nothing, its way does."""
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from emulated import calls, tools
+
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module("transfer_gpu"), importlib.import_module("bench_transfer")
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture
+def gpu(scripts):
+    class Emulated(scripts[0].Gpu):
+        def __init__(self):
+            self.device = torch.device("cpu")
+
+        def tools(self, page_bytes):
+            return tools(page_bytes)
+
+        def pinned(self, *shape):
+            return torch.zeros(shape, dtype=torch.uint8)
+
+        def timed(self, *calls_):
+            began = time.perf_counter()
+            for call in calls_:
+                call()
+            submit = time.perf_counter() - began
+            calls().play(1)
+            return submit, time.perf_counter() - began
+
+        def model_step(self):
+            return lambda: None
+
+    return Emulated()
+
+
+@pytest.mark.parametrize(
+    ("layout", "host_layout", "arrangement"),
+    [
+        ("bf16", "bf16", "layer_major"),
+        ("fp4", "fp4", "token_major"),
+        ("bf16", "fp4", "layer_major"),
+    ],
+)
+def test_every_engine_gets_a_row(scripts, gpu, monkeypatch, layout, host_layout, arrangement):
+    transfer_gpu, bench = scripts
+    monkeypatch.setattr(transfer_gpu, "ROUNDS", 1)
+
+    def caches(arrangement, pages, page_bytes, device):
+        return bench.caches(arrangement, pages, page_bytes, device, layer_count=3, page_size=2)
+
+    rows = transfer_gpu.measure_shape(
+        gpu, caches, MLAKVCacheLayout(layout), MLAKVCacheLayout(host_layout), KVArrangement(arrangement),
+        layers=3, page_size=2, page_counts=(2, 5),
+    )  # fmt: skip
+    engines = ["staged", "kernel"] if layout != host_layout else ["staged", "copy_engine", "kernel"]
+    found = [(row["engine"], row["pages"], row["scattered"]) for row in rows]
+    assert found == [(e, pages, s) for e in engines for pages in (2, 5) for s in (True, False)]
+    row_bytes = {"bf16": 1152, "fp4": 416}
+    for row in rows:
+        assert row["moved_bytes"] == row["pages"] * 3 * 2 * row_bytes[host_layout]
+        assert row["device_bytes_per_moved"] == pytest.approx(
+            row_bytes[layout] / row_bytes[host_layout], abs=1e-3
+        )
+        for name in ("submit_us", "solo_of_pinned_copy", "of_pinned_copy", "model_step_ratio"):
+            assert row[f"to_host_{name}"] > 0
+            assert row[f"to_device_{name}"] > 0
+
+
+def test_targets():
+    sys.path.insert(0, str(SCRIPTS))
+    from transfer_gpu import missed
+
+    good = {
+        "engine": "staged", "layout": "bf16", "host_layout": "bf16", "arrangement": "layer_major",
+        "pages": 1024, "scattered": True, "run_bytes": 73728, "moved_bytes": 73728 * 61 * 1024,
+        "device_bytes_per_moved": 1.0,
+        **{f"{d}_of_pinned_copy": 0.96 for d in ("to_host", "to_device")},
+        **{f"{d}_submit_us": 150.0 for d in ("to_host", "to_device")},
+    }  # fmt: skip
+    peer = {"pages": 1024, "to_host_of_pinned_copy": 0.9, "to_device_of_pinned_copy": 0.9}
+    assert missed([good], [peer]) == []
+    assert len(missed([{**good, "to_host_of_pinned_copy": 0.94}], [peer])) == 1
+    assert len(missed([good], [{**peer, "to_device_of_pinned_copy": 0.97}])) == 1
+    assert len(missed([{**good, "to_device_submit_us": 201.0}], [peer])) == 1
+    transcoded = {**good, "host_layout": "fp4", "device_bytes_per_moved": 1152 / 416}
+    assert missed([transcoded], [peer]) == []
+    assert len(missed([{**transcoded, "to_host_of_pinned_copy": 0.79}], [peer])) == 1
+    runs = 61 * 1024
+    batch = {
+        **good,
+        "engine": "copy_engine",
+        "to_host_submit_us": 0.69 * runs,
+        "to_device_submit_us": 0.69 * runs,
+    }
+    assert missed([batch], [peer]) == []
+    assert len(missed([{**batch, "to_host_submit_us": 0.71 * runs}], [peer])) == 1
+    assert len(missed([{**batch, "to_host_of_pinned_copy": 0.5}], [peer])) == 1
+    assert missed([{**batch, "to_host_of_pinned_copy": 0.5, "run_bytes": 26624}], [peer]) == []

@@ -1,0 +1,110 @@
+"""Which engine: the decision from rates, and what is measured. The rates themselves need a GPU."""
+
+import logging
+
+import pytest
+import torch
+
+from sgl_kvpool.host import lanes
+from sgl_kvpool.host.choice import LinkRates, choose
+
+ALL = {"run_bytes": 73728, "converts": False, "io_backend": "direct", "is_pinned": True}
+
+
+def rates(link=55.0, **gb_per_s):
+    return LinkRates(link, {int(n.removeprefix("_")): rate for n, rate in gb_per_s.items()}, 0.6)
+
+
+#: The copy engine reaches 95 % of the link, 52.25 GB/s, from 65536 bytes on.
+SOME = rates(_8192=7.0, _16384=20.0, _32768=45.0, _65536=52.3, _131072=53.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "crossover"),
+    [
+        (SOME, 65536),
+        (rates(_8192=54.0, _16384=54.0), 8192),
+        (rates(_8192=54.0, _16384=40.0, _32768=54.0), 32768),  # what lies below a gap does not count
+        (rates(_8192=1.0, _1048576=52.0), None),
+        (rates(), None),
+    ],
+)
+def test_crossover(found, crossover):
+    assert found.crossover_bytes == crossover
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "reason"),
+    [
+        ({}, "copy_engine", "runs of 73728 bytes, and 65536 are enough"),
+        ({"run_bytes": 26624}, "staged", "runs of 26624 bytes, the link wants 65536"),
+        ({"rates": None}, "staged", "the link wants none"),
+        ({"io_backend": "kernel"}, "staged", "page numbers stay on the GPU with io backend kernel"),
+        ({"converts": True}, "staged", "rows change their layout"),
+        ({"is_pinned": False}, "torch", "not pinned"),
+        ({"is_pinned": False, "requested": "kernel"}, "torch", "not pinned"),
+        *(
+            ({"requested": name, "io_backend": io}, name, "asked for")
+            for name in ("staged", "copy_engine", "kernel")
+            for io in ("kernel", "direct")
+        ),
+    ],
+)
+def test_choice(changes, engine, reason):
+    found = choose(**{"requested": "auto", "rates": SOME, **ALL, **changes})
+    assert found[0] == engine
+    assert reason in found[1]
+
+
+@pytest.fixture
+def plan():
+    from test_plan import side
+
+    from sgl_kvpool.host.plan import TransferPlan
+
+    return TransferPlan(side("layer_major", 0)[0], side("page_major", 0)[0], "kv")
+
+
+def gpu_engines(plan, requested, pieces=True):
+    from sgl_kvpool.host.jobs import RegisteredPieces
+
+    pages = plan.target.tensors[0].view(torch.uint8)
+    given = RegisteredPieces() if pieces else None
+    return lanes._gpu_engines(plan, pages, torch.device("cpu"), requested, "kernel", given)
+
+
+def test_engines_that_cannot_be_built(monkeypatch, failures, plan):
+    """Torch's copies instead, which is said; by name it is an error."""
+
+    def fails():
+        raise RuntimeError("ninja exited with status 1")
+
+    monkeypatch.setattr(lanes, "gpu_calls", fails)
+    made = gpu_engines(plan, "auto")
+    assert [engine(plan).name for engine in made] == ["torch", "torch"]
+    assert failures() == {"engine_build": 1}
+    with pytest.raises(RuntimeError, match="ninja"):
+        gpu_engines(plan, "kernel")
+
+
+@pytest.mark.parametrize("requested", ["auto", "staged", "copy_engine", "kernel"])
+def test_one_line_says_which_and_why(monkeypatch, caplog, plan, requested):
+    from emulated import calls
+
+    monkeypatch.setattr(lanes, "gpu_calls", calls)
+    with caplog.at_level(logging.INFO, logger="sgl_kvpool"):
+        made = gpu_engines(plan, requested)
+    name = "staged" if requested == "auto" else requested
+    assert [engine(plan).name for engine in made] == [name, name]
+    lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
+    assert [line.partition(": ")[2].partition(":")[0] for line in lines] == [
+        f"engine {name} to host", f"engine {name} to device"
+    ]  # fmt: skip
+
+
+def test_pageable_memory_is_torchs(monkeypatch, plan):
+    from emulated import calls
+
+    monkeypatch.setattr(lanes, "gpu_calls", calls)
+    for requested in ("auto", "kernel"):
+        assert [e(plan).name for e in gpu_engines(plan, requested, pieces=False)] == ["torch", "torch"]

@@ -1,0 +1,79 @@
+"""The CUDA of the transfer engines: it compiles for Hopper, without spills, with 16-byte accesses."""
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
+HOPPER = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a"]
+
+
+def nvcc():
+    found = sorted(SITE.glob("nvidia/**/bin/nvcc"))
+    if not found:
+        pytest.skip("SGLang's dependencies on this platform bring no nvcc")
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What ptxas says, and the device code, of what sglang.kernels.jit is given."""
+    import tvm_ffi
+
+    folder = tmp_path_factory.mktemp("cuda")
+    include = Path(tvm_ffi.__file__).parent / "include"
+    command = [nvcc(), *HOPPER, "-Xptxas=-v", "-I", include, "-cubin", CSRC / "bind_tvm_ffi.cu"]
+    done = subprocess.run(
+        [*command, "-o", folder / "engines.cubin"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    return done.stderr, folder / "engines.cubin"
+
+
+def test_no_kernel_spills(compiled):
+    output, _ = compiled
+    assert len(re.findall("Compiling entry function", output)) == 12  # 4 widths of words, 4 pairs both ways
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
+    assert len(frames) >= 12
+    assert set(frames) == {("0", "0", "0")}
+    # 512 threads of a block share 65536 registers, 1024 of a copying one.
+    entries = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", output, flags=re.S)
+    for name, registers in entries:
+        assert int(registers) <= (64 if "copy_pages" in name else 128), name
+
+
+def test_rows_move_16_bytes_at_a_time(compiled):
+    """By instructions for global memory; nothing is kept in local memory."""
+    _, cubin = compiled
+    nvdisasm = SITE / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not nvdisasm.exists():
+        pytest.skip("triton brings no nvdisasm on this platform")
+    text = subprocess.check_output([nvdisasm, cubin], text=True)
+    kernels = dict(re.findall(r"\.text\.(\w+):\n(.*?)(?=\.text\.\w+:|\Z)", text, flags=re.S))
+    assert len(kernels) == 12
+    for name, code in kernels.items():
+        assert not re.search(r"\b(LD|ST|LDL|STL)\.", code), name
+        if "convert_pages" in name:
+            assert re.search(r"\bLDG\.E\.(64|128)", code), name
+            assert re.search(r"\bSTG\.E\.(64|128)", code), name
+    (wide,) = (code for name, code in kernels.items() if "copy_pages" in name and "Bytes16" in name)
+    loads, stores = (len(re.findall(rf"\b{word}\.E\.128", wide)) for word in ("LDG", "STG"))
+    assert loads == stores >= 4  # as many as a lane has in flight
+
+
+def test_compiles_for_torchs_loader(tmp_path):
+    """The other binding, without linking it: where SGLang is absent."""
+    import torch
+
+    include = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    flags = [word for folder in include for word in ("-I", folder)]
+    command = [nvcc(), *HOPPER, *flags, "-I", CSRC, "-DTORCH_EXTENSION_NAME=engines", "--cuda", "-o"]
+    done = subprocess.run(
+        [*command, tmp_path / "out.ii", CSRC / "bind_torch.cu"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
