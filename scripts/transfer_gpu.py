@@ -242,7 +242,7 @@ def _measure_peer(
     return row
 
 
-#: Targets: share of a pinned copy, multiple of it in bytes of BF16, microseconds of CPU time.
+#: Targets: share of a pinned copy, multiple of it in bytes of BF16, CPU time.
 _OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
 _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 
@@ -251,8 +251,8 @@ def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
     """Which targets were missed, by name.
 
     `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` is never
-    slower than SGLang's best backend. BF16 to FP4: 2.2 times a pinned copy, in bytes of BF16. And the CPU time
-    to submit.
+    slower than SGLang's best backend. BF16 to FP4: 2.2 times a pinned copy, in bytes of BF16. And the CPU
+    time to submit.
     """
     found = []
     for row in rows:

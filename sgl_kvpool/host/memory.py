@@ -108,6 +108,7 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
         status = cudart.cudaHostRegister(address, size, 0)
         if int(status) != 0:
             _undo(cudart, registered)
+            _forget_error()
             metrics.failed(
                 "registration",
                 f"cudaHostRegister of {size} bytes, {offset} of {buffer.nbytes} done: error {int(status)}, "
@@ -121,6 +122,15 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
             logger.info("sgl-kvpool: pinning the host tier, %.0f of %.0f GB", done, total)
     setattr(buffer, _CUDA_HOST_REGISTERED_RANGES_ATTR, registered)
     return True
+
+
+def _forget_error() -> None:
+    """Take back what CUDA keeps of a failed call, which the next launch of a kernel would report as its own."""
+    if torch.cuda.is_available():
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError as error:  # what was kept, or a GPU that is gone: the next call says it again
+            logger.debug("sgl-kvpool: after a failed registration: %s", error)
 
 
 def _undo(cudart: Any, registered: list[tuple[int, int]]) -> None:

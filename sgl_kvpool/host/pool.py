@@ -18,18 +18,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from sgl_kvpool import metrics
-from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.canonical import CanonicalKVCaches
 from sgl_kvpool.host import memory
 from sgl_kvpool.host.conversion import host_layout_problem
 from sgl_kvpool.host.jobs import RegisteredPieces
 from sgl_kvpool.host.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.host.lanes import make_lanes
-from sgl_kvpool.host.slots import DevicePages, pages_of, slot_list_problem
-from sgl_kvpool.host.stored_pages import StoredPagesPool, storage_format_tag
+from sgl_kvpool.host.moved_pages import MovedPagesPool, kv_group
+from sgl_kvpool.host.stored_pages import storage_format_tag
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["HierarchicalMLAHostPool"]
 
 
-class HierarchicalMLAHostPool(StoredPagesPool):
+class HierarchicalMLAHostPool(MovedPagesPool):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
 
     Parameters
@@ -128,7 +126,7 @@ class HierarchicalMLAHostPool(StoredPagesPool):
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
         self._device_views = [CanonicalKVCaches.from_pool(pool, page_size) for pool in pools]
-        counts = [_kv_group(view).num_pages for view in self._device_views]
+        counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
@@ -236,132 +234,3 @@ class HierarchicalMLAHostPool(StoredPagesPool):
     def get_size_per_token(self) -> int:
         """Bytes of a token in all layers."""
         return self.layer_num * self.row_format.row_bytes
-
-    # ---------------------------------------------------------------- page state
-
-    def clear(self) -> None:
-        """Forget all pages."""
-        self._lost = np.zeros(self.page_num, dtype=bool)
-        super().clear()
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots of free pages, or None if there are not as many."""
-        slots = super().alloc(need_size)
-        if slots is not None:
-            self._lost[pages_of(slots, self.page_size)] = False
-        return slots
-
-    def slots_problem(self, host_slots: torch.Tensor, *, allocated_here: bool = True) -> str | None:
-        """Why these slots cannot be loaded; None if they can.
-
-        Parameters
-        ----------
-        host_slots : Tensor [tokens], int64
-        allocated_here : bool
-            False for the tier of a draft, whose slots are its target's.
-
-        Returns
-        -------
-        str or None
-            They are no list of pages, or a page is free, or was lost in its backup.
-        """
-        problem = slot_list_problem(host_slots, self.page_size, self.page_num)
-        if problem is not None or not len(host_slots):
-            return problem
-        if allocated_here and not bool(self.slot_used[host_slots].all()):
-            return "a host page of the list is not allocated"
-        if self._lost[pages_of(host_slots, self.page_size)].any():
-            return "a host page of the list was lost in its backup"
-        return None
-
-    def device_slots_problem(self, device_slots: torch.Tensor) -> str | None:
-        """Why these slots of the device pool are no list of its pages; None if they are.
-
-        None for a list on a GPU as well: to look at it is to wait for all that the GPU has been given, at
-        every load and every backup. Such lists come from SGLang's allocator.
-        """
-        if device_slots.device.type != "cpu":
-            return None
-        num_pages = _kv_group(self._device_views[0]).num_pages
-        return slot_list_problem(device_slots, self.page_size, num_pages, first_page=1)
-
-    # ---------------------------------------------------------------- transfers
-
-    def load_to_device_per_layer(
-        self,
-        device_pool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        layer_id: int,
-        io_backend: str,
-        *,
-        is_draft: bool = False,
-    ) -> None:
-        """Host pages of one layer to device pages; the lists were checked when they were queued.
-
-        Raises
-        ------
-        RuntimeError
-            A page that was lost in its backup.
-        Exception
-            Engine and torch failed; see `Lane.run`.
-        """
-        if not is_draft and layer_id not in self._host_layer_by_controller:
-            return  # a layer of another pipeline stage
-        host_layer = self._host_layer_by_controller[layer_id]
-        host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        if self._lost[host_pages].any():
-            # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
-            raise RuntimeError("a host page that was lost in its backup is to be loaded")
-        draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
-        lanes = self._lanes.to_device
-        lane, part = (lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)
-        lane.run(host_pages, device_pages, part)
-
-    def backup_from_device_all_layer(
-        self, device_pool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
-    ) -> None:
-        """Device pages of all layers, drafts included, to host pages.
-
-        A failure is not raised: SGLang would stop, and it need not. The pages are marked lost, every later
-        load of them is a miss, and no store gets them.
-        """
-        host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        try:
-            for lane in self._lanes.to_host:
-                lane.run(device_pages, host_pages)
-        except Exception as error:  # whatever it is, these pages are not backed up
-            self._lost[host_pages] = True
-            metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
-        else:
-            self._lost[host_pages] = False
-
-    def slots_for_transfer(
-        self, host_slots: torch.Tensor, device_slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both lists where the engines want them: the host's on the CPU, where SGLang has it anyway.
-
-        The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
-        for the GPU, as SGLang's own `direct` backend does.
-        """
-        if self._lanes.needs_page_numbers:
-            device_slots = device_slots.cpu()
-        return host_slots, device_slots
-
-    def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
-        """Lists for the lanes. The layers of a load get the same objects, which engines know it by."""
-        known_host, known_device, lists = self._listed
-        if known_host is not host_slots or known_device is not device_slots:
-            host_pages = pages_of(host_slots.cpu(), self.page_size)
-            if self._lanes.needs_page_numbers:
-                lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
-            else:
-                lists = host_pages, DevicePages(device_slots, self.page_size)
-            self._listed = (host_slots, device_slots, lists)
-        return lists
-
-
-def _kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
-    """The one group of a dense MLA pool."""
-    (group,) = caches.groups
-    return group

@@ -76,7 +76,7 @@ def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, arrangement
 
 @pytest.mark.engine(NARROW, "bf16-rows", "fp4")
 def test_a_narrower_host_tier(record):
-    """bf16 on the device, fp4 on the host: the same tokens, with the host's rounding in their probabilities."""
+    """bf16 on the device, fp4 on the host: the same tokens, the host's rounding in their probabilities."""
     answers = record(NARROW)
     assert (answers["info"]["kv_cache_layout"], answers["info"]["kv_host_layout"]) == ("bf16", "fp4")
     found = answers["host_tier"]
@@ -100,8 +100,8 @@ def test_a_narrower_host_tier(record):
     # A ratio of 8 is 8 times the pool's 1024 tokens of bf16, in bytes.
     pages = 1024 * 8 * 1152 // 416 // PAGE_SIZE + 1
     assert (
-        f"sgl-kvpool: host tier of {pages} pages of 16 tokens ({PAGE_SIZE * LAYERS * 416} bytes, all 3 layers), "
-        "page_first, rows fp4-r512-p64-b416-v1 of bf16-r512-p64-b1152-v1 on the device, engine cpu"
+        f"sgl-kvpool: host tier of {pages} pages of 16 tokens ({PAGE_SIZE * LAYERS * 416} bytes, all 3 "
+        "layers), page_first, rows fp4-r512-p64-b416-v1 of bf16-r512-p64-b1152-v1 on the device, engine cpu"
     ) in answers["log"]
 
 

@@ -17,6 +17,7 @@ constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp, 1 MB for 16 bl
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch of anybody's in this process would report it
   throw std::runtime_error(std::string("sgl-kvpool: ") + what + ": " + cudaGetErrorString(status));
 }
 
