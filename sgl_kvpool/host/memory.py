@@ -125,7 +125,7 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
 
 
 def _forget_error() -> None:
-    """Take back what CUDA keeps of a failed call, which the next launch of a kernel would report as its own."""
+    """Take back what CUDA keeps of a failed call: the next launch of a kernel would report it as its own."""
     if torch.cuda.is_available():
         try:
             torch.zeros(1, device="cuda")

@@ -139,3 +139,54 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
     model[0].k_scale_float = 1.0
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
     assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments", "row_bytes"),
+    [
+        ("fp4", [], 416),
+        ("bf16", ["--kv-host-layout", "fp4"], 416),
+        ("bf16", ["--kv-cache-arrangement", "token_major"], 1152),
+        ("bf16", [], None),  # SGLang's own host pool
+        ("fp4", ["without"], None),
+    ],
+)
+def test_page_buffers_on_a_gpu_are_charged(
+    configurator, resolve, checkpoints, monkeypatch, layout, arguments, row_bytes
+):
+    """Eight slots of 16 pages of three layers. No CUDA device can be resolved: the view says it is one."""
+    from types import SimpleNamespace as Namespace
+
+    from sglang.srt.arg_groups import overrides
+
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.pools import page_buffer_bytes
+
+    tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
+    arguments = [a for a in arguments if a != "without"]
+    args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout, *tier, *arguments)
+    kvc = Namespace(
+        server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
+        layer_info=Namespace(num_effective_layers=LAYERS), spec_aux_config=None,
+        spec_algorithm=Namespace(is_eagle=lambda: False),
+    )  # fmt: skip
+    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == 0  # on a CPU
+    real = overrides.resolving_view
+
+    class OnAGpu:
+        device = "cuda"
+
+        def __init__(self, args):
+            self._view = real(args)
+
+        def __getattr__(self, name):
+            return getattr(self._view, name)
+
+    monkeypatch.setattr(overrides, "resolving_view", OnAGpu)
+    expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
+    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected
+    kvc.spec_algorithm, kvc.spec_aux_config = (
+        Namespace(is_eagle=lambda: True),
+        Namespace(eagle_draft_num_layers=1),
+    )
+    assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
