@@ -124,6 +124,24 @@ def test_every_code_and_scale_comes_back(device, host):
     assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
 
 
+@pytest.mark.parametrize(("device", "host"), NARROWER)
+def test_a_page_may_travel_again(device, host):
+    """Rounded once: what comes back encodes to the same values, at the second time at the latest."""
+    own, other = formats(device, host)
+    there = RowConversion(source=own, target=other, k_scales=(1.0,))
+    for sigma in (1e-6, 1e-4, 0.003, 1.0, 1000.0):
+        values = (torch.randn(300, 576, generator=torch.Generator().manual_seed(3)) * sigma).bfloat16()
+        rows_ = encode_rows(values[:, :512], values[:, 512:], own)
+        trips = []
+        for _ in range(4):
+            rows_ = converted(there.reversed(), converted(there, rows_)).contiguous()
+            trips.append(rows_)
+        assert torch.equal(trips[1], trips[2])
+        assert torch.equal(trips[2], trips[3])
+        if sigma in (0.003, 1.0) and device == "bf16":
+            assert torch.equal(trips[0], trips[1])
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(("device", "host"), NARROWER)
