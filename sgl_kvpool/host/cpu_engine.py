@@ -39,9 +39,17 @@ def _module() -> Any:
         return cpp.load(
             "sgl_kvpool_cpu_engine",
             sources=[str(_SOURCES / "cpu_engine.cpp")],
-            extra_cflags=["-std=c++20", "-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
+            extra_cflags=_flags(torch.backends.cpu.get_cpu_capability()),
             extra_include_paths=[str(_SOURCES)],
         )
+
+
+def _flags(capability: str) -> list[str]:
+    """For g++, by what torch found the CPU to be; part of the key under which tvm-ffi keeps the result."""
+    flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
+    # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
+    flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+    return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
 
 
 @contextmanager

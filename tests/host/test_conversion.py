@@ -124,10 +124,10 @@ def test_every_code_and_scale_comes_back(device, host):
     assert torch.equal(converted(back, narrow), back.convert(narrow, 0))
 
 
-@pytest.mark.parametrize(("device", "host"), NARROWER)
-def test_a_page_may_travel_again(device, host):
+@pytest.mark.parametrize("host", ["fp8_block_scale", "fp4"])
+def test_a_page_of_bf16_may_travel_again(host):
     """Rounded once: what comes back encodes to the same values, at the second time at the latest."""
-    own, other = formats(device, host)
+    own, other = formats("bf16", host)
     there = RowConversion(source=own, target=other, k_scales=(1.0,))
     for sigma in (1e-6, 1e-4, 0.003, 1.0, 1000.0):
         values = (torch.randn(300, 576, generator=torch.Generator().manual_seed(3)) * sigma).bfloat16()
@@ -138,7 +138,7 @@ def test_a_page_may_travel_again(device, host):
             trips.append(rows_)
         assert torch.equal(trips[1], trips[2])
         assert torch.equal(trips[2], trips[3])
-        if sigma in (0.003, 1.0) and device == "bf16":
+        if sigma in (0.003, 1.0):
             assert torch.equal(trips[0], trips[1])
 
 

@@ -108,6 +108,16 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
     assert done.stdout.split()[-1] == str(tmp_path)
 
 
+def test_instructions_are_those_of_the_machine():
+    from sgl_kvpool.host.cpu_engine import _flags
+
+    assert "-mavx2" in _flags("AVX2")
+    assert "-mavx2" in _flags("AVX512")
+    for capability in ("DEFAULT", "NO AVX", "VSX", "SVE256"):
+        assert not [flag for flag in _flags(capability) if flag.startswith("-m")]
+    assert not [flag for flag in _flags("AVX2") if "fast" in flag or "fma" in flag]
+
+
 def test_nothing_is_copied_of_lists_that_are_none():
     source, _ = side("page_major", distinct)
     target, to_pages = side("layer_major", -18)

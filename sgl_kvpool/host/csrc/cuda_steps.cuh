@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
 
 // A warp per row, a lane per block of 16 values.
 template <Latent kFrom, Latent kTo>
-__global__ void __launch_bounds__(kConvertThreads)
+__global__ void __launch_bounds__(kConvertThreads, 1)
     convert_pages_kernel(Transfer transfer, RowLayout from, RowLayout to, const float* k_scales) {
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kConvertThreads) + threadIdx.x) / kWarp;

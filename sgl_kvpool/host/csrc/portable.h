@@ -10,7 +10,7 @@
 #define KVPOOL_UNROLL _Pragma("unroll")
 #else
 #define KVPOOL_HD inline
-#define KVPOOL_UNROLL _Pragma("GCC unroll 16")
+#define KVPOOL_UNROLL  // g++ makes vectors of loops, and none of what it has unrolled before
 #endif
 
 namespace kvpool {

@@ -24,38 +24,37 @@ KVPOOL_HD float bf16_value(uint16_t bits) { return float_of(static_cast<uint32_t
 // Round to nearest even; NaN stays NaN.
 KVPOOL_HD uint16_t bf16_bits(float value) {
   const uint32_t bits = bits_of(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
 // What encoders see of a bf16: NaN becomes 0, infinities the largest finite value.
 KVPOOL_HD float finite_value(uint16_t bits) {
-  const uint32_t magnitude = bits & 0x7FFFu;
-  if (magnitude > 0x7F80u) return 0.0f;
-  return bf16_value(magnitude == 0x7F80u ? static_cast<uint16_t>(bits - 1) : bits);
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16, magnitude = wide & 0x7FFFFFFFu;
+  const uint32_t finite = magnitude == 0x7F800000u ? wide - 0x10000u : wide;
+  return float_of(magnitude > 0x7F800000u ? 0u : finite);
 }
 
 // ---------------------------------------------------------------------------------------------- e4m3
 
 KVPOOL_HD float e4m3_value(uint8_t code) {
-  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
-  const uint32_t exponent = (code >> 3) & 15u, mantissa = code & 7u;
-  if ((code & 0x7Fu) == 0x7Fu) return float_of(sign | 0x7FC00000u);
-  if (exponent == 0) return float_of(sign | bits_of(multiply(static_cast<float>(mantissa), 0x1p-9f)));
-  return float_of(sign | ((exponent + 120u) << 23) | (mantissa << 20));
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24, size = code & 0x7Fu;
+  const uint32_t normal = (size << 20) + (120u << 23);
+  const uint32_t subnormal = bits_of(multiply(static_cast<float>(static_cast<int32_t>(size)), 0x1p-9f));
+  const uint32_t bits = size < 8u ? subnormal : normal;
+  return float_of(sign | (size == 0x7Fu ? 0x7FC00000u : bits));
 }
 
 // Nearest code of a finite value, which is clamped to +-448.
 KVPOOL_HD uint8_t e4m3_code(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 24) & 0x80u;
-  float size = float_of(bits & 0x7FFFFFFFu);
-  if (size > kE4m3Max) size = kE4m3Max;
+  const float whole = float_of(bits & 0x7FFFFFFFu);
+  const float size = whole > kE4m3Max ? kE4m3Max : whole;
   // Below 2^-6 steps are 2^-9 wide, the spacing of fp32 between 2^14 and 2^15: the addition itself rounds.
-  const uint32_t rounded =
-      size < 0x1p-6f ? bits_of(add(size, 16384.0f)) - bits_of(16384.0f)
-                     : ((bits_of(size) + 0x7FFFFu + ((bits_of(size) >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
-  return static_cast<uint8_t>(sign | rounded);
+  const uint32_t subnormal = bits_of(add(size, 16384.0f)) - bits_of(16384.0f);
+  const uint32_t normal = ((bits_of(size) + 0x7FFFFu + ((bits_of(size) >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
+  return static_cast<uint8_t>(sign | (size < 0x1p-6f ? subnormal : normal));
 }
 
 // --------------------------------------------------------------------------------------- ue5m3, e2m1
@@ -77,7 +76,7 @@ KVPOOL_HD uint32_t ue5m3_byte(float value) {
 
 // Nearest e2m1 magnitude of a non-negative value; above 6 gives 6.
 KVPOOL_HD float e2m1_rounded(float size) {
-  if (size > kE2m1Max) size = kE2m1Max;
+  size = size > kE2m1Max ? kE2m1Max : size;
   // Steps are half of the value's power of two, 0.5 below 1: fp32 numbers 2^22 times that power apart as wide.
   const float power = size < 1.0f ? 1.0f : float_of(bits_of(size) & 0x7F800000u);
   const float spacer = float_of(bits_of(power) + (22u << 23));
@@ -85,21 +84,38 @@ KVPOOL_HD float e2m1_rounded(float size) {
 }
 
 KVPOOL_HD uint32_t e2m1_code(float rounded) {
-  return rounded < 1.0f ? (rounded > 0.0f ? 1u : 0u) : (bits_of(rounded) >> 22) - 252u;
+  const uint32_t below_one = rounded > 0.0f ? 1u : 0u, from_one = (bits_of(rounded) >> 22) - 252u;
+  return rounded < 1.0f ? below_one : from_one;
 }
 
 KVPOOL_HD float e2m1_value(uint32_t code) {
   const uint32_t sign = (code & 8u) << 28, magnitude = code & 7u;
-  if (magnitude < 2) return float_of(sign | (magnitude ? 0x3F000000u : 0u));
-  return float_of(sign | ((magnitude + 252u) << 22));
+  const uint32_t below_one = magnitude * 0x3F000000u, from_one = (magnitude + 252u) << 22;
+  return float_of(sign | (magnitude < 2u ? below_one : from_one));
 }
 
 // One try at a block: its scale byte, its magnitudes packed 4 bits each, and the sum of squared errors.
 struct E2m1Try {
   uint32_t scale_byte;
-  uint32_t codes[2];
+  Bytes8 codes;
   float error;
 };
+
+// Values of a block that are tried together: half of it needs half the registers, all of it is a vector of a CPU.
+// Either is a step of the pairwise sum.
+#ifdef __CUDA_ARCH__
+constexpr int kAtOnce = 8;
+#else
+constexpr int kAtOnce = 16;
+#endif
+
+// 8 values in 4 bits each, the first lowest.
+KVPOOL_HD uint32_t packed(const uint32_t codes[8]) {
+  uint32_t word = 0;
+  KVPOOL_UNROLL
+  for (int i = 0; i < 8; ++i) word |= codes[i] << (4 * i);
+  return word;
+}
 
 KVPOOL_HD E2m1Try e2m1_try(const float sizes[kBlock], float largest, float anchor) {
   E2m1Try result;
@@ -107,21 +123,28 @@ KVPOOL_HD E2m1Try e2m1_try(const float sizes[kBlock], float largest, float ancho
   if (largest > 0.0f && result.scale_byte == 0) result.scale_byte = 1;
   const float scale = ue5m3_value(result.scale_byte);
   const float divisor = scale > 0.0f ? scale : 1.0f;
-  result.codes[0] = result.codes[1] = 0;
-  float squares[kBlock];
+  result.error = 0.0f;
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const float rounded = e2m1_rounded(divide(sizes[i], divisor));
-    result.codes[i / 8] |= e2m1_code(rounded) << (4 * (i % 8));
-    const float difference = subtract(sizes[i], multiply(rounded, scale));
-    squares[i] = multiply(difference, difference);
+  for (int first = 0; first < kBlock; first += kAtOnce) {
+    float squares[kAtOnce];
+    uint32_t codes[kAtOnce];
+    KVPOOL_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float size = sizes[first + i];
+      const float rounded = e2m1_rounded(divide(size, divisor));
+      codes[i] = e2m1_code(rounded);
+      const float difference = subtract(size, multiply(rounded, scale));
+      squares[i] = multiply(difference, difference);
+    }
+    KVPOOL_UNROLL
+    for (int i = 0; i < kAtOnce; i += 8) result.codes.word[(first + i) / 8] = packed(codes + i);
+    KVPOOL_UNROLL
+    for (int width = 1; width < kAtOnce; width *= 2) {
+      KVPOOL_UNROLL
+      for (int i = 0; i < kAtOnce; i += 2 * width) squares[i] = add(squares[i], squares[i + width]);
+    }
+    result.error = first == 0 ? squares[0] : add(result.error, squares[0]);
   }
-  KVPOOL_UNROLL
-  for (int width = 1; width < kBlock; width *= 2) {
-  KVPOOL_UNROLL
-    for (int i = 0; i < kBlock; i += 2 * width) squares[i] = add(squares[i], squares[i + width]);
-  }
-  result.error = squares[0];
   return result;
 }
 
@@ -129,28 +152,39 @@ KVPOOL_HD E2m1Try e2m1_try(const float sizes[kBlock], float largest, float ancho
 KVPOOL_HD Bytes8 e2m1_encode(const uint16_t values[kBlock], uint8_t* scale_byte) {
   float sizes[kBlock];
   float largest = 0.0f;
-  uint32_t signs[2] = {0, 0};
+  Bytes8 codes;
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t bits = bits_of(finite_value(values[i]));
-    sizes[i] = float_of(bits & 0x7FFFFFFFu);
-    largest = sizes[i] > largest ? sizes[i] : largest;
-    signs[i / 8] |= (bits >> 31) << (4 * (i % 8) + 3);
+  for (int first = 0; first < kBlock; first += kAtOnce) {
+    uint32_t signs[kAtOnce];
+    KVPOOL_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t bits = bits_of(finite_value(values[first + i]));
+      const float size = float_of(bits & 0x7FFFFFFFu);
+      sizes[first + i] = size;
+      largest = size > largest ? size : largest;
+      signs[i] = (bits >> 31) << 3;
+    }
+    KVPOOL_UNROLL
+    for (int i = 0; i < kAtOnce; i += 8) codes.word[(first + i) / 8] = packed(signs + i);
   }
   const E2m1Try first = e2m1_try(sizes, largest, 6.0f), second = e2m1_try(sizes, largest, 4.0f);
   const bool better = second.error < first.error;  // strictly: a tie keeps the first
   *scale_byte = static_cast<uint8_t>(better ? second.scale_byte : first.scale_byte);
-  Bytes8 codes;
-  codes.word[0] = (better ? second.codes[0] : first.codes[0]) | signs[0];
-  codes.word[1] = (better ? second.codes[1] : first.codes[1]) | signs[1];
+  KVPOOL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    codes.word[half] |= better ? second.codes.word[half] : first.codes.word[half];
+  }
   return codes;
 }
 
 KVPOOL_HD void e2m1_decode(Bytes8 codes, uint8_t scale_byte, uint16_t values[kBlock]) {
   const float scale = ue5m3_value(scale_byte);
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    values[i] = bf16_bits(multiply(scale, e2m1_value((codes.word[i / 8] >> (4 * (i % 8))) & 15u)));
+  for (int half = 0; half < 2; ++half) {
+    KVPOOL_UNROLL
+    for (int i = 0; i < kBlock / 2; ++i) {
+      values[8 * half + i] = bf16_bits(multiply(scale, e2m1_value((codes.word[half] >> (4 * i)) & 15u)));
+    }
   }
 }
 
@@ -160,11 +194,7 @@ KVPOOL_HD void bf16_read(const uint8_t* from, uint16_t values[kBlock]) {
   KVPOOL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const Bytes16 bytes = load<Bytes16>(from + 16 * half);
-  KVPOOL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      values[8 * half + 2 * i] = static_cast<uint16_t>(bytes.word[i]);
-      values[8 * half + 2 * i + 1] = static_cast<uint16_t>(bytes.word[i] >> 16);
-    }
+    std::memcpy(values + 8 * half, &bytes, sizeof bytes);
   }
 }
 
@@ -172,10 +202,7 @@ KVPOOL_HD void bf16_write(uint8_t* to, const uint16_t values[kBlock]) {
   KVPOOL_UNROLL
   for (int half = 0; half < 2; ++half) {
     Bytes16 bytes;
-  KVPOOL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      bytes.word[i] = values[8 * half + 2 * i] | static_cast<uint32_t>(values[8 * half + 2 * i + 1]) << 16;
-    }
+    std::memcpy(&bytes, values + 8 * half, sizeof bytes);
     store(to + 16 * half, bytes);
   }
 }
@@ -197,22 +224,20 @@ KVPOOL_HD void bf16_write_words(uint8_t* to, const uint16_t values[kBlock]) {
   }
 }
 
-KVPOOL_HD void e4m3_decode(Bytes16 codes, float scale, uint16_t values[kBlock]) {
+KVPOOL_HD void e4m3_decode(Bytes16 bytes, float scale, uint16_t values[kBlock]) {
+  uint8_t codes[kBlock];
+  std::memcpy(codes, &bytes, sizeof bytes);
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const uint8_t code = static_cast<uint8_t>(codes.word[i / 4] >> (8 * (i % 4)));
-    values[i] = bf16_bits(multiply(e4m3_value(code), scale));
-  }
+  for (int i = 0; i < kBlock; ++i) values[i] = bf16_bits(multiply(e4m3_value(codes[i]), scale));
 }
 
 KVPOOL_HD Bytes16 e4m3_encode(const uint16_t values[kBlock], float scale) {
-  Bytes16 codes = {{0, 0, 0, 0}};
+  uint8_t codes[kBlock];
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t code = e4m3_code(divide(finite_value(values[i]), scale));
-    codes.word[i / 4] |= code << (8 * (i % 4));
-  }
-  return codes;
+  for (int i = 0; i < kBlock; ++i) codes[i] = e4m3_code(divide(finite_value(values[i]), scale));
+  Bytes16 bytes;
+  std::memcpy(&bytes, codes, sizeof bytes);
+  return bytes;
 }
 
 // Largest magnitude of a block; a tile's is the largest of its blocks'.
