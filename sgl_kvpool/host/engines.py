@@ -17,93 +17,20 @@ engine                  device to host                             host to devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
-from sgl_kvpool.host.jobs import CopyJob, KernelJob, RegisteredPieces, counted_from
-from sgl_kvpool.host.page_buffer import PageBuffer
-from sgl_kvpool.host.page_view import packed_view
+from sgl_kvpool.host.gpu_engine import EngineTools, GpuEngine, contiguous
+from sgl_kvpool.host.jobs import CopyJob, KernelJob
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.slots import DevicePages, page_numbers
+from sgl_kvpool.host.staged_engine import StagedEngine
 
 __all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEngine"]
 
-#: Bytes of a page that go to the device at once: enough that a copy costs the link more (5 us) than asking
-#: for it costs the CPU (0.6 us), few enough that the first layers are there early.
-_GROUP_BYTES = 256 << 10
 
-
-@dataclass(frozen=True)
-class EngineTools:
-    """What engines of one direction share.
-
-    Attributes
-    ----------
-    calls : module
-        Of `gpu_calls`.
-    device : torch.device
-        Of the pool.
-    buffer : PageBuffer or None
-        Only `staged` needs it.
-    pieces : RegisteredPieces
-        Of the host tier.
-    current_stream : callable
-        Number of the stream that steps are to be enqueued on.
-    make_event : callable
-        An event with `record`, `query` and `elapsed_time`, for the metrics.
-    """
-
-    calls: Any
-    device: torch.device
-    buffer: PageBuffer | None = None
-    pieces: RegisteredPieces = field(default_factory=RegisteredPieces)
-    current_stream: Callable[[], int] = lambda: torch.cuda.current_stream().cuda_stream
-    make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)
-
-
-def _numbers(pages: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(pages, dtype=np.int64)
-
-
-class _Engine:
-    """Which side is the device, and lists as compiled code takes them."""
-
-    #: Steps are enqueued, not done, when `copy` returns.
-    is_asynchronous = True
-
-    def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
-        self.plan, self.tools, self.to_host = plan, tools, to_host
-
-    def _sides(self, source: Any, target: Any) -> tuple[Any, Any]:
-        """Device first."""
-        return (source, target) if self.to_host else (target, source)
-
-    def _check(self, source: np.ndarray | DevicePages, target: np.ndarray | DevicePages) -> None:
-        """What can be checked without waiting for the GPU: lengths, and the host's pages."""
-        if len(source) != len(target):
-            raise ValueError(f"{len(source)} source pages for {len(target)} target pages")
-        _, host_pages = self._sides(source, target)
-        _, group = self._sides(self.plan.source_group, self.plan.target_group)
-        numbers = page_numbers(host_pages)
-        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < group.num_pages):
-            raise ValueError(
-                f"host pages {numbers.min()} to {numbers.max()} asked for; there are {group.num_pages}"
-            )
-
-    def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:
-        """Slots, or page numbers, in device memory, and slots per page."""
-        if isinstance(pages, DevicePages):
-            return pages.on(self.tools.device), pages.page_size
-        # Short lists are copied before this returns, from wherever they are; longer ones wait for the stream.
-        return torch.from_numpy(_numbers(pages)).to(self.tools.device, non_blocking=True), 1
-
-
-class CopyEngine(_Engine):
+class CopyEngine(GpuEngine):
     """Pages by the copy engine alone; see the module.
 
     Parameters
@@ -134,7 +61,7 @@ class CopyEngine(_Engine):
     ) -> None:
         """Enqueue copies of pages, of all parts or of one. Waits for the GPU if a list is there."""
         self._check(source_pages, target_pages)
-        source, target = (_numbers(page_numbers(pages)) for pages in (source_pages, target_pages))
+        source, target = (contiguous(page_numbers(pages)) for pages in (source_pages, target_pages))
         job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
             job.address,
@@ -146,7 +73,7 @@ class CopyEngine(_Engine):
         )
 
 
-class KernelEngine(_Engine):
+class KernelEngine(GpuEngine):
     """Pages by a kernel that reaches into pinned host memory; see the module.
 
     Parameters
@@ -193,164 +120,6 @@ class KernelEngine(_Engine):
             len(source_pages),
             self.tools.current_stream(),
         )
-
-
-@dataclass(frozen=True)
-class _Hops:
-    """Both hops of some parts of a page, and how many pages a slot of the page buffer holds of them."""
-
-    kernel: KernelJob
-    copy: CopyJob
-    slot_pages: int
-
-
-class StagedEngine(_Engine):
-    """Pages through the page buffer; see the module.
-
-    Parameters
-    ----------
-    plan : TransferPlan
-        With or without a conversion. Parts may have different sizes.
-    tools : EngineTools
-        With a page buffer whose slots hold a page of all parts.
-    to_host : bool
-        Direction.
-    """
-
-    name = "staged"
-
-    def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
-        super().__init__(plan, tools, to_host)
-        if tools.buffer is None:
-            raise ValueError("engine staged needs a page buffer")
-        self._buffer = tools.buffer
-        host = plan.target_group if to_host else plan.source_group
-        parts = range(len(host.layers))
-        # A pipeline stage may have no layer.
-        self._groups: list[range] = [] if not parts else [parts] if to_host else _load_groups(host)
-        self._hops = [self._make_hops(group) for group in self._groups]
-        self._group_of = {part: i for i, group in enumerate(self._groups) for part in group}
-        self._load: _Load | None = None
-
-    def _make_hops(self, parts: Sequence[int]) -> _Hops:
-        """Kernel and copies between device pages and a slot, and between a slot and host pages."""
-        plan = self.plan
-        source, target = (
-            CanonicalKVCaches(caches.tensors, (_some(group, parts),))
-            for caches, group in ((plan.source, plan.source_group), (plan.target, plan.target_group))
-        )
-        host = target if self.to_host else source
-        (group,) = host.groups
-        pages = self._buffer.pages(group.bytes_per_page)
-        slot = packed_view(pages, group)
-        conversion = plan.conversion
-        if conversion is not None:
-            conversion = replace(conversion, k_scales=tuple(conversion.k_scales[i] for i in parts))
-        name, base, places = group.name, self._buffer.memory.data_ptr(), range(len(parts))
-        if self.to_host:
-            hop = TransferPlan(source, slot, name, conversion).copy_runs
-            gathered = counted_from(hop, target_base=base)
-            copied = counted_from(TransferPlan(slot, target, name).copy_runs, source_base=base)
-            kernel = KernelJob(gathered, self.tools.device, conversion, places)
-        else:
-            copied = counted_from(TransferPlan(source, slot, name).copy_runs, target_base=base)
-            hop = TransferPlan(slot, target, name, conversion).copy_runs
-            kernel = KernelJob(counted_from(hop, source_base=base), self.tools.device, conversion, places)
-        return _Hops(kernel, CopyJob(copied, self.tools.pieces), len(pages))
-
-    def copy(
-        self,
-        source_pages: np.ndarray | DevicePages,
-        target_pages: np.ndarray | DevicePages,
-        part: int | None = None,
-    ) -> None:
-        """Enqueue the steps that move pages, of all parts, or of the group of parts that one is of.
-
-        A load asks for one part after the other, with the same lists. Its first part of a group brings all of
-        the group.
-        """
-        device_pages, host_pages = self._sides(source_pages, target_pages)
-        stream = self.tools.current_stream()
-        if self.to_host:
-            self._check(source_pages, target_pages)
-            self._store(device_pages, page_numbers(host_pages), stream)
-            return
-        load = self._load
-        if part is None or load is None or not load.goes_on(device_pages, host_pages, part):
-            self._check(source_pages, target_pages)
-            slots, stride = self._on_device(device_pages)
-            load = _Load(device_pages, host_pages, slots, stride, _numbers(page_numbers(host_pages)))
-            self._load = load
-            self.tools.calls.begin_load(self._buffer.handle, stream)
-        for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
-            if group not in load.groups:
-                self._load_group(load, group, stream)
-                load.groups.add(group)
-        if part is not None:
-            load.parts.add(part)
-
-    def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:
-        slots, stride = self._on_device(device_pages)
-        numbers = _numbers(host_pages)
-        for hops in self._hops:
-            self.tools.calls.staged_store(
-                self._buffer.handle,
-                hops.kernel.address,
-                hops.copy.address,
-                slots.data_ptr(),
-                stride,
-                numbers.ctypes.data,
-                len(numbers),
-                hops.slot_pages,
-                stream,
-            )
-
-    def _load_group(self, load: _Load, group: int, stream: int) -> None:
-        hops = self._hops[group]
-        self.tools.calls.staged_load(
-            self._buffer.handle,
-            hops.copy.address,
-            hops.kernel.address,
-            load.numbers.ctypes.data,
-            load.slots.data_ptr(),
-            load.stride,
-            len(load.numbers),
-            hops.slot_pages,
-            stream,
-        )
-
-
-class _Load:
-    """A load that is under way: its lists, where compiled code finds them, and what has been asked for."""
-
-    def __init__(
-        self, device_pages: Any, host_pages: Any, slots: torch.Tensor, stride: int, numbers: np.ndarray
-    ):
-        self._lists = (device_pages, host_pages)
-        self.slots, self.stride, self.numbers = slots, stride, numbers
-        self.groups: set[int] = set()
-        self.parts: set[int] = set()
-
-    def goes_on(self, device_pages: Any, host_pages: Any, part: int) -> bool:
-        """Whether a request is one more part of this load: the same lists, a part not asked for yet."""
-        same = device_pages is self._lists[0] and host_pages is self._lists[1]
-        return same and part not in self.parts
-
-
-def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
-    return replace(group, layers=tuple(group.layers[i] for i in parts))
-
-
-def _load_groups(host: CanonicalGroup) -> list[range]:
-    """Parts in their order, as many together as make up `_GROUP_BYTES` of a host page."""
-    groups: list[range] = []
-    first, size_bytes = 0, 0
-    for part, layer in enumerate(host.layers):
-        size_bytes += layer.runs.size_bytes
-        if size_bytes >= _GROUP_BYTES or part == len(host.layers) - 1:
-            groups.append(range(first, part + 1))
-            first, size_bytes = part + 1, 0
-    return groups
 
 
 #: By name.

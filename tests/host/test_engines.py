@@ -15,11 +15,12 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.host import page_buffer
 from sgl_kvpool.host.conversion import RowConversion
-from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, KernelEngine, StagedEngine, _load_groups
+from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, KernelEngine, StagedEngine
 from sgl_kvpool.host.jobs import CopyJob, RegisteredPieces
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.slots import DevicePages
+from sgl_kvpool.host.staged_engine import _load_groups
 
 #: What tests of order are about: more pages than slots, several groups of layers.
 MANY = 40
@@ -183,7 +184,7 @@ class Server:
         sizes = {"layers": 5, "tokens": 2, "row": 16}
         self.page_bytes = 5 * 2 * 16
         small_slots(monkeypatch, self.page_bytes, 3)
-        monkeypatch.setattr("sgl_kvpool.host.engines._GROUP_BYTES", 2 * 2 * 16)
+        monkeypatch.setattr("sgl_kvpool.host.staged_engine._GROUP_BYTES", 2 * 2 * 16)
         self.device, self.on_device = side(arrangement, 0, pages=MANY, **sizes)
         self.host, self.on_host = side("page_major", 0, pages=MANY, **sizes)
         self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
