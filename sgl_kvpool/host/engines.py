@@ -43,6 +43,7 @@ class CopyEngine(GpuEngine):
     """
 
     name = "copy_engine"
+    wants_page_numbers = True
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
@@ -60,8 +61,8 @@ class CopyEngine(GpuEngine):
         part: int | None = None,
     ) -> None:
         """Enqueue copies of pages, of all parts or of one. Waits for the GPU if a list is there."""
-        self._check(source_pages, target_pages)
         source, target = (contiguous(page_numbers(pages)) for pages in (source_pages, target_pages))
+        self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
             job.address,
@@ -86,6 +87,7 @@ class KernelEngine(GpuEngine):
     """
 
     name = "kernel"
+    wants_page_numbers = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)

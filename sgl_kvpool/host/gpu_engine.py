@@ -77,7 +77,8 @@ class GpuEngine:
 
     def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:
         """Slots, or page numbers, in device memory, and slots per page."""
-        if isinstance(pages, DevicePages):
-            return pages.on(self.tools.device), pages.page_size
+        if isinstance(pages, DevicePages) and pages.slots.device == self.tools.device:
+            return pages.slots.to(torch.int64).contiguous(), pages.page_size
+        pages = page_numbers(pages)
         # Short lists are copied before this returns, from wherever they are; longer ones wait for the stream.
         return torch.from_numpy(contiguous(pages)).to(self.tools.device, non_blocking=True), 1

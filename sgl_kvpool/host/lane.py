@@ -62,6 +62,7 @@ class Lane:
         Exception
             Torch failed too. What the target pages hold is not known.
         """
+        self._count_what_is_over()
         try:
             self._timed(self.engine, source_pages, target_pages, part)
         except Exception as error:  # whatever it is, torch may still do it
@@ -90,16 +91,24 @@ class Lane:
     def _on_stream(
         self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None, size_bytes: int
     ) -> None:
-        """One more step of the transfer at hand; those that are over are counted, without waiting for any."""
+        """One more step of the transfer at hand, or the first of another."""
         last = self._under_way[-1] if self._under_way else None
         if last is None or not last.goes_on(source_pages, target_pages, part):
-            while self._under_way and self._under_way[0].seconds() is not None:
-                over = self._under_way.pop(0)
-                metrics.transferred(self.direction, over.engine, over.size_bytes, over.seconds() or 0.0)
             last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
-            self._under_way.append(last)
         engine.copy(source_pages, target_pages, part)
         last.end(size_bytes, part)
+        # Not before: an event that was never recorded says that it is over, and has no time.
+        if not self._under_way or self._under_way[-1] is not last:
+            self._under_way.append(last)
+
+    def _count_what_is_over(self) -> None:
+        """Metrics of transfers before the last one whose events have been reached; waits for none."""
+        while len(self._under_way) > 1:
+            seconds = self._under_way[0].seconds()
+            if seconds is None:
+                return
+            over = self._under_way.pop(0)
+            metrics.transferred(self.direction, over.engine, over.size_bytes, seconds)
 
 
 class _OnStream:

@@ -18,7 +18,6 @@ from sgl_kvpool.host.cpu_engine import engine_class
 from sgl_kvpool.host.engines import GPU_ENGINES, EngineTools, StagedEngine
 from sgl_kvpool.host.gpu_calls import gpu_calls
 from sgl_kvpool.host.jobs import RegisteredPieces
-from sgl_kvpool.host.labels import GPU_ENGINE_NAMES
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.page_buffer import PageBuffer
 from sgl_kvpool.host.page_view import host_view
@@ -48,10 +47,7 @@ class Lanes:
     @property
     def needs_page_numbers(self) -> bool:
         """Whether an engine wants lists of device pages on the CPU."""
-        return any(
-            lane.engine.name not in GPU_ENGINE_NAMES or lane.engine.name == "copy_engine"
-            for lane in (*self.to_host, *self.to_device)
-        )
+        return any(lane.engine.wants_page_numbers for lane in (*self.to_host, *self.to_device))
 
     @property
     def engines(self) -> str:
@@ -140,12 +136,24 @@ def _gpu_engines(
 ) -> tuple[Engine, Engine]:
     """What makes the engines of both directions, which is fixed here."""
     try:
-        calls = gpu_calls()
-    except Exception as error:  # no CUDA compiler, a cache folder that cannot be written
+        return _built_engines(plan, pages, device, requested, io_backend, pieces)
+    except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
         if requested != "auto":
             raise
         metrics.failed("engine_build", "the GPU engines", error=error)
         return TorchEngine, TorchEngine
+
+
+def _built_engines(
+    plan: TransferPlan,
+    pages: torch.Tensor,
+    device: torch.device,
+    requested: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> tuple[Engine, Engine]:
+    """The same, or whatever an engine fails with."""
+    calls = gpu_calls()
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
     converts, is_pinned = plan.conversion is not None, pieces is not None
     wants_rates = requested == "auto" and io_backend == "direct" and not converts and pieces is not None

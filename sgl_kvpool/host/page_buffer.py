@@ -14,12 +14,15 @@ _SLOTS = 4
 #: Bytes of a slot, if a page is not longer. Long enough that a wait between two slots costs less than 1 % of
 #: the 300 us that a link needs for it; the first slot of a store, which nothing overlaps, stays short.
 _SLOT_BYTES = 16 << 20
+#: What slots begin at multiples of, so that kernels find pages where they were told.
+_ALIGNMENT_BYTES = 256
 #: Pages of a slot at most.
 _SLOT_PAGES = 16
 
 
 def _slot_bytes(page_bytes: int) -> int:
-    return max(page_bytes, min(_SLOT_BYTES, _SLOT_PAGES * page_bytes))
+    wanted = max(page_bytes, min(_SLOT_BYTES, _SLOT_PAGES * page_bytes))
+    return -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def buffer_bytes(page_bytes: int) -> int:
@@ -33,7 +36,7 @@ def buffer_bytes(page_bytes: int) -> int:
     Returns
     -------
     int
-        At most 128 MiB and 128 pages, or, if pages are longer than 16 MiB, 8 of them.
+        At most 128 MiB, or, if pages are longer than 16 MiB, 8 of them.
     """
     return 2 * _SLOTS * _slot_bytes(page_bytes)
 

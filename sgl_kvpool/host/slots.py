@@ -37,14 +37,6 @@ class DevicePages:
         """`[pages]` int64. Waits for the GPU if the list is there."""
         return pages_of(self.slots.cpu(), self.page_size)
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The slots on a device, contiguous int64.
-
-        Those that come from the CPU belong to the current stream: torch gives their memory to somebody else
-        on that stream only, and everything of ours that reads them is done when it gets there.
-        """
-        return self.slots.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
-
 
 def page_numbers(pages: np.ndarray | DevicePages) -> np.ndarray:
     """`[pages]` int64 of either kind of list."""

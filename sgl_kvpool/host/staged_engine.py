@@ -46,6 +46,7 @@ class StagedEngine(GpuEngine):
     """
 
     name = "staged"
+    wants_page_numbers = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
@@ -105,17 +106,19 @@ class StagedEngine(GpuEngine):
             return
         load = self._load
         if part is None or load is None or not load.goes_on(device_pages, host_pages, part):
+            self._load = None
             self._check(source_pages, target_pages)
             slots, stride = self._on_device(device_pages)
             load = _Load(device_pages, host_pages, slots, stride, contiguous(page_numbers(host_pages)))
-            self._load = load
             self.tools.calls.begin_load(self._buffer.handle, stream)
+        self._load = None  # if the following fails, what is asked for next begins anew
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
             if group not in load.groups:
                 self._load_group(load, group, stream)
                 load.groups.add(group)
         if part is not None:
             load.parts.add(part)
+        self._load = load
 
     def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:
         slots, stride = self._on_device(device_pages)

@@ -21,6 +21,8 @@ class TorchEngine:
 
     name = "torch"
     is_asynchronous = False
+    #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
+    wants_page_numbers = True
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan

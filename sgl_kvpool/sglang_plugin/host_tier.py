@@ -21,7 +21,7 @@ def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
     hooks: tuple[Callable, ...] = (
         *(_build_kv_host_pool, _build_mha_mla_host_pool, _attach_storage_backend, _load, _write),
-        _move_pool_indices,
+        *(_move_pool_indices, _move_indices),
         *(_generic_page_get, _generic_page_set, _page_set_zero_copy),
     )
     targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
@@ -149,6 +149,13 @@ def _move_pool_indices(original, self, host_pool, host_indices, device_indices, 
     if not _ours(host_pool):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
     return host_pool.slots_for_transfer(host_indices, device_indices)
+
+
+def _move_indices(original, self, host_indices, device_indices):
+    """The same for controllers of a single pool, which decode servers offload with."""
+    if not _ours(self.mem_pool_host):
+        return original(self, host_indices, device_indices)
+    return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)
 
 
 # -------------------------------------------------------------------- stores that copy

@@ -146,6 +146,10 @@ HOST_TIER = (
         ("self", "host_pool", "host_indices", "device_indices", "write_back_jit"),
     ),
     Seam(
+        "sglang.srt.managers.cache_controller.HiCacheController.move_indices",
+        ("self", "host_indices", "device_indices"),
+    ),
+    Seam(
         "sglang.srt.managers.cache_controller.HiCacheController._generic_page_get",
         ("self", "operation", "hash_values", "host_indices", "extra_info"),
     ),

@@ -27,7 +27,9 @@ def calls():
 
 
 class Event:
-    """Of the metrics: there is no time here."""
+    """Of the metrics, as torch's: one that was never recorded is over, and has no time."""
+
+    recorded = False
 
     def record(self):
         self.recorded = True
@@ -36,8 +38,8 @@ class Event:
         return True
 
     def elapsed_time(self, later):
-        assert self.recorded
-        assert later.recorded
+        if not (self.recorded and later.recorded):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return 1.5
 
 

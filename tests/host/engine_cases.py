@@ -61,8 +61,43 @@ def slots_of(pages, page_size, device):
     return DevicePages(slots.to(device), page_size)
 
 
+#: What is stored and loaded, as (device pages, host pages) and (host pages, device pages).
+SCATTERED = (
+    [([5, 0, 8], [1, 11, 4]), ([2, 7], [0, 9])],
+    [([11, 4, 9], [3, 0, 6]), ([1], [8])],
+)
+#: Neighbours on both sides, more than three in a row.
+ADJACENT = (
+    [([2, 3, 4, 5, 6], [1, 2, 3, 4, 5]), ([0, 1], [8, 9])],
+    [([1, 2, 3, 4], [3, 4, 5, 6]), ([8, 9], [0, 1])],
+)
+
+
+def hard_values(count, width, generator):
+    """bf16 of every size, zeros, subnormals, infinities and NaN: rows of random bits among others."""
+    values = torch.randn(count, width, generator=generator)
+    values *= torch.exp2(torch.randint(-60, 40, (count, 1), generator=generator).float())
+    values = values.bfloat16()
+    values[::7] = 0
+    bits = torch.randint(-(1 << 15), 1 << 15, values[3::5].shape, generator=generator)
+    values[3::5] = bits.to(torch.int16).view(torch.bfloat16)
+    return values
+
+
 def round_trip(
-    engine, own, other, arrangement, page_size, *, device, make_tools, finish, make_host=None, pages=9
+    engine,
+    own,
+    other,
+    arrangement,
+    page_size,
+    *,
+    device,
+    make_tools,
+    finish,
+    make_host=None,
+    pages=9,
+    geometry=(512, 64),
+    lists=SCATTERED,
 ):
     """Two stores and two loads at once, without and with a conversion; every byte of both sides is compared.
 
@@ -81,8 +116,13 @@ def round_trip(
     make_host : callable, optional
         Host memory of `(pages, page_bytes)`.
     pages : int
+    geometry : (int, int)
+        Rank and rope.
+    lists
+        Of `SCATTERED`, `ADJACENT`.
     """
-    formats = [MLAKVCacheLayout(name).row_format(512, 64) for name in (own, other)]
+    rank = geometry[0]
+    formats = [MLAKVCacheLayout(name).row_format(*geometry) for name in (own, other)]
     caches, on_device = device_pool(arrangement, pages, page_size, formats[0].row_bytes, device)
     (group,) = caches.groups
     page_bytes = LAYERS * page_size * formats[1].row_bytes
@@ -95,8 +135,8 @@ def round_trip(
         conversion = RowConversion(source=formats[0], target=formats[1], k_scales=K_SCALES)
     generator = torch.Generator().manual_seed(page_size)
     for layer, k_scale in zip(on_device, K_SCALES, strict=True):
-        values = torch.randn(pages * page_size, 576, generator=generator).bfloat16()
-        stored = encode_rows(values[:, :512], values[:, 512:], formats[0], k_scale=k_scale)
+        values = hard_values(pages * page_size, sum(geometry), generator)
+        stored = encode_rows(values[:, :rank], values[:, rank:], formats[0], k_scale=k_scale)
         layer.copy_(stored.view(layer.shape).to(device))
     before = [layer.cpu().clone() for layer in on_device]
 
@@ -108,13 +148,12 @@ def round_trip(
         rows = rows.reshape(-1, formats[1].row_bytes)
         return rows if conversion is None else conversion.reversed().convert(rows, layer)
 
-    lists = [([5, 0, 8], [1, 11, 4]), ([2, 7], [0, 9])]
     expected = memory.clone().view(pages + 3, LAYERS, page_size, -1)
     kept = []
     store = GPU_ENGINES[engine](
         TransferPlan(caches, host, "kv", conversion), make_tools(page_bytes, memory), True
     )
-    for taken, put in lists:
+    for taken, put in lists[0]:
         kept.append((slots_of(taken, page_size, device), np.array(put)))
         store.copy(*kept[-1])
         for layer in range(LAYERS):
@@ -129,7 +168,7 @@ def round_trip(
         make_tools(page_bytes, memory),
         False,
     )
-    for taken, put in [([11, 4, 9], [3, 0, 6]), ([1], [8])]:
+    for taken, put in lists[1]:
         kept.append((np.array(taken), slots_of(put, page_size, device)))
         for layer in range(LAYERS):
             load.copy(*kept[-1], layer)

@@ -306,3 +306,10 @@ def test_formats_that_no_host_tier_has():
     none = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="no conversion between these row formats"):
         _module().convert_pages(torch.zeros(1, 8, dtype=torch.int64), none, none, *kinds, torch.ones(1), 1)
+
+
+def test_compiled_code_knows_every_pair_that_the_start_allows():
+    for layout in MLAKVCacheLayout:
+        own = layout.row_format(512, 64)
+        for host in narrower_layouts(own):
+            check(own, own.in_layout(host), torch.randn(3, 576).bfloat16())

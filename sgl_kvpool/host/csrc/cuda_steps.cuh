@@ -92,8 +92,9 @@ inline bool has_batches() {
 #if CUDART_VERSION >= 12080
 inline cudaError_t copy_batch(FlatCopies& copies, bool host_is_source, cudaStream_t stream) {
   cudaMemcpyAttributes attributes = {};
-  // Pages of the host tier do not change while a load of them is under way: the tree holds them. What is read on
-  // the device was written by steps before this one on the stream, and may be written by steps behind it.
+  // A load may read at any time, also before what stands before it on the stream: no step there writes its host
+  // pages, as SGLang loads a page only once its backup was acknowledged, and frees none that is being loaded. What a
+  // store reads on the device was written by steps before it, and may be overwritten by steps behind it.
   attributes.srcAccessOrder = host_is_source ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;
@@ -114,23 +115,31 @@ struct CudaSteps {
   using Event = cudaEvent_t;
 
   void run(const KernelJob& job, const Transfer& transfer, Stream stream) {
-    const auto blocks = static_cast<unsigned>(job.blocks);
     if (job.from != nullptr) {
       const bool known = for_formats(job.from->latent, job.to->latent, [&]<Latent kFrom, Latent kTo>() {
-        convert_pages_kernel<kFrom, kTo>
-            <<<blocks, kConvertThreads, 0, stream>>>(transfer, *job.from, *job.to, job.k_scales);
+        launch(convert_pages_kernel<kFrom, kTo>, job.blocks, kConvertThreads, stream, transfer, *job.from, *job.to,
+               job.k_scales);
       });
       if (!known) throw std::runtime_error("sgl-kvpool: no conversion between these row formats");
     } else if (job.word_bytes == 16) {
-      copy_pages_kernel<Bytes16><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+      launch(copy_pages_kernel<Bytes16>, job.blocks, kCopyThreads, stream, transfer);
     } else if (job.word_bytes == 8) {
-      copy_pages_kernel<Bytes8><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+      launch(copy_pages_kernel<Bytes8>, job.blocks, kCopyThreads, stream, transfer);
     } else if (job.word_bytes == 4) {
-      copy_pages_kernel<uint32_t><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+      launch(copy_pages_kernel<uint32_t>, job.blocks, kCopyThreads, stream, transfer);
     } else {
-      copy_pages_kernel<uint8_t><<<blocks, kCopyThreads, 0, stream>>>(transfer);
+      launch(copy_pages_kernel<uint8_t>, job.blocks, kCopyThreads, stream, transfer);
     }
-    check(cudaGetLastError(), "a kernel of the transfer engine");
+  }
+
+  // With the launch's own status: what cudaGetLastError keeps may be another library's failure.
+  template <typename... Parameters, typename... Arguments>
+  void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, Stream stream, Arguments... arguments) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.stream = stream;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel of the transfer engines");
   }
 
   // `stream` is not the default one, which batches refuse.
@@ -164,8 +173,12 @@ struct CudaSteps {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
     return event;
   }
-  // When a process ends the context may be gone before these.
-  void free_stream(Stream stream) { cudaStreamDestroy(stream); }
+  // When a process ends the context may be gone before these. The page buffer is freed after its stream: what was
+  // enqueued there is done by then.
+  void free_stream(Stream stream) {
+    cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+  }
   void free_event(Event event) { cudaEventDestroy(event); }
 };
 

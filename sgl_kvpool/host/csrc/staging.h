@@ -75,6 +75,32 @@ class Staging {
              int64_t slot_pages, Stream caller) {
     // The rows are there when the caller's stream gets here. Gathering aside must not begin before.
     begin(caller);
+    joined(caller, [&] { store_slots(gather, copy, device, host, page_count, slot_pages, caller); });
+  }
+
+  // Before the first `load` of some pages: host pages are there, and device pages free, when the caller's stream
+  // gets here. Not before each: the copies of a layer would then wait for the kernel of the layer before.
+  void begin(Stream caller) {
+    steps_.record(entry_, caller);
+    steps_.wait(side_, entry_);
+  }
+
+  // Host pages to device pages, `slot_pages` at a time: copied aside, scattered on the caller's stream.
+  void load(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+            int64_t slot_pages, Stream caller) {
+    joined(caller, [&] { load_slots(copy, scatter, host, device, page_count, slot_pages, caller); });
+  }
+
+ private:
+  static constexpr PageList kBuffer{nullptr, 1};
+
+  struct Slot {
+    size_t index;
+    int64_t base;
+  };
+
+  void store_slots(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+                   int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;
       const Slot slot = next();
@@ -89,16 +115,8 @@ class Staging {
     }
   }
 
-  // Before the first `load` of some pages: host pages are there, and device pages free, when the caller's stream
-  // gets here. Not before each: the copies of a layer would then wait for the kernel of the layer before.
-  void begin(Stream caller) {
-    steps_.record(entry_, caller);
-    steps_.wait(side_, entry_);
-  }
-
-  // Host pages to device pages, `slot_pages` at a time: copied aside, scattered on the caller's stream.
-  void load(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
-            int64_t slot_pages, Stream caller) {
+  void load_slots(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+                  int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;
       const Slot slot = next();
@@ -113,13 +131,18 @@ class Staging {
     }
   }
 
- private:
-  static constexpr PageList kBuffer{nullptr, 1};
-
-  struct Slot {
-    size_t index;
-    int64_t base;
-  };
+  // Steps that failed half way: whoever carries on (torch, on the caller's stream) comes behind what the other stream
+  // was given, and so does the memory of lists that it still reads.
+  template <typename Work>
+  void joined(Stream caller, Work&& work) {
+    try {
+      work();
+    } catch (...) {
+      steps_.record(entry_, side_);
+      steps_.wait(caller, entry_);
+      throw;
+    }
+  }
 
   Slot next() {
     const size_t index = next_++ % filled_.size();

@@ -32,6 +32,7 @@ struct Machine {
   std::map<int64_t, int64_t> recorded, reached;  // generations by event
   int64_t next_id = 1000;
   int64_t wait_number = 0, left_out = -1;
+  int64_t work_left = -1;  // kernels and copies until one fails; -1: none does
   std::mt19937 random;
 };
 
@@ -44,6 +45,7 @@ struct EmulatedSteps {
   static int64_t id(Stream stream) { return reinterpret_cast<int64_t>(stream); }
 
   void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
+    fail_if_due();
     // As a launch does, everything but what pointers point to is taken now.
     enqueue(stream, [job, transfer] {
       // Not a power of two, so that pieces of the emulated warps end anywhere.
@@ -75,6 +77,7 @@ struct EmulatedSteps {
   }
 
   void copy(const kvpool::CopyJob& job, const kvpool::Transfer& transfer, bool host_is_source, Stream stream) {
+    fail_if_due();
     kvpool::FlatCopies copies;
     kvpool::flatten(transfer, host_is_source, job.pieces, copies);
     enqueue(stream, [copies] {
@@ -107,6 +110,10 @@ struct EmulatedSteps {
   void free_event(Event) {}
 
  private:
+  static void fail_if_due() {
+    if (machine.work_left >= 0 && machine.work_left-- == 0) throw std::runtime_error("failed on purpose");
+  }
+
   static void enqueue(Stream stream, std::function<void()> work) {
     Step step;
     step.work = std::move(work);
@@ -158,6 +165,9 @@ int64_t leave_out(int64_t number) {
   return before;
 }
 
+// The kernel or copy after so many others fails when it is to be enqueued.
+void fail_after(int64_t count) { machine.work_left = count; }
+
 // Bytes that are set on a stream, as a model's kernels do.
 void fill(int64_t address, int64_t bytes, int64_t value, int64_t stream) {
   Step step;
@@ -198,6 +208,7 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
 KVPOOL_ENGINE_CALLS(EmulatedSteps, BIND)
 BIND(play, play)
 BIND(leave_out, leave_out)
+BIND(fail_after, fail_after)
 BIND(fill, fill)
 BIND(forget, forget)
 BIND(order, order)
