@@ -336,9 +336,7 @@ def test_bad_lists_are_refused_before_anything_is_enqueued():
     for engine in GPU_ENGINES.values():
         made = engine(TransferPlan(device, host, "kv"), tools(LAYERS * TOKENS * ROW), True)
         for pages in ([0, PAGES + 2], [-1, 0]):
-            with pytest.raises(
-                ValueError, match=rf"pages .* asked for; (there are|group kv has) {PAGES + 2}"
-            ):
+            with pytest.raises(ValueError, match=text):
                 made.copy(slots_of([1, 2]), np.array(pages))
         with pytest.raises(ValueError, match="2 source pages for 1 target pages"):
             made.copy(slots_of([1, 2]), np.array([0]))
