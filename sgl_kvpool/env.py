@@ -72,7 +72,7 @@ def plugin_list_problem() -> str | None:
     if not allowed or PLUGIN in [name.strip() for name in allowed.split(",")]:
         return None
     return (
-        f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout and "
-        f"--kv-cache-arrangement are then unknown arguments, and {KV_CACHE_LAYOUT} and "
-        f"{KV_CACHE_ARRANGEMENT} are ignored without a word; add {PLUGIN} to the list, or unset it"
+        f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout and its other "
+        f"arguments are then unknown, and {KV_CACHE_LAYOUT} and its like are ignored without a word; add "
+        f"{PLUGIN} to the list, or unset it"
     )

@@ -95,11 +95,23 @@ class RowConversion:
         """
         k_scale, rank = self.k_scales[layer], self.source.kv_lora_rank
         values = decode_rows(rows, self.source, k_scale=k_scale)
-        return encode_rows(values[:, :rank], values[:, rank:], self.target, k_scale=k_scale)
+        nope, rope = values[:, :rank], values[:, rank:]
+        # What encoders make of NaN and infinities, before they look for them (SGL_KVPOOL_CHECK_FINITE): rows
+        # were looked at when they were first stored, and slots that nobody filled may hold anything.
+        if self.target.nope.encoding is not Encoding.BF16:
+            nope = _finite(nope)
+        if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:
+            rope = _finite(rope)
+        return encode_rows(nope, rope, self.target, k_scale=k_scale)
 
     def numbers(self) -> tuple[list[int], list[int]]:
         """Both formats as `RowLayout` of csrc/row_conversion.h."""
         return _numbers(self.source), _numbers(self.target)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    largest = torch.finfo(values.dtype).max
+    return values.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
 
 
 def _numbers(fmt: RowFormat) -> list[int]:

@@ -66,11 +66,19 @@ def _ninja_on_path() -> Iterator[None]:
         os.environ["PATH"] = path
 
 
-def engine_class() -> type[CpuEngine] | type[TorchEngine]:
-    """`CpuEngine`, or `TorchEngine` where that cannot be built, which is logged and counted."""
+def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:
+    """`CpuEngine`, or `TorchEngine` where that cannot be built, which is logged and counted.
+
+    Parameters
+    ----------
+    required : bool
+        Raise what it fails with instead.
+    """
     try:
         _module()
     except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+        if required:
+            raise
         metrics.failed("engine_build", f"engine {CpuEngine.name}", error=error)
         return TorchEngine
     return CpuEngine

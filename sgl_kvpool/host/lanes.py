@@ -18,6 +18,7 @@ from sgl_kvpool.host.cpu_engine import engine_class
 from sgl_kvpool.host.engines import GPU_ENGINES, EngineTools, StagedEngine
 from sgl_kvpool.host.gpu_calls import gpu_calls
 from sgl_kvpool.host.jobs import RegisteredPieces
+from sgl_kvpool.host.labels import CPU_ENGINE
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.page_buffer import PageBuffer
 from sgl_kvpool.host.page_view import host_view
@@ -44,7 +45,7 @@ class Lanes:
     to_host: list[Lane]
     to_device: list[Lane]
 
-    @property
+    @functools.cached_property
     def needs_page_numbers(self) -> bool:
         """Whether an engine wants lists of device pages on the CPU."""
         return any(lane.engine.wants_page_numbers for lane in (*self.to_host, *self.to_device))
@@ -116,7 +117,7 @@ def make_lanes(
         plans.append((there, back))
     device = views[0].tensors[0].device if views[0].tensors else torch.device("cpu")
     if device.type == "cpu":
-        to_host: Engine = engine_class()
+        to_host: Engine = engine_class(required=engine == CPU_ENGINE)
         to_device: Engine = to_host
     else:
         to_host, to_device = _gpu_engines(plans[0][0], pages, device, engine, io_backend, pieces)

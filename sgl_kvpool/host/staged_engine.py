@@ -116,8 +116,7 @@ class StagedEngine(GpuEngine):
             if group not in load.groups:
                 self._load_group(load, group, stream)
                 load.groups.add(group)
-        if part is not None:
-            load.parts.add(part)
+        load.parts.update(self._group_of if part is None else [part])
         self._load = load
 
     def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:

@@ -124,9 +124,9 @@ def _pools_behind(args: Any) -> list[Any]:
 
 
 def _try_ensure_parallel_info(original, self, bootstrap_addr):
-    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help."""
+    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass."""
     try:
-        return original(self, bootstrap_addr)
+        known = original(self, bootstrap_addr)
     except RuntimeError as error:
         strings = _STRINGS.findall(str(error))
         if len(strings) != 2 or not any(_MARK in text for text in strings):
@@ -136,6 +136,16 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
             f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
             f"this decode server {_described(decode)}. {_remedy(prefill, decode)}"
         ) from error
+    if known and _MARK in self.kv_cache_dtype_str:
+        info = self.prefill_info_table.get(bootstrap_addr)
+        if info is not None and info.kv_cache_dtype is None:
+            del self.prefill_info_table[bootstrap_addr]
+            raise RuntimeError(
+                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not say what rows it "
+                f"stores, this decode server {_described(self.kv_cache_dtype_str)}. "
+                f"{_remedy('', self.kv_cache_dtype_str)}"
+            )
+    return known
 
 
 def _layout_name(text: str) -> str | None:

@@ -154,6 +154,7 @@ class Broken:
 
     name = "cpu"
     is_asynchronous = False
+    wants_page_numbers = True
 
     def __init__(self, plan):
         self.plan = plan

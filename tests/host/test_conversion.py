@@ -313,3 +313,18 @@ def test_compiled_code_knows_every_pair_that_the_start_allows():
         own = layout.row_format(512, 64)
         for host in narrower_layouts(own):
             check(own, own.in_layout(host), torch.randn(3, 576).bfloat16())
+
+
+def test_a_host_tier_looks_for_no_nan(monkeypatch):
+    """Torch stores what the engines store, where encoders were told to raise."""
+    monkeypatch.setenv("SGL_KVPOOL_CHECK_FINITE", "1")
+    own, other = formats("bf16", "fp4")
+    rows_ = torch.randn(4, 576).bfloat16()
+    rows_[1, 7], rows_[2, 500], rows_[3, 570] = float("nan"), float("-inf"), float("nan")
+    rows_ = rows_.view(torch.uint8)
+    there = RowConversion(source=own, target=other, k_scales=(1.0,))
+    assert torch.equal(converted(there, rows_), there.convert(rows_, 0))
+    own, _ = formats("fp8", "fp4")
+    back = RowConversion(source=other, target=own, k_scales=(0.5,))
+    narrow = there.convert(rows_, 0)
+    assert torch.equal(converted(back, narrow), back.convert(narrow, 0))

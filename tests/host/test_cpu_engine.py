@@ -108,6 +108,19 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
     assert done.stdout.split()[-1] == str(tmp_path)
 
 
+def test_one_that_was_asked_for_by_name_has_to_be_built(monkeypatch, failures):
+    from sgl_kvpool.host import cpu_engine
+
+    def fails():
+        raise RuntimeError("ninja exited with status 1")
+
+    monkeypatch.setattr(cpu_engine, "_module", fails)
+    assert cpu_engine.engine_class() is TorchEngine
+    assert failures() == {"engine_build": 1}
+    with pytest.raises(RuntimeError, match="ninja"):
+        cpu_engine.engine_class(required=True)
+
+
 def test_instructions_are_those_of_the_machine():
     from sgl_kvpool.host.cpu_engine import _flags
 

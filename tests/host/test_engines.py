@@ -1,5 +1,6 @@
 """The GPU engines without a GPU: their steps, addresses and row arithmetic, in orders that CUDA allows."""
 
+import dataclasses
 import itertools
 
 import engine_cases
@@ -266,6 +267,42 @@ def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
             server.load.copy(server.numbers[0], server.lists[0], part)
         calls().play(value)
         assert (server.on_device[:, ::2] == value).all()
+
+
+def test_a_load_of_all_and_then_of_each(monkeypatch):
+    """The same list objects, first without a part: what follows is a new load, not the rest of one."""
+    server = Server(monkeypatch)
+    server.on_host[...] = 5
+    server.load.copy(server.numbers[0], server.lists[0])
+    calls().play(1)
+    server.on_host[...] = 6
+    for part in range(5):
+        server.load.copy(server.numbers[0], server.lists[0], part)
+    calls().play(2)
+    assert (server.on_device[:, ::2] == 6).all()
+
+
+def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
+    server = Server(monkeypatch)
+    real, asked = calls(), []
+
+    class Fails:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def begin_load(self, *arguments):
+            asked.append(arguments)
+            if len(asked) == 1:
+                raise RuntimeError("sgl-kvpool: cudaEventRecord: failed on purpose")
+            real.begin_load(*arguments)
+
+    server.load.tools = dataclasses.replace(server.load.tools, calls=Fails())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        server.load.copy(server.numbers[0], server.lists[0], 0)
+    for part in range(1, 5):
+        server.load.copy(server.numbers[0], server.lists[0], part)
+    assert len(asked) == 2
+    calls().play(1)
 
 
 def test_layers_come_in_groups():

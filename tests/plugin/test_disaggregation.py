@@ -84,7 +84,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     made = []
     queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
 
-    def build(mode, pool, layout="as the pool", draft=None):
+    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True):
         args = ServerArgs(
             model_path="dummy", device="cpu", host="127.0.0.1", page_size=pool.page_size,
             disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
@@ -93,7 +93,9 @@ def manager_of(bootstrap, no_groups, monkeypatch):
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
         setattr(args, LAYOUT.attribute, layout)  # as a record that came from the launcher has it
-        shown = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype]
+        shown = (
+            {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype] if says_dtype else None
+        )
         queue = object.__new__(queues[mode])
         vars(queue).update(
             transfer_backend=TransferBackend.MOONCAKE, tp_rank=0, pp_rank=0, is_mla_backend=True,
@@ -186,6 +188,20 @@ def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     text = rf"stores SGLang's own rows \(bfloat16\), this decode server rows of layout {layout} \("
     with pytest.raises(RuntimeError, match=text):
         manager_of("decode", pool_of(layout)).try_ensure_parallel_info(bootstrap)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_peer_that_says_nothing_of_its_rows(manager_of, bootstrap, layout):
+    """SGLang lets it pass, as it does for a decode server with its own rows."""
+    manager_of("prefill", device_pool("bf16"), layout=None, says_dtype=False)
+    peer = manager_of("decode", pool_of(layout))
+    if layout == "bf16":
+        assert peer.try_ensure_parallel_info(bootstrap)
+        return
+    text = f"does not say what rows it stores, this decode server rows of layout {layout} .*--kv-cache-layout"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=text):
+            peer.try_ensure_parallel_info(bootstrap)
 
 
 @pytest.mark.parametrize("sides", [("bf16", None), (None, "bf16"), (None, None)])
