@@ -104,3 +104,15 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     get_parallel().clear_stamp()  # SGLang's restore leaves the rank
     publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)
+
+
+@pytest.fixture
+def nothing_left_out():
+    """Emulated streams that nothing of another test is on, and that leave out no wait."""
+    from emulated import calls
+
+    calls().leave_out(-1)
+    calls().fail_after(-1)
+    calls().forget()
+    yield
+    assert calls().play(0) == 0  # nothing of one test reaches the next

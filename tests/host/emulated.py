@@ -55,3 +55,20 @@ def tools(page_bytes, pieces=None, **changes):
         "pieces": pieces or RegisteredPieces(), "current_stream": lambda: CALLER, "make_event": Event,
     }  # fmt: skip
     return EngineTools(**{**given, **changes})
+
+
+def slots_of(pages, page_size=4):
+    """As SGLang lists them: the slots of each page in their order."""
+    pages = torch.tensor(pages, dtype=torch.int64)
+    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
+    from sgl_kvpool.host.slots import DevicePages
+
+    return DevicePages(slots, page_size)
+
+
+def small_slots(monkeypatch, page_bytes, pages):
+    """Page buffers whose slots hold few pages, so that transfers take many."""
+    from sgl_kvpool.host import page_buffer
+
+    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)
+    monkeypatch.setattr(page_buffer, "_SLOT_PAGES", pages)

@@ -1,13 +1,12 @@
-"""The GPU engines without a GPU: their steps, addresses and row arithmetic, in orders that CUDA allows."""
+"""The GPU engines without a GPU: their addresses and row arithmetic, in orders that CUDA allows."""
 
-import dataclasses
 import itertools
 
 import engine_cases
 import numpy as np
 import pytest
 import torch
-from emulated import CALLER, COMPUTE, calls, tools
+from emulated import calls, slots_of, tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, distinct, side
@@ -16,37 +15,12 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.host import page_buffer
 from sgl_kvpool.host.conversion import RowConversion
-from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, KernelEngine, StagedEngine
+from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, StagedEngine
 from sgl_kvpool.host.jobs import CopyJob, RegisteredPieces
-from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.slots import DevicePages
 from sgl_kvpool.host.staged_engine import _load_groups
 
-#: What tests of order are about: more pages than slots, several groups of layers.
-MANY = 40
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_out():
-    calls().leave_out(-1)
-    calls().fail_after(-1)
-    calls().forget()
-    yield
-    assert calls().play(0) == 0  # nothing of one test reaches the next
-
-
-def slots_of(pages, page_size=TOKENS):
-    """As SGLang lists them: the slots of each page in their order."""
-    pages = torch.tensor(pages, dtype=torch.int64)
-    slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
-    return DevicePages(slots, page_size)
-
-
-def small_slots(monkeypatch, page_bytes, pages):
-    """Page buffers whose slots hold few pages, so that transfers take many."""
-    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)
-    monkeypatch.setattr(page_buffer, "_SLOT_PAGES", pages)
+pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
@@ -176,135 +150,6 @@ def test_parts_of_several_sizes_in_one_plan(published):
         assert np.array_equal(np.concatenate([pages[2] for pages in order]), memory[5, 16:-48].numpy())
 
 
-# ---------------------------------------------------------------------------------------- order
-
-
-class Server:
-    """A pool, a host tier, and a model that writes rows and is waited for, as SGLang does it."""
-
-    def __init__(self, monkeypatch, arrangement="layer_major"):
-        sizes = {"layers": 5, "tokens": 2, "row": 16}
-        self.page_bytes = 5 * 2 * 16
-        small_slots(monkeypatch, self.page_bytes, 3)
-        monkeypatch.setattr("sgl_kvpool.host.staged_engine._GROUP_BYTES", 2 * 2 * 16)
-        self.device, self.on_device = side(arrangement, 0, pages=MANY, **sizes)
-        self.host, self.on_host = side("page_major", 0, pages=MANY, **sizes)
-        self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
-        self.load = StagedEngine(TransferPlan(self.host, self.device, "kv"), tools(self.page_bytes), False)
-        self.lists = [slots_of(range(n, MANY, 2), 2) for n in (0, 1)]
-        self.numbers = [np.arange(n, MANY, 2) for n in (1, 0)]
-        self.rounds = 0
-
-    def write(self, value_of):
-        """The model sets all rows, page by page, and SGLang's transfer stream waits for it."""
-        for tensor in self.device.tensors:
-            for page in range(MANY):
-                calls().fill(tensor[page].data_ptr(), tensor.shape[1], value_of(page), COMPUTE)
-        calls().order(COMPUTE, CALLER)
-
-    def round(self, seed):
-        """Two stores, rows overwritten behind them, two loads; whether all is right.
-
-        Other bytes in every page and every round: what an order mixes up does not look right by chance.
-        """
-        self.rounds += 1
-
-        def value_of(page):
-            return (page * 3 + self.rounds * 41) % 120
-
-        self.on_device[...], self.on_host[...] = 121, 122
-        self.write(value_of)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
-            self.store.copy(pages, numbers)
-        calls().order(CALLER, COMPUTE)  # SGLang gives the slots to others once the stores are over
-        self.write(lambda page: 123)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
-            for part in range(5):
-                self.load.copy(numbers, pages, part)
-        calls().play(seed)
-        expected = np.array([value_of(page) for page in range(MANY)])
-        stored = np.empty(MANY)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
-            stored[numbers] = expected[pages.numbers()]
-        shape = (1, MANY, *([1] * (self.on_host.ndim - 2)))
-        there = (self.on_host == stored.reshape(shape)).all()
-        return bool(there and (self.on_device == expected.reshape(shape)).all())
-
-
-@pytest.mark.parametrize("arrangement", ["layer_major", "page_major"])
-def test_every_allowed_order_gives_the_same_bytes(monkeypatch, arrangement):
-    server = Server(monkeypatch, arrangement)
-    assert all(server.round(seed) for seed in range(60))
-
-
-def test_every_wait_is_needed(monkeypatch):
-    """The control: with one wait left out, some order that CUDA would allow corrupts pages.
-
-    But for those that another wait covers here: the first use of each of the 4 slots after a round that is
-    over (1 to 7, 31 to 37), and, at the second store and the second load, which begin when the first has left
-    the caller's stream, the wait for that (15, 47) or those for the slots (16 to 22, 48 to 54).
-    """
-    server = Server(monkeypatch)
-    server.round(0)  # from here on all events have been recorded
-    covered = []
-    for left_out in range(64):
-        for seed in range(100):
-            calls().leave_out(left_out)
-            if not server.round(seed):
-                break
-        else:
-            covered.append(left_out)
-    assert calls().leave_out(-1) == 64
-    assert covered == [1, 3, 5, 7, 15, 16, 18, 20, 22, 31, 33, 35, 37, 47, 48, 50, 52, 54]
-
-
-def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
-    """The same lists, as objects: the second load brings what has become of the host pages."""
-    server = Server(monkeypatch)
-    for value in (5, 6):
-        server.on_host[...] = value
-        for part in range(5):
-            server.load.copy(server.numbers[0], server.lists[0], part)
-        calls().play(value)
-        assert (server.on_device[:, ::2] == value).all()
-
-
-def test_a_load_of_all_and_then_of_each(monkeypatch):
-    """The same list objects, first without a part: what follows is a new load, not the rest of one."""
-    server = Server(monkeypatch)
-    server.on_host[...] = 5
-    server.load.copy(server.numbers[0], server.lists[0])
-    calls().play(1)
-    server.on_host[...] = 6
-    for part in range(5):
-        server.load.copy(server.numbers[0], server.lists[0], part)
-    calls().play(2)
-    assert (server.on_device[:, ::2] == 6).all()
-
-
-def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
-    server = Server(monkeypatch)
-    real, asked = calls(), []
-
-    class Fails:
-        def __getattr__(self, name):
-            return getattr(real, name)
-
-        def begin_load(self, *arguments):
-            asked.append(arguments)
-            if len(asked) == 1:
-                raise RuntimeError("sgl-kvpool: cudaEventRecord: failed on purpose")
-            real.begin_load(*arguments)
-
-    server.load.tools = dataclasses.replace(server.load.tools, calls=Fails())
-    with pytest.raises(RuntimeError, match="on purpose"):
-        server.load.copy(server.numbers[0], server.lists[0], 0)
-    for part in range(1, 5):
-        server.load.copy(server.numbers[0], server.lists[0], part)
-    assert len(asked) == 2
-    calls().play(1)
-
-
 def test_layers_come_in_groups():
     """As many as make up 256 KiB of a page; each group is one copy of a page."""
     host, _ = side("page_major", 0, layers=61, tokens=64, row=416, pages=2)
@@ -410,78 +255,6 @@ def test_what_an_engine_cannot_do():
         CopyEngine(plan, tools(64), True)
     with pytest.raises(ValueError, match="needs a page buffer"):
         StagedEngine(plan, tools(64, buffer=None), True)
-
-
-# ---------------------------------------------------------------------------------------- lanes
-
-
-def test_a_lane_counts_a_load_once(counting):
-    device, on_device = side("layer_major", distinct)
-    host, on_host = side("page_major", -18, pages=PAGES + 2)
-    shared = tools(LAYERS * TOKENS * ROW)
-
-    def moved(engine):
-        labels = {"direction": "to_device", "engine": engine}
-        return tuple(counting(f"sgl_kvpool_transfer_{what}_total", **labels) for what in ("bytes", "seconds"))
-
-    lane = Lane(TransferPlan(host, device, "kv"), "to_device", lambda plan: KernelEngine(plan, shared, False))
-    before = moved("kernel")
-    on_host[...] = distinct(on_host.shape)
-    lists = [(np.array([1, 8]), slots_of([2, 5])), (np.array([3]), slots_of([0]))]
-    for numbers, pages in lists:
-        for part in range(LAYERS):
-            lane.run(numbers, pages, part)
-        calls().play(1)
-        assert np.array_equal(
-            on_device[:, pages.numbers()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
-        )
-    # The second transfer counts the first: nobody waits for the last.
-    after = moved("kernel")
-    assert after[0] - before[0] == 2 * LAYERS * TOKENS * ROW
-    assert after[1] - before[1] == pytest.approx(1.5e-3)
-
-
-@pytest.mark.parametrize("engine", GPU_ENGINES)
-def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, counting, failures, engine):
-    """Whichever kernel or copy of a load fails: the bytes are right, and the next load is the engine's."""
-    small_slots(monkeypatch, LAYERS * TOKENS * ROW, 2)
-    monkeypatch.setattr("sgl_kvpool.host.staged_engine._GROUP_BYTES", 2 * TOKENS * ROW)
-    device, on_device = side("layer_major", 0)
-    host, on_host = side("page_major", 0, pages=PAGES + 2)
-    shared = tools(LAYERS * TOKENS * ROW)
-    failed_loads = 0
-    for direction in ("to_host", "to_device"):
-        to_host = direction == "to_host"
-        plan = TransferPlan(device, host, "kv") if to_host else TransferPlan(host, device, "kv")
-        lane = Lane(plan, direction, lambda plan, h=to_host: GPU_ENGINES[engine](plan, shared, h))
-        for seed, steps in enumerate((0, 1, 2, 3, 5, 100)):
-            on_device[...], on_host[...] = distinct(on_device.shape), distinct(on_host.shape)[::-1]
-            numbers, pages = np.array([8, 0, 3, 5, 6]), slots_of([1, 2, 6, 0, 4])
-            expected = (on_host if to_host else on_device).copy()
-            if to_host:
-                expected[:, numbers] = on_device[:, pages.numbers()].reshape(LAYERS, 5, -1)
-            else:
-                expected[:, pages.numbers()] = on_host[:, numbers].reshape(LAYERS, 5, -1)
-            before = sum(failures().values())
-            calls().fail_after(steps)
-            lists = (pages, numbers) if to_host else (numbers, pages)
-            for part in [None] if to_host else range(LAYERS):
-                lane.run(*lists, part)
-            calls().play(seed)
-            assert np.array_equal(on_host if to_host else on_device, expected)
-            if sum(failures().values()) == before:
-                assert steps >= 1  # it had no such step
-                continue
-            failed_loads += 1
-            calls().fail_after(-1)
-            before = failures()
-            again = [(slots_of([2, 5]), np.array([1, 7])) for _ in range(3)]  # kept until all is played
-            for both in again:
-                for part in [None] if to_host else range(LAYERS):
-                    lane.run(*(both if to_host else both[::-1]), part)
-            assert calls().play(seed) > 0
-            assert failures() == before
-    assert failed_loads >= 3
 
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
