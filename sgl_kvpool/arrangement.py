@@ -203,6 +203,15 @@ class RowPlacement:
         """Row numbers from one page to the next: more than a page has where other layers lie between."""
         return self.strides_bytes["B"] // self.row_stride_bytes
 
+    @property
+    def slot_pages(self) -> tuple[int, int] | None:
+        """Page size in tokens and row numbers per page, for readers that do `slot_to_row` themselves.
+
+        The row of a slot is `slot // page_size * rows_per_page + slot % page_size`. None where slots are row
+        numbers already.
+        """
+        return None if self.slots_are_rows else (self.page_size_tokens, self._rows_per_page)
+
     def layer_view(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
         """A layer's rows in the buffer, zero-copy.
 

@@ -1,4 +1,4 @@
-"""`kvpool_mla`: SGLang attention backend that reads rows of any layout. CPU only so far.
+"""`kvpool_mla` on a CPU: SGLang attention backend that reads rows of any layout.
 
 SGLang calls it with absorbed queries and keys, 576 wide for the usual geometry. Every read of the pool
 goes through `get_row_buffer` and touches only the rows a batch refers to.
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.host import Request, RowReader, attend, merge
+from sgl_kvpool.attention.model_layers import check_layers
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.pool.arranged import RowWriteLoc
+from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class KVPoolMLABackend(AttentionBackend):
                 f"attention backend {KVPOOL_BACKEND} does not run on {model_runner.device} yet; "
                 "use --device cpu, or bf16 or fp8 with a stock --attention-backend"
             )
-        _check_layers(model_runner.model, pool)
+        check_layers(model_runner.model, pool.row_format, mha_form=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -71,8 +71,7 @@ class KVPoolMLABackend(AttentionBackend):
         self._requests: list[Request] = []
         self._row_ids = torch.empty(0, dtype=torch.int64)
         self._plan: list = []
-        self._out_cache_loc: torch.Tensor | None = None
-        self._rows_to_write = RowWriteLoc(self._row_ids)
+        self._rows_to_write = RowsToWrite(pool)
         if self.reads_own_chunk:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
 
@@ -88,7 +87,7 @@ class KVPoolMLABackend(AttentionBackend):
             queries = list(forward_batch.extend_seq_lens_cpu)
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
             stored = seq_lens if self.reads_own_chunk else prefixes
-        self._out_cache_loc = None  # SGLang may have filled the same tensor anew
+        self._rows_to_write.forget()
         self._requests = []
         query_start = rows_start = 0
         for seq_len, query_count, rows_count in zip(seq_lens, queries, stored, strict=True):
@@ -115,16 +114,6 @@ class KVPoolMLABackend(AttentionBackend):
     def support_triton(self) -> bool:
         """SGLang's helpers must take their torch path."""
         return False
-
-    def _write_loc(self, forward_batch: ForwardBatch) -> RowWriteLoc:
-        """Rows the batch writes, found once per step: SGLang may narrow `out_cache_loc` on the way."""
-        if self._out_cache_loc is not forward_batch.out_cache_loc:
-            self._out_cache_loc = forward_batch.out_cache_loc
-            loc = KVWriteLoc.for_batch(forward_batch)
-            self._rows_to_write = RowWriteLoc(
-                self.token_to_kv_pool.slot_to_row(loc.loc), physical=loc.physical
-            )
-        return self._rows_to_write
 
     # ---------------------------------------------------------------- per layer
 
@@ -163,7 +152,7 @@ class KVPoolMLABackend(AttentionBackend):
         if k_rope is None:
             k_rope = k[..., rank:]
         if save_kv_cache:
-            pool.set_mla_kv_buffer(layer, self._write_loc(forward_batch), k_nope, k_rope)
+            pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k_nope, k_rope)
 
         tokens = q.shape[0]
         if q_rope is None:
@@ -194,33 +183,3 @@ class KVPoolMLABackend(AttentionBackend):
                 )
                 merge(out[own], lse[own], piece, piece_lse)
         return out.to(q.dtype).reshape(tokens, heads * rank)
-
-
-def _check_layers(model: torch.nn.Module, pool: LayoutMLATokenToKVPool) -> None:
-    """Refuse, at start, models with layers whose attention is not what `_forward` computes."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    width = pool.row_format.head_dim
-    found = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, RadixAttention):
-            continue
-        found += 1
-        problem = None
-        if module.head_dim != width:
-            # SGLang's own DeepSeek classes have such layers beside the absorbed ones and pick per batch.
-            problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
-        elif module.sliding_window_size is not None and module.sliding_window_size > -1:
-            problem = f"has a sliding window of {module.sliding_window_size}"
-        elif module.logit_cap:
-            problem = f"caps its logits at {module.logit_cap}"
-        if problem:
-            raise ValueError(
-                f"layer {name} of {type(model).__name__} {problem}, which attention backend "
-                f"{KVPOOL_BACKEND} does not compute on a CPU; serve the model without --kv-cache-layout"
-            )
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
-            "without --kv-cache-layout"
-        )

@@ -78,6 +78,11 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         """
         return slots if self.cross_layer is None else self.cross_layer.placement.slot_to_row(slots)
 
+    @property
+    def slot_pages(self) -> tuple[int, int] | None:
+        """How slots become row numbers, for kernels: `RowPlacement.slot_pages`; None where they are."""
+        return None if self.cross_layer is None else self.cross_layer.placement.slot_pages
+
     def get_kv_size_bytes(self) -> int:
         """Bytes of all layers."""
         if self.cross_layer is None:

@@ -1,0 +1,360 @@
+"""`kvpool_mla` on CUDA: decode straight from rows of any layout, prefill over rows in bounded pieces.
+
+SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
+have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
+so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
+(`cuda_extend`). The MHA form, keys and values computed from the latent, reads no pool and stays FlashInfer's:
+the base class and its runner, with the logarithms SGLang expects (`mha_form`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend, PrefillMetadata
+from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    is_in_tc_piecewise_cuda_graph,
+)
+from sglang.srt.runtime_context import (
+    get_buffer,
+    get_exec,
+    get_parallel,
+    max_speculative_num_draft_tokens,
+)
+from sglang.srt.utils import get_cuda_graph_max_batch_size
+
+from sgl_kvpool import env
+from sgl_kvpool.attention.cuda_extend import ExtendReader, plan_extend
+from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
+from sgl_kvpool.attention.mla_decode import DecodeWorkspace, mla_decode
+from sgl_kvpool.attention.model_layers import check_layers, is_absorbed
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.attention.write_rows import RowsToWrite
+from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from sgl_kvpool.attention.extend_batch import ExtendBatch
+
+__all__ = ["KVPoolMLACudaBackend"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FewQueries:
+    """A batch with the same few queries per request: decode, verification, the draft's extend.
+
+    Attributes
+    ----------
+    row_counts : torch.Tensor
+        `[requests * queries]` int32 or int64: how much of its request's list each query sees.
+    queries_per_request : int
+    """
+
+    row_counts: torch.Tensor
+    queries_per_request: int
+
+
+class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
+    """MLA attention over a `LayoutMLATokenToKVPool` on CUDA.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        SGLang's; its pool must be a `LayoutMLATokenToKVPool`.
+    skip_prefill : bool
+        Whether it only decodes, as the backends of a draft's steps do.
+    kv_indptr_buf, q_indptr_decode_buf : torch.Tensor, optional
+        As SGLang's.
+    draft_step : int
+        For the backend of one step of a draft: tokens drafted so far, which `seq_lens` does not count.
+
+    Raises
+    ------
+    ValueError
+        Another pool, or layers this backend does not compute (sliding windows, logit caps).
+    """
+
+    #: Counts come from tensors on the device, and prefill's lengths are on the host anyway.
+    needs_cpu_seq_lens: bool = False
+    supports_ragged_verify_graph: bool = False
+
+    def __init__(
+        self,
+        model_runner,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        q_indptr_decode_buf: torch.Tensor | None = None,
+        *,
+        draft_step: int = 0,
+    ):
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, LayoutMLATokenToKVPool):
+            raise ValueError(
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
+                f"{type(pool).__name__}; start it with --kv-cache-layout"
+            )
+        check_layers(model_runner.model, pool.row_format, mha_form=True)
+        super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
+        self.draft_step = draft_step
+        self._attach(model_runner, pool)
+
+    def _attach(self, model_runner, pool: LayoutMLATokenToKVPool) -> None:
+        """What this class has beyond the base class."""
+        self.fmt = pool.row_format
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self._rows_to_write = RowsToWrite(pool)
+        self._extend: ExtendBatch | None = None
+        heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
+        most_queries = max_speculative_num_draft_tokens() or 1
+        self._row_counts = torch.zeros(requests * most_queries, dtype=torch.int32, device=self.device)
+        self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=self.device)
+        # Backends of target, draft and draft steps run one after the other and share these two.
+        self._decode_workspace = get_buffer(
+            f"kvpool_mla_decode_{heads}_{self.fmt.tag}",
+            lambda: DecodeWorkspace(self.fmt, heads, self.device),
+        )
+        if self.enable_chunk_kv:
+            self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
+        self._reader: ExtendReader | None = None
+        if not self.skip_prefill:
+            self._reader = ExtendReader(
+                self.fmt, heads, model_runner.dtype, self.device, wrapper=self.prefill_wrapper_paged
+            )
+            if self.reads_own_chunk:
+                logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
+        # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
+        # one, which nobody reads.
+        self._verify_mask = maybe_create_verify_mask(
+            is_draft_runner=model_runner.is_draft_worker,
+            skip_prefill=self.skip_prefill,
+            max_bs=requests,
+            max_context_len=self.max_context_len,
+            num_draft_tokens=max_speculative_num_draft_tokens(),
+            device=self.device,
+            is_read=False,
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where SGLang puts the mask of drafts; not read."""
+        return self._verify_mask
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Every layer reads SGLang's request table: it may not change before the last one is done."""
+        if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
+            return SharedReadEnds.POST_REPLAY
+        return super().shared_read_ends(fm)
+
+    # ---------------------------------------------------------------- once per step
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
+        """Buffers that graphs refer to; SGLang's own lists of slots are not needed."""
+        if max_num_tokens > len(self._row_counts):
+            raise ValueError(
+                f"CUDA graphs of {max_num_tokens} tokens, but {len(self._row_counts)} queries are the most "
+                "this server was sized for; lower --cuda-graph-max-bs, or raise --max-running-requests"
+            )
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Prepare a batch that is run without a CUDA graph, or whose attention is run between graphs."""
+        if _has_few_queries(forward_batch.forward_mode):
+            self.init_forward_metadata_out_graph(forward_batch)
+            self.init_forward_metadata_in_graph(forward_batch)
+            return
+        if forward_batch.forward_mode.is_dllm_extend():
+            raise NotImplementedError(
+                f"attention backend {KVPOOL_BACKEND} attends causally, which diffusion language models do "
+                "not; serve this model without --kv-cache-layout"
+            )
+        self._rows_to_write.forget()
+        self._extend = None  # worked out by the first absorbed layer: the MHA form does not need it
+        use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
+            any(forward_batch.extend_prefix_lens_cpu)
+            or get_exec().kernel.flashinfer_mla_disable_ragged
+            or is_in_tc_piecewise_cuda_graph()
+            or is_in_breakable_cuda_graph()
+        )
+        if use_ragged:
+            self.indices_updater_prefill.update(
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.seq_lens_sum,
+                forward_batch.extend_prefix_lens,
+                prefill_wrapper_paged=self.prefill_wrapper_paged,
+                use_ragged=True,
+                plan=forward_batch.kv_loc_plan,
+            )
+        else:
+            # One-shot MHA over a prefix takes the lengths of whole sequences from here.
+            requests = forward_batch.batch_size
+            self.kv_indptr[1 : requests + 1] = torch.cumsum(forward_batch.seq_lens[:requests], dim=0)
+        self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Views of static buffers for a decode-like batch; nothing to compute, and no size is looked at."""
+        if not _has_few_queries(forward_batch.forward_mode):
+            raise NotImplementedError(
+                f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
+                "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
+            )
+        requests, tokens = forward_batch.batch_size, forward_batch.positions.numel()
+        queries = tokens // requests if requests else 1
+        if queries * requests != tokens:
+            raise ValueError(
+                f"{tokens} queries for {requests} requests in {forward_batch.forward_mode.name}: expected "
+                "the same number for each"
+            )
+        if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
+            counts = forward_batch.seq_lens
+        else:
+            counts = self._row_counts[:tokens]
+        self.forward_metadata = FewQueries(counts, queries)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """How much of its request's list each query sees; recorded into decode graphs."""
+        self._rows_to_write.forget()
+        if not _has_few_queries(forward_batch.forward_mode):
+            return
+        mode, few = forward_batch.forward_mode, self.forward_metadata
+        if mode.is_decode_or_idle():
+            if self.draft_step:
+                torch.add(forward_batch.seq_lens, self.draft_step, out=few.row_counts)
+            return
+        # SGLang's lengths count the new tokens of a draft's extend, and not those of a verification.
+        queries = few.queries_per_request
+        stored = forward_batch.seq_lens[: forward_batch.batch_size, None]
+        by_request = few.row_counts.view(-1, queries)
+        torch.add(stored, self._ordinals[:queries], out=by_request)
+        if mode.is_draft_extend_v2():
+            few.row_counts.sub_(queries)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padding request."""
+        return 1
+
+    # ---------------------------------------------------------------- per layer
+
+    def forward_decode(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
+    ) -> torch.Tensor:
+        """Absorbed decode, one query per request; see `_few_queries`."""
+        return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def forward_extend(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
+    ) -> torch.Tensor:
+        """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
+        if _has_few_queries(forward_batch.forward_mode):
+            return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if not is_absorbed(layer, self.fmt):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def _few_queries(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+        """Store the new keys, then attend lists of SGLang's request table.
+
+        `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
+        `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
+        """
+        fmt, few, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
+        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        tokens = q.shape[0]
+        if q_rope is not None:
+            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
+        out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
+        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        mla_decode(
+            q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank),
+            pool.get_row_buffer(layer_id).squeeze(1),
+            self.req_to_token,
+            few.row_counts,
+            fmt,
+            layer.scaling,
+            pool.k_scale(layer_id),
+            q_rope=q_rope,
+            list_index=forward_batch.req_pool_indices,
+            queries_per_list=few.queries_per_request,
+            page=pool.slot_pages,
+            out=out,
+            workspace=self._decode_workspace,
+        )
+        return out.view(tokens, heads * fmt.kv_lora_rank)
+
+    def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
+        fmt, heads = self.fmt, layer.tp_q_head_num
+        if self._extend is None:
+            self._extend = self._plan_extend(forward_batch, layer.scaling)
+        batch, tokens = self._extend, q.shape[0]
+        if tokens != batch.query_tokens:
+            raise ValueError(f"{tokens} queries in a batch of {batch.query_tokens} new tokens")
+        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
+        if q_rope is not None:
+            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
+            query = torch.cat([q.view(tokens, heads, fmt.kv_lora_rank), q_rope], dim=-1)
+        else:
+            query = q.view(tokens, heads, fmt.head_dim)
+        if self.reads_own_chunk:
+            own = self._rows_to_write.of(forward_batch).loc
+            chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
+        elif k_rope is not None:
+            parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
+            chunk = torch.cat(parts, dim=-1).to(q.dtype)
+        else:
+            chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
+        out = self._reader.attend(query, chunk, rows, batch, layer.scaling, k_scale=k_scale)
+        return out.view(tokens, heads * fmt.kv_lora_rank)
+
+    def _plan_extend(self, forward_batch, scale: float) -> ExtendBatch:
+        """Lengths of the batch from the host, its rows from the request table."""
+
+        def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
+            slots = torch.empty(total, dtype=torch.int32, device=self.device)
+            if total:
+                create_flashinfer_kv_indices_triton[(len(lengths),)](
+                    self.req_to_token,
+                    forward_batch.req_pool_indices,
+                    lengths,
+                    bounds,
+                    None,
+                    slots,
+                    self.req_to_token.stride(0),
+                )
+            return self.token_to_kv_pool.slot_to_row(slots)
+
+        return plan_extend(
+            list(forward_batch.extend_prefix_lens_cpu),
+            list(forward_batch.extend_seq_lens_cpu),
+            list_rows,
+            self._reader,
+            scale,
+        )
+
+    def _store(self, k, k_rope, layer, forward_batch, save_kv_cache: bool) -> None:
+        if not save_kv_cache or k is None:
+            return
+        rank = self.fmt.kv_lora_rank
+        if k_rope is None:
+            k, k_rope = k[..., :rank], k[..., rank:]
+        self.token_to_kv_pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k, k_rope)
+
+
+def _has_few_queries(mode: ForwardMode) -> bool:
+    """Whether every request has the same, small number of new tokens."""
+    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()

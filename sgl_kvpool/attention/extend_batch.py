@@ -1,0 +1,117 @@
+"""How a batch of absorbed prefill is attended: its stored rows in pieces, worked out once, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ExtendBatch", "Piece", "bounds", "cut_into_pieces", "rows_of_requests"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the list of stored rows that fits into the workspace.
+
+    Attributes
+    ----------
+    start, count : int
+        Its rows' place in the list.
+    first_request, last_request : int
+        Requests with rows in it, the last one exclusive.
+    first_query, last_query : int
+        Their queries' place among the batch's tokens, the last one exclusive.
+    continued_until : int
+        End of the first request's queries, if it has rows in earlier pieces; no other request can. Else
+        `first_query`.
+    kv_indptr : torch.Tensor
+        `[last_request - first_request + 1]` int32: bounds of the requests' rows within the piece.
+    """
+
+    start: int
+    count: int
+    first_request: int
+    last_request: int
+    first_query: int
+    last_query: int
+    continued_until: int
+    kv_indptr: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """What attending a batch needs, the same for every layer.
+
+    Attributes
+    ----------
+    prefix_tokens, query_tokens, longest_query : int
+        Stored rows and queries of all requests; queries of the longest one.
+    row_ids : torch.Tensor
+        `[prefix_tokens]` row numbers of the stored rows, one request after the other.
+    qo_indptr : torch.Tensor
+        `[requests + 1]` int32: bounds of the requests' queries.
+    pieces : tuple of Piece
+        The last one is attended together with the chunk and therefore names all requests.
+    one_call : bool
+        Whether FlashInfer attends stored rows and chunk in one call; there is one piece at most then.
+    """
+
+    prefix_tokens: int
+    query_tokens: int
+    longest_query: int
+    row_ids: torch.Tensor
+    qo_indptr: torch.Tensor
+    pieces: tuple[Piece, ...]
+    one_call: bool
+
+
+def bounds(lengths: Sequence[int]) -> torch.Tensor:
+    """`[len + 1]` int64 running sums from 0, on the CPU."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def cut_into_pieces(
+    prefix_bounds: torch.Tensor, query_bounds: torch.Tensor, piece_tokens: int
+) -> list[Piece]:
+    """Cut the list of stored rows; always at least one piece, and the last one names all requests."""
+    requests = len(prefix_bounds) - 1
+    total = int(prefix_bounds[-1])
+    pieces = []
+    for start in range(0, max(total, 1), piece_tokens):
+        end = min(start + piece_tokens, total)
+        if end == total:
+            first, last = 0, requests
+        else:
+            first = int(torch.searchsorted(prefix_bounds, start, right=True)) - 1
+            last = int(torch.searchsorted(prefix_bounds, end, right=False))
+        inside = prefix_bounds[first : last + 1].clamp(start, end) - start
+        pieces.append(
+            Piece(
+                start,
+                end - start,
+                first,
+                last,
+                int(query_bounds[first]),
+                int(query_bounds[last]),
+                int(query_bounds[first + 1 if prefix_bounds[first] < start else first]),
+                inside.int(),
+            )
+        )
+    return pieces
+
+
+def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> torch.Tensor:
+    """Workspace rows of each request, one request after the other: its stored rows, then its own.
+
+    The workspace holds the stored rows of all requests first, then the chunk.
+    """
+    prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
+    length = prefix + query
+    total = int(length.sum())
+    begin = (length.cumsum(0) - length).repeat_interleave(length)
+    place = torch.arange(total) - begin  # position within the request
+    stored = prefix.repeat_interleave(length)
+    first_stored = (prefix.cumsum(0) - prefix).repeat_interleave(length)
+    first_own = (query.cumsum(0) - query).repeat_interleave(length) + int(prefix.sum())
+    return torch.where(place < stored, first_stored + place, first_own + place - stored).int()

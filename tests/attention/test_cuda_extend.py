@@ -1,0 +1,180 @@
+"""Absorbed prefill over stored rows, SGLang's Triton kernels interpreted: pieces, merges, plans.
+
+The oracle is float64 attention over rows decoded by `codec_oracle`. Values are float32: Triton's interpreter
+stores bf16 results of SGLang's kernels wrongly, and so a wrong row cannot hide behind rounding.
+"""
+
+import itertools
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_host_attention import SCALE, make_pool, oracle_attention
+
+from sgl_kvpool.attention.cuda_extend import ExtendReader, plan_extend
+from sgl_kvpool.attention.extend_batch import bounds, cut_into_pieces, rows_of_requests
+
+pytestmark = pytest.mark.usefixtures("published")
+
+RANK, ROPE, HEADS = 128, 64, 3
+
+
+class Batch:
+    """Requests with stored prefixes at random slots and chunks of new tokens."""
+
+    def __init__(self, layout, prefix_lens, query_lens, rank=RANK, rope=ROPE, slots=150):
+        self.prefix_lens, self.query_lens, self.rank = prefix_lens, query_lens, rank
+        self.fmt, self.pool, self.decoded = make_pool(layout, slots, rank, rope)
+        free = np.random.default_rng(0).permutation(np.arange(1, slots))
+        self.ids = torch.from_numpy(free[: sum(prefix_lens)].copy())
+        self.pool[torch.from_numpy(free[sum(prefix_lens) :].copy())] = 0xFF  # NaN where an encoding has one
+        tokens = sum(query_lens)
+        self.q = torch.randn(tokens, HEADS, rank + rope)
+        self.chunk = torch.randn(tokens, rank + rope)
+
+    def list_rows(self, lengths, rows_bounds, total):
+        assert lengths.tolist() == self.prefix_lens
+        assert rows_bounds.tolist() == bounds(self.prefix_lens).tolist()
+        assert total == len(self.ids)
+        return self.ids.int()
+
+    def attend(self, reader, k_scale=1.0):
+        reader.workspace.fill_(float("nan"))
+        batch = plan_extend(self.prefix_lens, self.query_lens, self.list_rows, reader, SCALE)
+        return reader.attend(self.q, self.chunk, self.pool, batch, SCALE, k_scale=k_scale)
+
+    def wanted(self, k_scale=1.0):
+        out = []
+        for rows, own in zip(
+            torch.split(self.ids, self.prefix_lens),
+            torch.split(torch.arange(len(self.q)), self.query_lens),
+            strict=True,
+        ):
+            kv = np.concatenate([self.decoded[rows.numpy()] * k_scale, self.chunk[own].float().numpy()])
+            out.append(oracle_attention(self.q[own].float().numpy(), kv, self.rank, len(rows))[0])
+        return np.concatenate(out)
+
+
+def close(out, wanted):
+    assert torch.isfinite(out).all()
+    np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("workspace_tokens", [7, 16, 100])
+def test_prefixes_in_pieces_and_the_chunk(layout, workspace_tokens):
+    """Pieces of 7: a request over several of them, several in one, requests without a prefix between."""
+    batch = Batch(layout, [0, 23, 2, 0, 3, 31, 0], [4, 3, 1, 2, 5, 9, 1])
+    close(
+        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=workspace_tokens)),
+        batch.wanted(),
+    )
+
+
+def test_no_prefix_at_all():
+    batch = Batch("fp4", [0, 0], [5, 2])
+    close(
+        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=4)),
+        batch.wanted(),
+    )
+
+
+def test_padding_requests_of_no_tokens():
+    """SGLang pads batches under data-parallel attention with requests of no tokens."""
+    batch = Batch("bf16", [9, 0, 0], [5, 0, 0])
+    close(
+        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=4)),
+        batch.wanted(),
+    )
+
+
+def test_k_scale_and_no_rope():
+    batch = Batch("fp8", [11, 30], [3, 2], rank=256, rope=0)
+    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=16)
+    close(batch.attend(reader, k_scale=0.5), batch.wanted(0.5))
+
+
+class Paged:
+    """FlashInfer's MLA wrapper, whose kernel needs a GPU: what its documentation says of plan and run, in
+    float64. Takes the arguments it takes, by name."""
+
+    def plan(self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
+             page_size, causal, sm_scale, q_data_type, kv_data_type):  # fmt: skip
+        assert {t.dtype for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
+        assert (page_size, causal, sm_scale) == (1, True, SCALE)
+        assert (num_heads, head_dim_ckv, head_dim_kpe) == (HEADS, RANK, ROPE)
+        assert q_data_type == kv_data_type == torch.float32
+        assert kv_len_arr.tolist() == kv_indptr.diff().tolist()
+        self.qo, self.kv, self.indices = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
+
+    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache, out):
+        assert out.is_contiguous()
+        q = torch.cat([q_nope, q_pe], -1).float().numpy()
+        for r in range(len(self.qo) - 1):
+            pages = self.indices[self.kv[r] : self.kv[r + 1]]
+            kv = torch.cat([ckv_cache[pages, 0], kpe_cache[pages, 0]], -1).float().numpy()
+            own = slice(self.qo[r], self.qo[r + 1])
+            first = len(kv) - (own.stop - own.start)
+            out[own] = torch.from_numpy(oracle_attention(q[own], kv, RANK, first)[0])
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_what_fits_is_one_call(layout, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # needs a GPU's driver
+    batch = Batch(layout, [0, 23, 2, 0], [4, 3, 1, 2])
+    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=35, wrapper=Paged())
+    monkeypatch.setattr(ExtendReader, "_over_piece", None)
+    close(batch.attend(reader), batch.wanted())
+
+
+def test_one_row_more_goes_by_pieces():
+    batch = Batch("bf16", [0, 23, 2, 0], [4, 3, 1, 2])
+    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=34, wrapper=object())
+    close(batch.attend(reader), batch.wanted())
+
+
+lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=300)
+@given(lengths, st.integers(1, 50))
+def test_pieces_cover_every_row_once(requests, piece_tokens):
+    prefix, query = zip(*requests, strict=True)
+    pieces = cut_into_pieces(bounds(prefix), bounds(query), piece_tokens)
+    seen = []
+    for piece in pieces:
+        assert piece.count <= piece_tokens
+        inside = piece.kv_indptr.tolist()
+        for request, (a, b) in enumerate(itertools.pairwise(inside), piece.first_request):
+            seen += [(request, piece.start + row - sum(prefix[:request])) for row in range(a, b)]
+        queries = [sum(query[:r]) for r in range(len(query) + 1)]
+        assert piece.first_query == queries[piece.first_request]
+        assert piece.last_query == queries[piece.last_request]
+    assert seen == [(r, row) for r, count in enumerate(prefix) for row in range(count)]
+    assert (pieces[-1].first_request, pieces[-1].last_request) == (0, len(prefix))
+    # What is merged into a piece's first request: exactly those that earlier pieces had rows of.
+    for earlier, piece in enumerate(pieces[:-1]):
+        first = piece.first_request
+        began = any(p.first_request <= first < p.last_request for p in pieces[:earlier])
+        assert (piece.continued_until > piece.first_query) == (began and query[first] > 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(lengths)
+def test_rows_of_requests_in_the_workspace(requests):
+    prefix, query = zip(*requests, strict=True)
+    wanted = []
+    for r in range(len(prefix)):
+        wanted += [sum(prefix[:r]) + i for i in range(prefix[r])]
+        wanted += [sum(prefix) + sum(query[:r]) + i for i in range(query[r])]
+    assert rows_of_requests(prefix, query).tolist() == wanted
+
+
+def test_a_workspace_has_rows():
+    fmt = oracle.row_format("fp4", RANK, ROPE)
+    with pytest.raises(ValueError, match="workspace_tokens=0"):
+        ExtendReader(fmt, HEADS, torch.float32, "cpu", workspace_tokens=0)
+    assert ExtendReader.workspace_bytes(fmt, 10) == 10 * 192 * 2
