@@ -1,0 +1,259 @@
+"""`mla_decode`: attention of a few queries over lists of stored rows. Checked here, done by Triton on CUDA.
+
+The module is not called `mla_decode`, because the package exports the function under that name.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, DecodeConfig, decode_config, partial_elements
+from sgl_kvpool.attention.decode_reference import rows_of_entries
+from sgl_kvpool.attention.host import merge
+from sgl_kvpool.codec import checks, gather_rows
+from sgl_kvpool.layout import RowFormat
+
+__all__ = ["DecodeWorkspace", "mla_decode", "workspace_bytes"]
+
+#: Rows that the CPU path decodes at a time: 9 MB of float32.
+_PIECE_ROWS = 4096
+
+
+def workspace_bytes(
+    fmt: RowFormat,
+    heads: int,
+    max_tokens: int,
+    max_rows: int,
+    *,
+    queries_per_list: int = 1,
+    sm_count: int = DEFAULT_SM_COUNT,
+) -> int:
+    """Bytes of a `DecodeWorkspace` that is large enough for every batch of up to `max_tokens` queries.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Of the model, on one rank.
+    max_tokens : int
+        Queries of the largest batch.
+    max_rows : int
+        Largest `max_rows` of a call, by default the width of its `row_ids`.
+    queries_per_list : int
+        As in the calls. A workspace for several values needs the largest of their sizes.
+    sm_count : int
+        Streaming multiprocessors of the device.
+    """
+    most = 0
+    # With as many lists as programs run at a time there are no splits left.
+    for lists in range(1, max(1, max_tokens // queries_per_list) + 1):
+        config = decode_config(fmt, heads, queries_per_list, lists, max_rows, sm_count)
+        if config.splits == 1:
+            break
+        most = max(most, partial_elements(fmt, lists * queries_per_list, heads, config.splits))
+    return most * torch.float32.itemsize
+
+
+class DecodeWorkspace:
+    """Memory for partial results of splits: allocated once, shared by all calls of a stream.
+
+    Parameters
+    ----------
+    size_bytes : int
+        From `workspace_bytes`.
+    device : torch.device or str
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device | str) -> None:
+        if size_bytes < 0:
+            raise ValueError(f"size_bytes={size_bytes} is negative; take it from workspace_bytes")
+        self.buffer = torch.empty(-(-size_bytes // 4), dtype=torch.float32, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+def mla_decode(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_counts: torch.Tensor,
+    fmt: RowFormat,
+    scale: float,
+    k_scale: float = 1.0,
+    *,
+    q_rope: torch.Tensor | None = None,
+    list_index: torch.Tensor | None = None,
+    queries_per_list: int = 1,
+    page: tuple[int, int] | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+    max_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of absorbed MLA queries over stored rows, which are read once and decoded in registers.
+
+    Query t looks at the first ``row_counts[t]`` entries of one list of rows: with ``queries_per_list`` = n,
+    queries b * n to b * n + n - 1 share list ``list_index[b]``. Scores are ``scale * q . row``; values are
+    the latent part of the rows. On CUDA nothing depends on the contents of a tensor but the result, nothing
+    waits for the device, and nothing is allocated if `out`, `lse` and `workspace` are given: a call can be
+    captured in a CUDA graph and replayed for other lists.
+
+    Parameters
+    ----------
+    q : Tensor [T, H, R + P]
+        bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. Any strides but the last. The
+        kernel multiplies in bfloat16 and rounds float16 queries to it.
+    pool : Tensor [S, fmt.row_bytes], uint8
+        Any row stride; on CUDA address and stride are multiples of 16. Rows not referred to are not read.
+    row_ids : Tensor [N, M], int32 or int64
+        Row numbers, any strides. Negative ones, anywhere, are none.
+    row_counts : Tensor [T], int32 or int64
+        Entries beyond are not looked at. Below 0 is 0 and above M is M.
+    fmt : RowFormat
+    scale : float
+    k_scale : float
+        What the rows were encoded with; layouts without one ignore it.
+    q_rope : Tensor [T, H, P], optional
+        The rotary part of the queries, of q's dtype.
+    list_index : Tensor [T / queries_per_list], int32 or int64, optional
+        Which list each group of queries looks at; list b without it. A number that is no list is an empty one.
+    queries_per_list : int
+    page : (int, int), optional
+        (page_size_tokens, rows_per_page): entries of `row_ids` are slots s, of row
+        ``s // page_size_tokens * rows_per_page + s % page_size_tokens``.
+    out : Tensor [T, H, R], q's dtype, optional
+        Written and returned; any strides but the last.
+    lse : Tensor [T, H], float32, optional
+        Written and returned; any strides.
+    workspace : DecodeWorkspace, optional
+        For partial results; allocated for this call without it.
+    max_rows : int, optional
+        What the caller knows of the largest count, at most M. Only the number of splits depends on it.
+
+    Returns
+    -------
+    out : Tensor [T, H, R], q's dtype
+        0 for a query without rows.
+    lse : Tensor [T, H], float32
+        Natural logarithm of the sum of exponentials of the scores; -inf for a query without rows.
+
+    Raises
+    ------
+    IndexError
+        A row number of S or more, or a list that does not exist, on a CPU. On CUDA such an entry is none.
+    TypeError, ValueError
+        Dtypes, shapes, strides or sizes that do not fit, tensors on different devices, a workspace that is
+        too small.
+    RuntimeError
+        A GPU before Hopper.
+    """
+    checks.pool(pool, fmt, "pool")
+    q_nope, q_rope = decode_checks.queries(q, q_rope, pool, fmt)
+    tokens, heads, rank = q_nope.shape
+    groups = decode_checks.tokens_per_list(queries_per_list, tokens)
+    decode_checks.lists(row_ids, list_index, groups, pool)
+    decode_checks.counts(row_counts, tokens, pool)
+    page = decode_checks.page(page)
+    scale = decode_checks.scale(scale)
+    k_scale = checks.scale(k_scale, fmt)
+    if out is None:
+        out = q.new_empty((tokens, heads, rank))
+    else:
+        decode_checks.output(out, "out", (tokens, heads, rank), q.dtype, pool)
+    if lse is None:
+        lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    else:
+        decode_checks.output(lse, "lse", (tokens, heads), torch.float32, pool)
+
+    if not pool.is_cuda:
+        _decode_on_cpu(
+            q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list, page,
+            out, lse,
+        )  # fmt: skip
+        return out, lse
+
+    from sgl_kvpool.attention.decode_launch import launch  # a machine without a GPU need not have Triton
+
+    decode_checks.pool_on_cuda(pool, fmt)
+    bound = row_ids.shape[1] if max_rows is None else min(max_rows, row_ids.shape[1])
+    config = decode_config(fmt, heads, queries_per_list, groups, bound, _sm_count(pool.device))
+    partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
+    launch(
+        q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list, page,
+        out, lse, partial, config,
+    )  # fmt: skip
+    return out, lse
+
+
+@cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def partial_results(
+    workspace: DecodeWorkspace | None,
+    config: DecodeConfig,
+    fmt: RowFormat,
+    tokens: int,
+    heads: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Room for what the splits of a call write, float32; ValueError if the workspace has too little."""
+    needed = partial_elements(fmt, tokens, heads, config.splits)
+    if workspace is None:
+        return torch.empty(needed, dtype=torch.float32, device=device)
+    buffer = workspace.buffer
+    if buffer.device != device or buffer.numel() < needed:
+        raise ValueError(
+            f"the workspace has {workspace.size_bytes} bytes on {buffer.device}; this call of {tokens} queries "
+            f"and {config.splits} splits needs {needed * 4} on {device}, size it with workspace_bytes"
+        )
+    return buffer
+
+
+def _decode_on_cpu(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    pool: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_counts: torch.Tensor,
+    list_index: torch.Tensor | None,
+    fmt: RowFormat,
+    scale: float,
+    k_scale: float,
+    queries_per_list: int,
+    page: tuple[int, int] | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """In torch and float32, a piece of a list at a time."""
+    queries = q_nope.float() if q_rope is None else torch.cat([q_nope, q_rope], -1).float()
+    heads, rank = out.shape[1:]
+    for group in range(len(queries) // queries_per_list):
+        tokens = slice(group * queries_per_list, (group + 1) * queries_per_list)
+        limits = row_counts[tokens].long().clamp(0, row_ids.shape[1])
+        chosen = group if list_index is None else int(list_index[group])
+        length = int(limits.max())
+        if length and not 0 <= chosen < len(row_ids):
+            raise IndexError(f"list_index[{group}] is {chosen} of {len(row_ids)} lists; pass an existing one")
+        q = queries[tokens].flatten(0, 1)  # [queries * heads, R + P]
+        total = q.new_zeros((len(q), rank))
+        total_lse = q.new_full((len(q),), float("-inf"))
+        for first in range(0, length, _PIECE_ROWS):
+            rows = rows_of_entries(row_ids[chosen, first : min(first + _PIECE_ROWS, length)], page)
+            values = gather_rows(pool, rows, fmt, torch.float32, k_scale=k_scale)
+            positions = torch.arange(first, first + len(rows))
+            seen = (positions < limits[:, None]) & (rows >= 0)  # [queries, rows]
+            scores = (q @ values.T).mul_(scale).view(-1, heads, len(rows))
+            scores = scores.masked_fill_(~seen[:, None, :], float("-inf")).flatten(0, 1)
+            piece_lse = scores.logsumexp(-1)
+            shift = piece_lse.masked_fill(piece_lse == float("-inf"), 0.0)
+            weights = scores.sub_(shift[:, None]).exp_()
+            merge(total, total_lse, weights @ values[:, :rank], piece_lse)
+        out[tokens] = total.view(-1, heads, rank).to(out.dtype)
+        lse[tokens] = total_lse.view(-1, heads)

@@ -1,0 +1,169 @@
+"""What callers of `mla_decode` may pass. Each message names the value, the limit and the way out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
+from sgl_kvpool.codec import checks
+from sgl_kvpool.layout import RowFormat
+
+__all__ = ["counts", "lists", "output", "page", "pool_on_cuda", "queries", "scale", "tokens_per_list"]
+
+_QUERY_DTYPES = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32),
+}
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_ROW_ALIGNMENT_BYTES = 16
+_CAPABILITY = (9, 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
+    """An integer vector without gaps."""
+    if tensor.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{name} is {_name(tensor.dtype)}, allowed: int32, int64; convert it first")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}; pass one number each")
+    if len(tensor) > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; pass .contiguous()")
+    checks.same_device(pool, "pool", tensor, name)
+
+
+def queries(
+    q: torch.Tensor, q_rope: torch.Tensor | None, pool: torch.Tensor, fmt: RowFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Latent part [T, H, R] and rotary part [T, H, P] (None if P is 0) of the queries, views."""
+    rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
+    allowed = _QUERY_DTYPES.get(q.device.type, _QUERY_DTYPES["cuda"])
+    parts = [("q", q, rank + (rope if q_rope is None else 0))]
+    if q_rope is not None:
+        parts.append(("q_rope", q_rope, rope))
+    for name, part, width in parts:
+        if part.dtype not in allowed:
+            raise TypeError(
+                f"{name} is {_name(part.dtype)}, allowed on {part.device.type}: "
+                f"{', '.join(map(_name, allowed))}; convert it first"
+            )
+        if part.dim() != 3 or part.shape[2] != width:
+            raise ValueError(
+                f"{name} has shape {tuple(part.shape)}, expected (tokens, heads, {width}) for {fmt.tag}; "
+                "reshape it, and pass q_rope only if q has the latent columns alone"
+            )
+        if width > 1 and part.stride(2) != 1:
+            raise ValueError(
+                f"{name} has stride {part.stride(2)} between the values of a head, expected 1; pass "
+                ".contiguous()"
+            )
+        checks.same_device(pool, "pool", part, name)
+    if q.shape[1] == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}, no heads; pass at least one")
+    if q_rope is None:
+        return q[..., :rank], q[..., rank:] if rope else None
+    if q_rope.dtype != q.dtype or q_rope.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"q_rope is {_name(q_rope.dtype)} {tuple(q_rope.shape)} and q {_name(q.dtype)} "
+            f"{tuple(q.shape)}; pass both parts of the same queries"
+        )
+    return q, q_rope if rope else None
+
+
+def tokens_per_list(queries_per_list: int, tokens: int) -> int:
+    """Number of groups of queries."""
+    if queries_per_list < 1 or tokens % queries_per_list:
+        raise ValueError(
+            f"queries_per_list={queries_per_list} does not divide the {tokens} queries; pass whole groups, "
+            "and pad the last one with queries whose row_counts are 0"
+        )
+    return tokens // queries_per_list
+
+
+def lists(row_ids: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
+    """Lists of rows, enough of them."""
+    if row_ids.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"row_ids is {_name(row_ids.dtype)}, allowed: int32, int64; convert it first")
+    if row_ids.dim() != 2:
+        raise ValueError(
+            f"row_ids has shape {tuple(row_ids.shape)}, expected (lists, entries); reshape it, or pass "
+            "row_ids[None] for one list"
+        )
+    checks.same_device(pool, "pool", row_ids, "row_ids")
+    if list_index is not None:
+        _index(list_index, "list_index", (groups,), pool)
+    elif len(row_ids) < groups:
+        raise ValueError(
+            f"row_ids has {len(row_ids)} lists for {groups} groups of queries; pass one each, or list_index"
+        )
+
+
+def counts(row_counts: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
+    _index(row_counts, "row_counts", (tokens,), pool)
+
+
+def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
+    """(page_size_tokens, rows_per_page), None where slots are row numbers."""
+    if value is None:
+        return None
+    page_size_tokens, rows_per_page = (int(number) for number in value)
+    if page_size_tokens < 1 or rows_per_page < page_size_tokens:
+        raise ValueError(
+            f"page={value!r}, expected (page_size_tokens, rows_per_page) with 1 <= page_size_tokens <= "
+            "rows_per_page; take both from the pool's RowPlacement"
+        )
+    return None if page_size_tokens == rows_per_page else (page_size_tokens, rows_per_page)
+
+
+def scale(value: float) -> float:
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"scale={value!r} is not finite; pass the softmax scale, head_dim ** -0.5 as a rule")
+    return value
+
+
+def output(
+    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor
+) -> None:
+    """A tensor to be written; only `out` has values next to each other."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {_name(tensor.dtype)}, expected {_name(dtype)}; allocate another")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, expected {shape}; slice or reshape it to that"
+        )
+    if name == "out" and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate it so"
+        )
+    checks.same_device(pool, "pool", tensor, name)
+
+
+def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
+    """What the kernel asks of rows and of the device."""
+    capability = torch.cuda.get_device_capability(pool.device)
+    if capability < _CAPABILITY:
+        raise RuntimeError(
+            f"{pool.device} has compute capability {capability}, mla_decode needs {_CAPABILITY} (Hopper); "
+            "serve with a stock attention backend there"
+        )
+    kernel_limits(pool, fmt)
+
+
+def kernel_limits(pool: torch.Tensor, fmt: RowFormat) -> None:
+    """What the kernel asks of rows on any device."""
+    if fmt.kv_lora_rank > MAX_LATENT_RANK:
+        raise ValueError(
+            f"kv_lora_rank={fmt.kv_lora_rank}; the CUDA kernel's accumulators hold {MAX_LATENT_RANK} values, "
+            "serve such a model without --kv-cache-layout"
+        )
+    step = _ROW_ALIGNMENT_BYTES
+    if pool.data_ptr() % step or pool.stride(0) % step:
+        raise ValueError(
+            f"pool at address {pool.data_ptr():#x} with a row stride of {pool.stride(0)} bytes; on CUDA both "
+            f"have to be multiples of {step}, build the RowFormat with align_bytes={step} and allocate so"
+        )

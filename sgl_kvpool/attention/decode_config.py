@@ -1,0 +1,165 @@
+"""How `mla_decode` cuts up its work: a table and a few lines of arithmetic, without autotuning.
+
+Not measured on a device yet. The table follows from what the compiler makes of the kernel (registers, spills,
+shared memory: ``docs/attention.md``, checked by ``tests/attention/test_decode_compiled.py``); the number of
+splits follows from the number of programs that a GPU runs at a time.
+
+A choice depends on shapes and on the device only, never on the contents of a tensor: a captured CUDA graph
+is replayed with it for other lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+__all__ = [
+    "DEFAULT_SM_COUNT",
+    "MAX_LATENT_RANK",
+    "MAX_SPLITS",
+    "DecodeConfig",
+    "TileConfig",
+    "decode_config",
+    "partial_elements",
+    "table",
+]
+
+#: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
+DEFAULT_SM_COUNT = 132
+#: Splits of a list. More would spend more time merging 2 KB of partial result each than reading rows.
+MAX_SPLITS = 64
+#: A split has at least this many blocks, unless the list has fewer.
+MIN_BLOCKS = 2
+#: Values per row that the accumulators of a program have room for.
+MAX_LATENT_RANK = 512
+#: Rows at a time: the side that a warp group's matrix instruction wants in units of 64.
+BLOCK_ROWS = 64
+#: (query, head) pairs of a program: the other side of that instruction.
+PAIR_TILES = (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How a program works.
+
+    Attributes
+    ----------
+    pairs : int
+        (query, head) pairs it attends.
+    block_rows : int
+        Rows it reads at a time.
+    chunk_values : int
+        Largest number of latent values per accumulator.
+    warps, stages : int
+        As Triton's `num_warps` and `num_stages`.
+    programs_per_sm : int
+        How many fit an SM, by shared memory and registers.
+    """
+
+    pairs: int
+    block_rows: int
+    chunk_values: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """A `TileConfig` and how often it runs.
+
+    Attributes
+    ----------
+    tile : TileConfig
+    tiles : int
+        Tiles of pairs per list.
+    splits : int
+        Parts of every list.
+    min_blocks : int
+        Fewest blocks of a part.
+    """
+
+    tile: TileConfig
+    tiles: int
+    splits: int
+    min_blocks: int
+
+
+_L = MLAKVCacheLayout
+
+#: (layout, pairs) -> configuration. Chunks of `fp8_block_scale` are its tiles.
+_TABLE: dict[tuple[MLAKVCacheLayout, int], TileConfig] = {
+    (layout, pairs): TileConfig(
+        pairs, BLOCK_ROWS, 128 if layout is _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE else 256, 8, 2, 1
+    )
+    for layout in _L
+    for pairs in PAIR_TILES
+}
+#: For a layout that the table does not know yet: small tiles, which need the fewest registers.
+_FALLBACK = TileConfig(
+    pairs=16, block_rows=BLOCK_ROWS, chunk_values=128, warps=8, stages=1, programs_per_sm=1
+)
+
+
+def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
+    """Every configuration that `decode_config` may choose."""
+    for (layout, _pairs), tile in _TABLE.items():
+        yield layout, tile
+
+
+@cache
+def tile_config(layout: MLAKVCacheLayout, pairs: int) -> TileConfig:
+    """The smallest tile that takes all pairs of a list, else the largest there is."""
+    for size in PAIR_TILES:
+        tile = _TABLE.get((layout, size))
+        if tile is None:
+            return _FALLBACK
+        if pairs <= size or size == PAIR_TILES[-1]:
+            return tile
+    raise AssertionError("PAIR_TILES is empty")
+
+
+@cache
+def decode_config(
+    fmt: RowFormat,
+    heads: int,
+    queries_per_list: int,
+    lists: int,
+    max_rows: int,
+    sm_count: int = DEFAULT_SM_COUNT,
+) -> DecodeConfig:
+    """Configuration of one call.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads, queries_per_list : int
+        Their product is the number of pairs that share the rows of a list.
+    lists : int
+        Groups of queries in the batch.
+    max_rows : int
+        Upper bound of a list's rows.
+    sm_count : int
+        Of the device.
+
+    Returns
+    -------
+    DecodeConfig
+        With as many splits as fill the device once, no more than `MAX_SPLITS` and than the bound has blocks.
+    """
+    tile = tile_config(fmt.layout, heads * queries_per_list)
+    tiles = -(-heads * queries_per_list // tile.pairs)
+    slots = sm_count * tile.programs_per_sm
+    blocks = -(-max_rows // tile.block_rows)
+    # Rounded down: a second wave of a few programs would take as long as the first.
+    wanted = slots // max(lists * tiles, 1)
+    splits = max(1, min(wanted, MAX_SPLITS, -(-blocks // MIN_BLOCKS)))
+    return DecodeConfig(tile, tiles, splits, MIN_BLOCKS)
+
+
+def partial_elements(fmt: RowFormat, tokens: int, heads: int, splits: int) -> int:
+    """float32 numbers that the splits of one call write: results and lse; 0 without splits."""
+    return splits * tokens * heads * (fmt.kv_lora_rank + 1) if splits > 1 else 0

@@ -1,0 +1,160 @@
+"""Launches the kernels of `mla_decode` on checked arguments; allocates nothing and waits for nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from sgl_kvpool.attention.decode_config import DecodeConfig
+from sgl_kvpool.attention.triton_decode import decode_kernel, merge_kernel
+from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
+from sgl_kvpool.codec import triton as codec_triton
+from sgl_kvpool.layout import Encoding, RowFormat
+
+__all__ = ["decode_constants", "launch", "merge_constants"]
+
+_LOG2_E = 1.4426950408889634
+#: Partial results that a program of the merge kernel reads at a time, and its warps.
+_MERGE_TOGETHER = 8
+_MERGE_WARPS = 4
+
+
+@cache
+def decode_constants(
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+) -> dict[str, Any]:
+    """The constexpr arguments of `decode_kernel` that follow from host numbers, but for two."""
+    row = codec_triton.geometry(fmt)
+    page_size_tokens, rows_per_page = page or (0, 0)
+    return {
+        "PAGE": page_size_tokens,
+        "PAGE_ROWS": rows_per_page,
+        "HEADS": heads,
+        "QUERIES": queries_per_list,
+        "SCALE_BLOCK": row["BLOCK"],
+        **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
+        "CHUNK": min(config.tile.chunk_values, row["CHUNK"]),
+        "BLOCK": config.tile.block_rows,
+        "PAIRS": config.tile.pairs,
+        "SPLITS": config.splits,
+        "MIN_BLOCKS": config.min_blocks,
+    }
+
+
+@cache
+def merge_constants(
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int
+) -> dict[str, Any]:
+    """The constexpr arguments of `merge_kernel`, but for one."""
+    return {
+        "HEADS": heads,
+        "QUERIES": queries_per_list,
+        "R": fmt.kv_lora_rank,
+        "CHUNK": codec_triton.geometry(fmt)["CHUNK"],
+        "BLOCK": config.tile.block_rows,
+        "SPLITS": config.splits,
+        "MIN_BLOCKS": config.min_blocks,
+        "SPLITS_POW2": triton.next_power_of_2(config.splits),
+        "TOGETHER": min(_MERGE_TOGETHER, triton.next_power_of_2(config.splits)),
+    }
+
+
+def launch(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    pool: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_counts: torch.Tensor,
+    list_index: torch.Tensor | None,
+    fmt: RowFormat,
+    scale: float,
+    k_scale: float,
+    queries_per_list: int,
+    page: tuple[int, int] | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    partial: torch.Tensor,
+    config: DecodeConfig,
+) -> None:
+    """Compute `out` and `lse`.
+
+    Parameters
+    ----------
+    partial : Tensor, float32, contiguous
+        At least `partial_elements` long; not looked at if `config.splits` is 1.
+
+    The others are `mla_decode`'s, checked; `q` is [T, H, R] here.
+    """
+    if pool.is_cuda and pool.device.index != torch.cuda.current_device():
+        # Triton launches on the current device, whatever its arguments are on.
+        with torch.cuda.device(pool.device):
+            return launch(
+                q, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list,
+                page, out, lse, partial, config,
+            )  # fmt: skip
+    tokens, heads, rank = out.shape
+    if tokens == 0:
+        return None
+    native = codec_triton._is_native(pool.device)
+    splits = config.splits
+    pairs = tokens * heads
+    if splits == 1:
+        results, results_lse = out, lse
+        strides = (0, out.stride(0), out.stride(1), 0, lse.stride(0), lse.stride(1))
+    else:
+        results = partial[: splits * pairs * rank]
+        results_lse = partial[splits * pairs * rank : splits * pairs * (rank + 1)]
+        strides = (pairs * rank, heads * rank, rank, pairs, heads, 1)
+    # FP4's operands are not in true size.
+    factor = k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
+    groups = tokens // queries_per_list
+    decode_kernel[(groups * splits * config.tiles,)](
+        q,
+        q_rope,
+        pool,
+        row_ids,
+        row_counts,
+        list_index,
+        results,
+        results_lse,
+        len(pool),
+        len(row_ids),
+        row_ids.shape[1],
+        q.stride(0),
+        q.stride(1),
+        0 if q_rope is None else q_rope.stride(0),
+        0 if q_rope is None else q_rope.stride(1),
+        row_ids.stride(0),
+        row_ids.stride(1),
+        *strides,
+        scale * factor * _LOG2_E,
+        factor,
+        ROW_STRIDE=pool.stride(0),
+        **decode_constants(fmt, config, heads, queries_per_list, page),
+        NATIVE=native,
+        num_warps=config.tile.warps,
+        num_stages=config.tile.stages,
+    )
+    if splits > 1:
+        merge_kernel[(pairs,)](
+            results,
+            results_lse,
+            row_counts,
+            list_index,
+            out,
+            lse,
+            len(row_ids),
+            row_ids.shape[1],
+            pairs,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            lse.stride(1),
+            **merge_constants(fmt, config, heads, queries_per_list),
+            NATIVE=native,
+            num_warps=_MERGE_WARPS,
+        )
+    return None

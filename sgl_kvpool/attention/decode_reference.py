@@ -1,0 +1,68 @@
+"""What `mla_decode` computes, in float64 and one query at a time: the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kvpool.codec import reference
+from sgl_kvpool.layout import RowFormat
+
+__all__ = ["mla_decode_reference", "rows_of_entries"]
+
+
+def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
+    """int64 row numbers of the entries of a list; negative ones, which are none, stay negative."""
+    entries = entries.long()
+    if page is None:
+        return entries
+    page_size_tokens, rows_per_page = page
+    pages = entries.div(page_size_tokens, rounding_mode="floor")
+    rows = pages * rows_per_page + entries % page_size_tokens
+    return torch.where(entries < 0, entries, rows)
+
+
+def mla_decode_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_counts: torch.Tensor,
+    fmt: RowFormat,
+    scale: float,
+    k_scale: float = 1.0,
+    *,
+    list_index: torch.Tensor | None = None,
+    queries_per_list: int = 1,
+    page: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sgl_kvpool.attention.mla_decode`, on tensors of any device; nothing is checked.
+
+    Returns
+    -------
+    out : Tensor [T, H, R], float64
+        0 for a query without rows.
+    lse : Tensor [T, H], float64
+        Natural logarithm of the sum of the exponentials of the scores; -inf for a query without rows.
+    """
+    tokens, heads, _ = q.shape
+    rank = fmt.kv_lora_rank
+    k_scale = k_scale if fmt.layout.uses_k_scale else 1.0
+    out = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=q.device)
+    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float64, device=q.device)
+    for token in range(tokens):
+        group = token // queries_per_list
+        chosen = group if list_index is None else int(list_index[group])
+        if not 0 <= chosen < len(row_ids):
+            continue
+        count = min(max(int(row_counts[token]), 0), row_ids.shape[1])
+        rows = rows_of_entries(row_ids[chosen, :count], page)
+        rows = rows[(rows >= 0) & (rows < len(pool))]
+        if len(rows) == 0:
+            continue
+        values = torch.empty(len(rows), fmt.head_dim, dtype=torch.float32, device=q.device)
+        rope = values[:, rank:] if fmt.rope is not None else None
+        reference.gather_parts(pool, rows, fmt, values[:, :rank], rope, k_scale)
+        keys = values.double()  # [rows, R + P]
+        scores = q[token].double() @ keys.T * scale  # [H, rows]
+        lse[token] = scores.logsumexp(-1)
+        out[token] = scores.softmax(-1) @ keys[:, :rank]
+    return out, lse

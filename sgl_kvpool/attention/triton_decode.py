@@ -1,0 +1,290 @@
+"""The kernels of `mla_decode`: one reads rows and attends them, one merges splits.
+
+A program of `decode_kernel` takes one list of rows, one tile of its (query, head) pairs and one split of the
+list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and values. Matrices
+are transposed against the usual way: scores are [rows, pairs] = K q^T, the result is [values, pairs] += V^T P.
+Rows then fill the 64-row side that Hopper's warp group instruction demands and the pairs its other side,
+which may be 16: a model with 16 heads wastes nothing.
+
+The latent goes in chunks of `CHUNK` values, each with an accumulator of its own. `fp8_block_scale` has one
+chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead of
+into its values.
+
+Everything that depends on the batch is found on the device from the counts, so a captured CUDA graph can be
+replayed for other lists.
+"""
+
+import triton
+import triton.language as tl
+
+from sgl_kvpool.attention.triton_operands import (
+    column_values,
+    load_operand,
+    load_queries,
+    load_tile_scale,
+    operand_factor,
+    rounded_operand,
+)
+from sgl_kvpool.codec.triton_scalars import fp32_to
+
+__all__ = ["decode_kernel", "merge_kernel"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _counts(counts_ptr, tokens, bound):
+    """Rows that tokens look at, int32, 0 to `bound`, whatever the integer type and value."""
+    counts = tl.load(counts_ptr + tokens)
+    return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
+
+
+@triton.jit
+def _list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
+    """Rows that any query of a group looks at."""
+    length = tl.zeros([], tl.int32)
+    for query in tl.static_range(QUERIES):
+        length = tl.maximum(length, _counts(counts_ptr, group * QUERIES + query, bound))
+    # A list that does not exist has no rows.
+    return tl.where((list_index >= 0) & (list_index < lists), length, 0)
+
+
+@triton.jit
+def _rows_per_split(length, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Rows of every split but the last: whole blocks, and not fewer than would pay."""
+    blocks = tl.cdiv(length, BLOCK)
+    return tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS) * BLOCK
+
+
+@triton.jit
+def _list_of(list_index_ptr, group):
+    if list_index_ptr is None:
+        return group
+    else:
+        return tl.load(list_index_ptr + group).to(tl.int64)
+
+
+@triton.jit
+def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr):
+    """int64 row numbers of list entries, and which of them are rows."""
+    entries = entries.to(tl.int64)
+    if PAGE > 0:
+        rows = entries // PAGE * PAGE_ROWS + entries % PAGE
+    else:
+        rows = entries
+    # A row beyond the pool would be other memory.
+    is_row = (entries >= 0) & (rows < row_count)
+    return tl.where(is_row, rows, 0), is_row
+
+
+@triton.jit(do_not_specialize=["row_count", "lists", "bound"])
+def decode_kernel(
+    q_ptr,  # bf16 or fp16
+    q_rope_ptr,  # of the same type; None if P is 0
+    pool_ptr,  # uint8
+    ids_ptr,  # int32 or int64 [lists, bound]
+    counts_ptr,  # int32 or int64 [T]
+    list_index_ptr,  # int32 or int64 [groups], or None
+    out_ptr,  # [SPLITS, T, H, R], written
+    lse_ptr,  # fp32, [SPLITS, T, H], written
+    row_count,
+    lists,
+    bound,  # largest count
+    q_token_stride,  # strides count elements
+    q_head_stride,
+    q_rope_token_stride,
+    q_rope_head_stride,
+    ids_list_stride,
+    ids_stride,
+    out_split_stride,
+    out_token_stride,
+    out_head_stride,
+    lse_split_stride,
+    lse_token_stride,
+    lse_head_stride,
+    score_scale,  # of the dot products: softmax scale, k_scale and fixed factors
+    value_scale,  # of the weighted sums: k_scale and fixed factors
+    ROW_STRIDE: tl.constexpr,  # bytes, a multiple of 16
+    PAGE: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,  # queries of a group, which share a list
+    R: tl.constexpr,
+    P: tl.constexpr,
+    NOPE: tl.constexpr,
+    NOPE_AT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,  # rows at a time
+    PAIRS: tl.constexpr,  # (query, head) pairs of a program
+    SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Attend one split of one list for a tile of pairs; writes normalised results and their lse."""
+    TILES: tl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
+    TILE_SCALES: tl.constexpr = SCALE == "fp32"
+    if TILE_SCALES:
+        tl.static_assert(CHUNK == SCALE_BLOCK)
+    program = tl.program_id(0)
+    tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
+    split = program // TILES % SPLITS
+    group = (program // (TILES * SPLITS)).to(tl.int64)
+
+    list_index = _list_of(list_index_ptr, group)
+    length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
+    per_split = _rows_per_split(length, BLOCK, SPLITS, MIN_BLOCKS)
+    begin = split * per_split
+    if SPLITS > 1 and begin >= length:
+        return  # the merge does not look at this split; without splits there is no merge, so go on
+    end = tl.minimum(begin + per_split, length)
+
+    pair = tile * PAIRS + tl.arange(0, PAIRS)  # [PAIRS]
+    exists = pair < QUERIES * HEADS
+    token = group * QUERIES + tl.where(exists, pair // HEADS, 0)
+    head = pair % HEADS
+    limit = tl.minimum(_counts(counts_ptr, token, bound), length)[None, :]  # [1, PAIRS]
+
+    # Queries, transposed: [CHUNK, PAIRS] of every chunk and [P, PAIRS].
+    q_nope = ()
+    at = (q_ptr + token * q_token_stride + head * q_head_stride)[None, :]
+    for first in tl.static_range(0, R, CHUNK):
+        values = column_values(first, CHUNK, NOPE)[:, None]
+        q_nope = q_nope + (load_queries(at, values, exists[None, :], 1.0, NATIVE),)  # noqa: RUF005
+    if P > 0:
+        at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
+        # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
+        q_rope = load_queries(
+            at, column_values(0, P, ROPE)[:, None], exists[None, :], operand_factor(NOPE), NATIVE
+        )
+
+    accumulators = ()
+    for _first in tl.static_range(0, R, CHUNK):
+        accumulators = accumulators + (tl.zeros([CHUNK, PAIRS], tl.float32),)  # noqa: RUF005
+    top = tl.full([PAIRS], float("-inf"), tl.float32)  # largest score so far, in powers of two
+    total = tl.zeros([PAIRS], tl.float32)
+    ids = ids_ptr + list_index * ids_list_stride
+
+    for start in range(begin, end, BLOCK):
+        position = start + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
+        entries = tl.load(ids + position.to(tl.int64) * ids_stride, mask=position < end, other=-1)
+        number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
+        rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
+
+        # ---- scores [BLOCK, PAIRS]
+        scores = tl.zeros([BLOCK, PAIRS], tl.float32)
+        if P > 0:
+            keys = load_operand(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE)
+            scores = tl.dot(keys, q_rope, scores)
+        latents = ()
+        scales = ()
+        for c in tl.static_range(R // CHUNK):
+            latent = load_operand(
+                rows, live, c * CHUNK, CHUNK, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, NATIVE
+            )
+            latents = latents + (latent,)  # noqa: RUF005
+            if TILE_SCALES:
+                scale = load_tile_scale(rows, live, c, SCALE_AT)  # [BLOCK, 1]
+                scales = scales + (scale,)  # noqa: RUF005
+                scores += tl.dot(latent, q_nope[c]) * scale
+            else:
+                scores = tl.dot(latent, q_nope[c], scores)
+
+        # ---- softmax so far
+        seen = (position < limit) & live  # [BLOCK, PAIRS]
+        scores = tl.where(seen, scores * score_scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen: exp2(-inf - 0) = 0
+        weights = tl.exp2(scores - shift[None, :])
+        decay = tl.exp2(top - shift)
+        top = new_top
+        total = total * decay + tl.sum(weights, 0)
+
+        # ---- weighted sums [CHUNK, PAIRS]
+        sums = ()
+        for c in tl.static_range(R // CHUNK):
+            if TILE_SCALES:
+                factor = rounded_operand(weights * scales[c], NATIVE)
+            else:
+                factor = rounded_operand(weights, NATIVE)
+            sum_c = tl.dot(tl.trans(latents[c]), factor, accumulators[c] * decay[None, :])
+            sums = sums + (sum_c,)  # noqa: RUF005
+        accumulators = sums
+
+    # A pair that saw no row has total 0: result 0, lse -inf.
+    normal = value_scale / tl.where(total > 0, total, 1.0)
+    at = out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride
+    for c in tl.static_range(R // CHUNK):
+        values = column_values(c * CHUNK, CHUNK, NOPE)[:, None]
+        x = accumulators[c] * normal[None, :]
+        tl.store(at[None, :] + values, fp32_to(x, out_ptr.dtype.element_ty, NATIVE), mask=exists[None, :])
+    at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
+    tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)
+
+
+@triton.jit(do_not_specialize=["lists", "bound"])
+def merge_kernel(
+    partial_ptr,  # fp32 [SPLITS, T, H, R], contiguous
+    partial_lse_ptr,  # fp32 [SPLITS, T, H], contiguous
+    counts_ptr,
+    list_index_ptr,
+    out_ptr,  # [T, H, R], written
+    lse_ptr,  # fp32 [T, H], written
+    lists,
+    bound,
+    split_pairs,  # T * H
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,  # this and the next two as `decode_kernel` had them
+    SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SPLITS_POW2: tl.constexpr,  # SPLITS, rounded up to a power of two
+    TOGETHER: tl.constexpr,  # splits added up at a time
+    NATIVE: tl.constexpr,
+):
+    """Merge the splits of one (query, head) pair, weighted by the exponentials of their lse."""
+    pair = tl.program_id(0).to(tl.int64)
+    token = pair // HEADS
+    head = pair % HEADS
+    group = token // QUERIES
+    list_index = _list_of(list_index_ptr, group)
+    length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
+    per_split = _rows_per_split(length, BLOCK, SPLITS, MIN_BLOCKS)
+    filled = tl.cdiv(length, per_split)  # the others were not written
+
+    split = tl.arange(0, SPLITS_POW2)
+    lse = tl.load(
+        partial_lse_ptr + split.to(tl.int64) * split_pairs + pair, mask=split < filled, other=float("-inf")
+    )
+    top = tl.max(lse, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
+    normal = 1.0 / tl.where(total > 0, total, 1.0)
+
+    at = out_ptr + token * out_token_stride + head * out_head_stride
+    for first in tl.static_range(0, R, CHUNK):
+        values = first + tl.arange(0, CHUNK)
+        sums = tl.zeros([CHUNK], tl.float32)
+        for start in range(0, filled, TOGETHER):
+            some = start + tl.arange(0, TOGETHER)
+            there = some < filled
+            place = some.to(tl.int64) * split_pairs + pair
+            # Read again: a register array cannot be indexed.
+            some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+            weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
+            x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
+            sums += tl.sum(x * weight[:, None], 0)
+        tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
+    at = lse_ptr + token * lse_token_stride + head * lse_head_stride
+    tl.store(at, shift + tl.where(total > 0, tl.log2(total) * _LN_2, float("-inf")))

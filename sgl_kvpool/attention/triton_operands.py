@@ -1,0 +1,168 @@
+"""Operands of matrix instructions from stored rows and from queries, on a GPU.
+
+A matrix instruction of Hopper multiplies bfloat16 here, and every encoding of a row fits it without rounding:
+e4m3 has 4 significant bits, a product of e2m1 and ue5m3 at most 6, and bfloat16 holds 8 with the exponents of
+float32. What does not fit is left out and multiplied into float32 results by the caller: `VALUE_SCALE_EXPONENT`
+of FP4, the tile scales of `fp8_block_scale`, k_scale.
+
+`NATIVE` is False in Triton's interpreter, which has neither bfloat16 arithmetic nor inline PTX: operands are
+then the same numbers in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from sgl_kvpool.codec.triton_scalars import e4m3_values, fp32_of_bf16_bits, fp32_to
+
+__all__ = [
+    "VALUE_SCALE_EXPONENT",
+    "column_values",
+    "load_operand",
+    "load_queries",
+    "load_tile_scale",
+    "operand_factor",
+    "rounded_operand",
+]
+
+#: Operands of FP4 latents are the values times 2 to this: see `_fp4_operand`.
+VALUE_SCALE_EXPONENT = -16
+#: What ue5m3 scales are multiplied by; e2m1 codes come times 2**-126.
+_OPERAND_FACTOR = tl.constexpr(2.0**VALUE_SCALE_EXPONENT)
+_SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))
+
+
+@triton.jit
+def rounded_operand(x, NATIVE: tl.constexpr):
+    """float32 -> operand, to nearest even bfloat16."""
+    rounded = fp32_to(x, tl.bfloat16, NATIVE)
+    if NATIVE:
+        return rounded
+    else:
+        return fp32_of_bf16_bits(rounded.to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def column_values(FIRST: tl.constexpr, COUNT: tl.constexpr, ENCODING: tl.constexpr):
+    """Which value of its segment each column of `load_operand` holds, int32 [COUNT]."""
+    column = tl.arange(0, COUNT)
+    if ENCODING == "e2m1":
+        # The three low bits reversed: see _fp4_operand.
+        return FIRST + (column & ~7) + ((column & 1) << 2) + (column & 2) + ((column >> 2) & 1)
+    else:
+        return FIRST + column
+
+
+@triton.jit
+def load_operand(
+    rows,  # [ROWS, 1] pointers to uint8, the start of each row, at multiples of 16
+    live,  # [ROWS, 1] bool; other rows give zeros
+    FIRST: tl.constexpr,  # index of the first value within the segment
+    COUNT: tl.constexpr,  # values, a power of two
+    ENCODING: tl.constexpr,
+    VALUES_AT: tl.constexpr,  # byte offset of the segment
+    SCALE: tl.constexpr,  # encoding of its stored scales, "" if none
+    BLOCK: tl.constexpr,  # values per stored scale
+    SCALE_AT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Operand [ROWS, COUNT] of one segment, columns in the order of `column_values`.
+
+    e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
+    """
+    column = tl.arange(0, COUNT)[None, :]
+    if ENCODING == "bf16":
+        at = rows + (VALUES_AT + 2 * FIRST)
+        if NATIVE:
+            # As bfloat16 from the pointer on: the bytes then go to shared memory without a register.
+            return tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0)
+        else:
+            return fp32_of_bf16_bits(tl.load(at.to(tl.pointer_type(tl.int16)) + column, mask=live, other=0))
+    elif ENCODING == "e4m3":
+        codes = tl.load(rows + (VALUES_AT + FIRST) + column, mask=live, other=0)
+        if NATIVE:
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        else:
+            return e4m3_values(codes, NATIVE)
+    else:
+        tl.static_assert(ENCODING == "e2m1" and SCALE == "ue5m3" and BLOCK == 16)
+        word = tl.arange(0, COUNT // 8)[None, :]
+        words = (rows + (VALUES_AT + FIRST // 2)).to(tl.pointer_type(tl.int32))
+        codes = tl.load(words + word, mask=live, other=0)
+        block = tl.arange(0, COUNT // 16)[None, :]
+        scales = tl.load(rows + (SCALE_AT + FIRST // 16) + block, mask=live, other=0)
+        return _fp4_operand(codes, scales, NATIVE)
+
+
+@triton.jit
+def _fp4_operand(codes, scales, NATIVE: tl.constexpr):
+    """int32 [ROWS, N] of eight e2m1 each, uint8 [ROWS, N / 2] of ue5m3 -> operand [ROWS, 8 N].
+
+    Two values are worked on in one 32-bit register: codes i and i + 4 of a word, for i from 0 to 3. Their
+    bits, put where bfloat16 has its sign, its lowest two exponent bits and its highest mantissa bit, are the
+    e2m1 numbers times 2**-126; one packed product with the scale times 2**110 gives the values times 2**-16.
+    Pairs stay neighbours in the result, which is why its columns are not in the order of the values:
+    column bits c2 c1 c0 hold the value c0 c1 c2 of a word.
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    # Shifted left by 7 a ue5m3 is the same number in fp16; 4 significant bits fit bfloat16.
+    half = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True)
+    scale = half.to(tl.float32) * _SCALE_FACTOR
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, N // 2, 2]), [ROWS, N])
+    low0, high0 = _fp4_pair(codes << 6, codes << 12, scale, NATIVE)
+    low1, high1 = _fp4_pair(codes << 2, codes << 8, scale, NATIVE)
+    low2, high2 = _fp4_pair(codes >> 2, codes << 4, scale, NATIVE)
+    low3, high3 = _fp4_pair(codes >> 6, codes, scale, NATIVE)
+    low = tl.join(tl.join(low0, low1), tl.join(low2, low3))
+    high = tl.join(tl.join(high0, high1), tl.join(high2, high3))
+    return tl.reshape(tl.join(low, high), [ROWS, 8 * N])
+
+
+@triton.jit
+def _fp4_pair(magnitudes, signs, scale, NATIVE: tl.constexpr):
+    """Both values of each pair as operands; magnitudes at bits 6 to 8 and 22 to 24, signs at 15 and 31."""
+    pair = (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)
+    if NATIVE:
+        bits = scale.to(tl.int32, bitcast=True)
+        both = bits | (bits >> 16)  # a scale has no sign, and no bits below the upper 16
+        pair = tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=tl.int32, is_pure=True, pack=1
+        )
+        low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        low = (pair << 16).to(tl.float32, bitcast=True) * scale
+        high = (pair & -0x10000).to(tl.float32, bitcast=True) * scale
+    return low, high
+
+
+@triton.jit
+def load_tile_scale(rows, live, INDEX: tl.constexpr, SCALE_AT: tl.constexpr):
+    """float32 [ROWS, 1]: the scale of one tile of each row."""
+    words = (rows + (SCALE_AT + 4 * INDEX)).to(tl.pointer_type(tl.float32))
+    return tl.load(words, mask=live, other=0.0)
+
+
+@triton.jit
+def operand_factor(ENCODING: tl.constexpr):
+    """What the operands of an encoding have been multiplied by."""
+    if ENCODING == "e2m1":
+        return tl.constexpr(_OPERAND_FACTOR)
+    else:
+        return tl.constexpr(1.0)
+
+
+@triton.jit
+def load_queries(columns, values, exists, factor: tl.constexpr, NATIVE: tl.constexpr):
+    """Operand [D, Q] of queries times a power of two.
+
+    columns : [1, Q] pointers, the start of each query's segment; values : int [D, 1]; exists : bool [1, Q]
+    """
+    DTYPE: tl.constexpr = columns.dtype.element_ty
+    if tl.bfloat16 == DTYPE:
+        words = columns.to(tl.pointer_type(tl.int16))
+        bits = tl.load(words + values, mask=exists, other=0)
+        x = fp32_of_bf16_bits(bits)
+    else:
+        x = tl.load(columns + values, mask=exists, other=0.0).to(tl.float32)
+    return rounded_operand(x * factor, NATIVE)
