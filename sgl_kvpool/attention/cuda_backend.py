@@ -10,7 +10,6 @@ the base class and its runner, with the logarithms SGLang expects (`mha_form`).
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +30,10 @@ from sglang.srt.runtime_context import (
 from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.cuda_extend import ExtendReader, plan_extend
+from sgl_kvpool.attention.cuda_extend import ExtendReader, extend_workspace, plan_extend
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
+from sgl_kvpool.attention.few_queries import QueryCounts, decode_workspace_bytes, has_few_queries
 from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.attention.mla_decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.model_layers import check_layers, is_absorbed
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
@@ -49,21 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["KVPoolMLACudaBackend"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class FewQueries:
-    """A batch with the same few queries per request: decode, verification, the draft's extend.
-
-    Attributes
-    ----------
-    row_counts : torch.Tensor
-        `[requests * queries]` int32 or int64: how much of its request's list each query sees.
-    queries_per_request : int
-    """
-
-    row_counts: torch.Tensor
-    queries_per_request: int
 
 
 class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
@@ -120,20 +105,26 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
-        self._row_counts = torch.zeros(requests * most_queries, dtype=torch.int32, device=self.device)
-        self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=self.device)
-        # Backends of target, draft and draft steps run one after the other and share these two.
+        self._counts = QueryCounts(requests, most_queries, self.device, self.draft_step)
+        # Backends of target, draft and draft steps run one after the other and share workspaces.
         self._decode_workspace = get_buffer(
-            f"kvpool_mla_decode_{heads}_{self.fmt.tag}",
-            lambda: DecodeWorkspace(self.fmt, heads, self.device),
+            f"kvpool_mla_decode_{self.fmt.tag}_{heads}",
+            lambda: DecodeWorkspace(
+                decode_workspace_bytes(
+                    self.fmt, heads, requests, self.req_to_token.shape[1], most_queries, self.device
+                ),
+                self.device,
+            ),
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
         self._reader: ExtendReader | None = None
         if not self.skip_prefill:
-            self._reader = ExtendReader(
-                self.fmt, heads, model_runner.dtype, self.device, wrapper=self.prefill_wrapper_paged
+            workspace = get_buffer(
+                f"kvpool_mla_extend_{self.fmt.head_dim}_{model_runner.dtype}",
+                lambda: extend_workspace(self.fmt, model_runner.dtype, self.device),
             )
+            self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
             if self.reads_own_chunk:
                 logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
         # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
@@ -163,15 +154,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
         """Buffers that graphs refer to; SGLang's own lists of slots are not needed."""
-        if max_num_tokens > len(self._row_counts):
-            raise ValueError(
-                f"CUDA graphs of {max_num_tokens} tokens, but {len(self._row_counts)} queries are the most "
-                "this server was sized for; lower --cuda-graph-max-bs, or raise --max-running-requests"
-            )
+        self._counts.require(max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a batch that is run without a CUDA graph, or whose attention is run between graphs."""
-        if _has_few_queries(forward_batch.forward_mode):
+        if has_few_queries(forward_batch.forward_mode):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
             return
@@ -206,41 +193,18 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Views of static buffers for a decode-like batch; nothing to compute, and no size is looked at."""
-        if not _has_few_queries(forward_batch.forward_mode):
+        if not has_few_queries(forward_batch.forward_mode):
             raise NotImplementedError(
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
                 "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
             )
-        requests, tokens = forward_batch.batch_size, forward_batch.positions.numel()
-        queries = tokens // requests if requests else 1
-        if queries * requests != tokens:
-            raise ValueError(
-                f"{tokens} queries for {requests} requests in {forward_batch.forward_mode.name}: expected "
-                "the same number for each"
-            )
-        if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
-            counts = forward_batch.seq_lens
-        else:
-            counts = self._row_counts[:tokens]
-        self.forward_metadata = FewQueries(counts, queries)
+        self.forward_metadata = self._counts.of(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """How much of its request's list each query sees; recorded into decode graphs."""
         self._rows_to_write.forget()
-        if not _has_few_queries(forward_batch.forward_mode):
-            return
-        mode, few = forward_batch.forward_mode, self.forward_metadata
-        if mode.is_decode_or_idle():
-            if self.draft_step:
-                torch.add(forward_batch.seq_lens, self.draft_step, out=few.row_counts)
-            return
-        # SGLang's lengths count the new tokens of a draft's extend, and not those of a verification.
-        queries = few.queries_per_request
-        stored = forward_batch.seq_lens[: forward_batch.batch_size, None]
-        by_request = few.row_counts.view(-1, queries)
-        torch.add(stored, self._ordinals[:queries], out=by_request)
-        if mode.is_draft_extend_v2():
-            few.row_counts.sub_(queries)
+        if has_few_queries(forward_batch.forward_mode):
+            self._counts.fill(self.forward_metadata, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request."""
@@ -258,7 +222,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
         """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
-        if _has_few_queries(forward_batch.forward_mode):
+        if has_few_queries(forward_batch.forward_mode):
             return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if not is_absorbed(layer, self.fmt):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
@@ -286,7 +250,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             layer.scaling,
             pool.k_scale(layer_id),
             q_rope=q_rope,
-            list_index=forward_batch.req_pool_indices,
+            list_index=forward_batch.req_pool_indices[: tokens // few.queries_per_request],
             queries_per_list=few.queries_per_request,
             page=pool.slot_pages,
             out=out,
@@ -353,8 +317,3 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if k_rope is None:
             k, k_rope = k[..., :rank], k[..., rank:]
         self.token_to_kv_pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k, k_rope)
-
-
-def _has_few_queries(mode: ForwardMode) -> bool:
-    """Whether every request has the same, small number of new tokens."""
-    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()

@@ -29,7 +29,13 @@ from sgl_kvpool.layout import RowFormat
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["WORKSPACE_TOKENS", "ExtendReader", "plan_extend"]
+__all__ = [
+    "WORKSPACE_TOKENS",
+    "ExtendReader",
+    "extend_workspace",
+    "extend_workspace_bytes",
+    "plan_extend",
+]
 
 #: Rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
 WORKSPACE_TOKENS = 65536
@@ -83,44 +89,39 @@ def plan_extend(
     )
 
 
+def extend_workspace(
+    fmt: RowFormat, dtype: torch.dtype, device: torch.device | str, tokens: int = WORKSPACE_TOKENS
+) -> torch.Tensor:
+    """Memory for the decoded rows of one piece, `[tokens, R + P]`."""
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} is not positive")
+    return torch.empty((tokens, fmt.head_dim), dtype=dtype, device=device)
+
+
+def extend_workspace_bytes(fmt: RowFormat, tokens: int = WORKSPACE_TOKENS) -> int:
+    """Bytes of it in bfloat16 or float16, for the memory budget."""
+    return tokens * fmt.head_dim * torch.bfloat16.itemsize
+
+
 class ExtendReader:
-    """Attends stored rows and a chunk of new tokens; owns the workspace rows are decoded into.
+    """Attends stored rows and a chunk of new tokens.
 
     Parameters
     ----------
     fmt : RowFormat
     heads : int
         Query heads of this rank.
-    dtype : torch.dtype
-        Of queries, of the decoded rows and of the result: bfloat16 or float16.
-    device : torch.device or str
-    workspace_tokens : int
+    workspace : torch.Tensor
+        From `extend_workspace`, in the dtype of queries and result; may be shared by readers of one stream.
     wrapper : flashinfer.BatchMLAPagedAttentionWrapper, optional
         Attends what fits into the workspace in one call; without it everything is attended in pieces.
     """
 
-    def __init__(
-        self,
-        fmt: RowFormat,
-        heads: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        workspace_tokens: int = WORKSPACE_TOKENS,
-        wrapper: Any = None,
-    ):
-        if workspace_tokens < 1:
-            raise ValueError(f"workspace_tokens={workspace_tokens} is not positive")
-        self.fmt, self.heads, self.dtype = fmt, heads, dtype
-        self.workspace_tokens = workspace_tokens
-        self.workspace = torch.empty((workspace_tokens, fmt.head_dim), dtype=dtype, device=device)
+    def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
+        self.fmt, self.heads, self.workspace = fmt, heads, workspace
+        self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
         # FlashInfer's kernel wants rotary values of its own.
         self.wrapper = wrapper if fmt.qk_rope_head_dim else None
-
-    @staticmethod
-    def workspace_bytes(fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS) -> int:
-        """Bytes the workspace takes, for the memory budget."""
-        return workspace_tokens * fmt.head_dim * torch.bfloat16.itemsize
 
     def plan_wrapper(
         self,

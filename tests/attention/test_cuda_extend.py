@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_host_attention import SCALE, make_pool, oracle_attention
 
-from sgl_kvpool.attention.cuda_extend import ExtendReader, plan_extend
+from sgl_kvpool.attention.cuda_extend import (
+    ExtendReader,
+    extend_workspace,
+    extend_workspace_bytes,
+    plan_extend,
+)
 from sgl_kvpool.attention.extend_batch import bounds, cut_into_pieces, rows_of_requests
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -58,6 +63,12 @@ class Batch:
         return np.concatenate(out)
 
 
+def reader_of(batch, tokens, wrapper=None):
+    return ExtendReader(
+        batch.fmt, HEADS, extend_workspace(batch.fmt, torch.float32, "cpu", tokens), wrapper=wrapper
+    )
+
+
 def close(out, wanted):
     assert torch.isfinite(out).all()
     np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
@@ -69,7 +80,7 @@ def test_prefixes_in_pieces_and_the_chunk(layout, workspace_tokens):
     """Pieces of 7: a request over several of them, several in one, requests without a prefix between."""
     batch = Batch(layout, [0, 23, 2, 0, 3, 31, 0], [4, 3, 1, 2, 5, 9, 1])
     close(
-        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=workspace_tokens)),
+        batch.attend(reader_of(batch, workspace_tokens)),
         batch.wanted(),
     )
 
@@ -77,7 +88,7 @@ def test_prefixes_in_pieces_and_the_chunk(layout, workspace_tokens):
 def test_no_prefix_at_all():
     batch = Batch("fp4", [0, 0], [5, 2])
     close(
-        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=4)),
+        batch.attend(reader_of(batch, 4)),
         batch.wanted(),
     )
 
@@ -86,14 +97,14 @@ def test_padding_requests_of_no_tokens():
     """SGLang pads batches under data-parallel attention with requests of no tokens."""
     batch = Batch("bf16", [9, 0, 0], [5, 0, 0])
     close(
-        batch.attend(ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=4)),
+        batch.attend(reader_of(batch, 4)),
         batch.wanted(),
     )
 
 
 def test_k_scale_and_no_rope():
     batch = Batch("fp8", [11, 30], [3, 2], rank=256, rope=0)
-    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=16)
+    reader = reader_of(batch, 16)
     close(batch.attend(reader, k_scale=0.5), batch.wanted(0.5))
 
 
@@ -125,14 +136,14 @@ class Paged:
 def test_what_fits_is_one_call(layout, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # needs a GPU's driver
     batch = Batch(layout, [0, 23, 2, 0], [4, 3, 1, 2])
-    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=35, wrapper=Paged())
+    reader = reader_of(batch, 35, wrapper=Paged())
     monkeypatch.setattr(ExtendReader, "_over_piece", None)
     close(batch.attend(reader), batch.wanted())
 
 
 def test_one_row_more_goes_by_pieces():
     batch = Batch("bf16", [0, 23, 2, 0], [4, 3, 1, 2])
-    reader = ExtendReader(batch.fmt, HEADS, torch.float32, "cpu", workspace_tokens=34, wrapper=object())
+    reader = reader_of(batch, 34, wrapper=object())
     close(batch.attend(reader), batch.wanted())
 
 
@@ -175,6 +186,7 @@ def test_rows_of_requests_in_the_workspace(requests):
 
 def test_a_workspace_has_rows():
     fmt = oracle.row_format("fp4", RANK, ROPE)
-    with pytest.raises(ValueError, match="workspace_tokens=0"):
-        ExtendReader(fmt, HEADS, torch.float32, "cpu", workspace_tokens=0)
-    assert ExtendReader.workspace_bytes(fmt, 10) == 10 * 192 * 2
+    with pytest.raises(ValueError, match="tokens=0"):
+        extend_workspace(fmt, torch.float32, "cpu", 0)
+    made = extend_workspace(fmt, torch.bfloat16, "cpu", 10)
+    assert extend_workspace_bytes(fmt, 10) == made.nbytes == 10 * 192 * 2

@@ -1,0 +1,143 @@
+"""Batches with the same few queries per request: decode, verification of drafts, the draft's extend.
+
+`mla_decode` reads their lists in SGLang's own request table. All that is left to work out per step is how
+much of its list each query sees, from lengths that are on the device: in a CUDA graph, as part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_kvpool.attention.decode import workspace_bytes
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from sgl_kvpool.layout import RowFormat
+
+__all__ = ["FewQueries", "QueryCounts", "decode_workspace_bytes", "has_few_queries"]
+
+
+def has_few_queries(mode: ForwardMode) -> bool:
+    """Whether every request of such a batch has the same, small number of new tokens."""
+    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+
+
+@dataclass
+class FewQueries:
+    """One batch.
+
+    Attributes
+    ----------
+    row_counts : torch.Tensor
+        `[requests * queries_per_request]` int32 or int64: how much of its request's list each query sees.
+    queries_per_request : int
+    """
+
+    row_counts: torch.Tensor
+    queries_per_request: int
+
+
+class QueryCounts:
+    """Works out the counts of batches into one static buffer.
+
+    Parameters
+    ----------
+    requests : int
+        Of the largest batch.
+    most_queries : int
+        Per request.
+    device : torch.device or str
+    draft_step : int
+        For one step of a draft: tokens drafted so far, which SGLang's lengths do not count.
+    """
+
+    def __init__(self, requests: int, most_queries: int, device: torch.device | str, draft_step: int = 0):
+        self.draft_step = draft_step
+        self.buffer = torch.zeros(requests * most_queries, dtype=torch.int32, device=device)
+        self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=device)
+
+    def require(self, tokens: int) -> None:
+        """Refuse CUDA graphs for larger batches than there is room for."""
+        if tokens > len(self.buffer):
+            raise ValueError(
+                f"CUDA graphs of {tokens} tokens, but {len(self.buffer)} queries are the most this server "
+                "was sized for; lower --cuda-graph-max-bs, or raise --max-running-requests"
+            )
+
+    def of(self, forward_batch: ForwardBatch) -> FewQueries:
+        """Where the counts of a batch are; nothing is computed, and no length is looked at.
+
+        Raises
+        ------
+        ValueError
+            Requests with different numbers of queries, or more of them than there is room for.
+        """
+        requests = forward_batch.batch_size
+        if forward_batch.forward_mode.is_decode_or_idle():
+            # A batch of a draft's steps has the slots of all of them, but one query at a time.
+            tokens = requests
+        else:
+            tokens = forward_batch.out_cache_loc.numel()
+        queries = tokens // requests if requests else 1
+        if queries * requests != tokens or queries > len(self._ordinals) or tokens > len(self.buffer):
+            raise ValueError(
+                f"{tokens} queries for {requests} requests in {forward_batch.forward_mode.name}: expected "
+                f"the same number for each, at most {len(self._ordinals)}, and {len(self.buffer)} in all"
+            )
+        if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
+            return FewQueries(forward_batch.seq_lens[:requests], queries)
+        return FewQueries(self.buffer[:tokens], queries)
+
+    def fill(self, few: FewQueries, forward_batch: ForwardBatch) -> None:
+        """Compute the counts of a batch; operations on static tensors alone, which a graph can record."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle():
+            if self.draft_step:
+                lengths = forward_batch.seq_lens[: forward_batch.batch_size]
+                torch.add(lengths, self.draft_step, out=few.row_counts)
+            return
+        queries = few.queries_per_request
+        lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
+        torch.add(lengths, self._ordinals[:queries], out=few.row_counts.view(-1, queries))
+        if mode.is_draft_extend_v2():
+            # Its lengths count the new tokens already; those of a verification do not.
+            few.row_counts.sub_(queries)
+
+
+def decode_workspace_bytes(
+    fmt: RowFormat,
+    heads: int,
+    requests: int,
+    max_rows: int,
+    most_queries: int,
+    device: torch.device | str,
+) -> int:
+    """Bytes that `mla_decode` needs beside its arguments, whatever the batch.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Query heads of this rank.
+    requests : int
+        Of the largest batch.
+    max_rows : int
+        Width of SGLang's request table.
+    most_queries : int
+        Per request, in a verification or a draft's extend; 1 without speculation.
+    device : torch.device or str
+        Its multiprocessors decide how a list is split.
+    """
+    device = torch.device(device)
+    sms = DEFAULT_SM_COUNT
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(
+        workspace_bytes(fmt, heads, requests * queries, max_rows, queries_per_list=queries, sm_count=sms)
+        for queries in range(1, most_queries + 1)
+    )
