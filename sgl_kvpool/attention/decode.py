@@ -121,7 +121,7 @@ def mla_decode(
     q_rope : Tensor [T, H, P], optional
         The rotary part of the queries, of q's dtype.
     list_index : Tensor [T / queries_per_list], int32 or int64, optional
-        Which list each group of queries looks at; list b without it. A number that is no list is an empty one.
+        Which list each group of queries looks at; list b without it.
     queries_per_list : int
     page : (int, int), optional
         (page_size_tokens, rows_per_page): entries of `row_ids` are slots s, of row
@@ -172,8 +172,8 @@ def mla_decode(
 
     if not pool.is_cuda:
         _decode_on_cpu(
-            q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list, page,
-            out, lse,
+            q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list,
+            page, out, lse,
         )  # fmt: skip
         return out, lse
 
@@ -210,8 +210,8 @@ def partial_results(
     buffer = workspace.buffer
     if buffer.device != device or buffer.numel() < needed:
         raise ValueError(
-            f"the workspace has {workspace.size_bytes} bytes on {buffer.device}; this call of {tokens} queries "
-            f"and {config.splits} splits needs {needed * 4} on {device}, size it with workspace_bytes"
+            f"the workspace has {workspace.size_bytes} bytes on {buffer.device}; this call of {tokens} "
+            f"queries and {config.splits} splits needs {needed * 4} on {device}, size it with workspace_bytes"
         )
     return buffer
 

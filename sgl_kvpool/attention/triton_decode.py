@@ -2,13 +2,13 @@
 
 A program of `decode_kernel` takes one list of rows, one tile of its (query, head) pairs and one split of the
 list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and values. Matrices
-are transposed against the usual way: scores are [rows, pairs] = K q^T, the result is [values, pairs] += V^T P.
-Rows then fill the 64-row side that Hopper's warp group instruction demands and the pairs its other side,
-which may be 16: a model with 16 heads wastes nothing.
+are transposed against the usual way: scores are [rows, pairs] = K q^T, results [values, pairs] += V^T P. Rows
+then fill the 64-row side that Hopper's warp group instruction demands, and the pairs its other side, which
+may be 16: a model with 16 heads wastes nothing.
 
 The latent goes in chunks of `CHUNK` values, each with an accumulator of its own. `fp8_block_scale` has one
-chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead of
-into its values.
+chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead
+of into its values.
 
 Everything that depends on the batch is found on the device from the counts, so a captured CUDA graph can be
 replayed for other lists.

@@ -2,8 +2,8 @@
 
 A matrix instruction of Hopper multiplies bfloat16 here, and every encoding of a row fits it without rounding:
 e4m3 has 4 significant bits, a product of e2m1 and ue5m3 at most 6, and bfloat16 holds 8 with the exponents of
-float32. What does not fit is left out and multiplied into float32 results by the caller: `VALUE_SCALE_EXPONENT`
-of FP4, the tile scales of `fp8_block_scale`, k_scale.
+float32. What does not fit is left out and multiplied into float32 results by the caller: FP4's factor, the
+tile scales of `fp8_block_scale`, k_scale.
 
 `NATIVE` is False in Triton's interpreter, which has neither bfloat16 arithmetic nor inline PTX: operands are
 then the same numbers in float32.

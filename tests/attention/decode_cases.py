@@ -1,0 +1,169 @@
+"""Cases of `mla_decode` and what it has to give: float64 numpy on rows that `codec_oracle` decodes."""
+
+from dataclasses import dataclass, field, replace
+
+import codec_oracle as oracle
+import numpy as np
+import torch
+
+from sgl_kvpool.arrangement import KVArrangement, RowPlacement
+
+LAYERS, LAYER = 3, 1
+#: Weights are rounded to bfloat16, whose unit roundoff is 2**-8, and nothing else is rounded that coarsely:
+#: e4m3, e2m1 times ue5m3 and the queries are exact in bfloat16, sums are float32. So the error of a result is
+#: at most this times the weighted sum of the magnitudes of its values; the rest is for float32.
+WEIGHT_ROUNDING = 2**-8 * 1.01
+#: Scores are sums of up to 576 float32 products here, of magnitudes up to about 10.
+LSE_TOLERANCE = 2e-5
+
+
+@dataclass
+class Case:
+    """Arguments of `mla_decode`, and the values of the rows it may read."""
+
+    layout: str
+    fmt: object
+    q: torch.Tensor
+    pool: torch.Tensor
+    row_ids: torch.Tensor
+    row_counts: torch.Tensor
+    values: np.ndarray  # float32 [slots, R + P], decoded by the oracle; NaN where a slot holds nothing
+    scale: float = 0.06
+    k_scale: float = 1.0
+    list_index: torch.Tensor | None = None
+    queries_per_list: int = 1
+    page: tuple[int, int] | None = None
+    options: dict = field(default_factory=dict)
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+    @property
+    def arguments(self):
+        """Positional and keyword arguments of `mla_decode`."""
+        positional = (self.q, self.pool, self.row_ids, self.row_counts, self.fmt, self.scale, self.k_scale)
+        keywords = {
+            "list_index": self.list_index,
+            "queries_per_list": self.queries_per_list,
+            "page": self.page,
+        }
+        return positional, {**keywords, **self.options}
+
+    def to(self, device):
+        moved = {
+            name: value.to(device)
+            for name in ("q", "row_ids", "row_counts", "list_index")
+            if (value := getattr(self, name)) is not None
+        }
+        # A pool is moved with what lies between its rows, and keeps its strides.
+        whole = torch.empty(0, dtype=torch.uint8).set_(self.pool.untyped_storage()).to(device)
+        moved["pool"] = whole.as_strided(self.pool.shape, self.pool.stride(), self.pool.storage_offset())
+        return self.but(**moved)
+
+
+def make_case(
+    layout,
+    *,
+    rank=512,
+    rope=64,
+    heads=8,
+    counts=((70,), (131,)),
+    width=150,
+    slots=None,
+    arrangement="layer_major",
+    page_size=4,
+    ids=torch.int32,
+    dtype=torch.bfloat16,
+    k_scale=1.0,
+    fill=0xFF,
+    holes=True,
+    seed=0,
+):
+    """Lists of random slots; what no list refers to holds NaN bytes, entries beyond a count are garbage.
+
+    counts : one tuple per list, one number of rows per query of its group
+    """
+    random = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    lists, queries = len(counts), len(counts[0])
+    longest = [min(max(0, *group), width) for group in counts]
+    slots = slots or -(-(sum(longest) + 9) // page_size) * page_size
+    fmt = oracle.row_format(layout, rank, rope)
+    placement = RowPlacement(KVArrangement(arrangement), LAYERS, slots // page_size, page_size, fmt.row_bytes)
+    buffer = torch.full((placement.total_bytes,), fill, dtype=torch.uint8)
+    pool = placement.layer_view(buffer, LAYER)
+    row_ids = np.empty((lists, width), np.int64)
+    # Beyond the count: unused slots, slots outside of the pool, and numbers that mean nothing.
+    row_ids[:] = random.choice([0, slots - 1, slots + 5, 2**31 - 1, -(2**31)], (lists, width))
+    used = random.permutation(np.arange(1, slots))[: sum(longest)]
+    done = 0
+    for i, length in enumerate(longest):
+        row_ids[i, :length] = used[done : done + length]
+        done += length
+        if holes and length > 5:
+            row_ids[i, random.integers(0, length, 3)] = -1
+            row_ids[i, length - 1] = -7
+    nope = torch.randn(len(used), rank, dtype=torch.bfloat16) * torch.rand(len(used), 1).bfloat16() * 2
+    keys = torch.randn(len(used), rope, dtype=torch.bfloat16)
+    rows = oracle.encode(nope, keys if rope else None, layout, rank, rope, fmt.row_bytes, k_scale)
+    places = placement.slot_to_row(torch.from_numpy(used))
+    pool[places] = torch.from_numpy(rows)
+    values = np.full((slots, rank + rope), np.nan, np.float32)
+    values[used] = oracle.decode(rows, layout, rank, rope, k_scale)
+    return Case(
+        layout,
+        fmt,
+        torch.randn(lists * queries, heads, rank + rope).to(dtype),
+        pool,
+        torch.from_numpy(row_ids).to(ids),
+        torch.tensor(counts, dtype=ids).flatten(),
+        values,
+        k_scale=k_scale,
+        queries_per_list=queries,
+        page=None if placement.slots_are_rows else (page_size, placement.row_of_slot(page_size)),
+    )
+
+
+def expected(case):
+    """Result, lse and the weighted sums of magnitudes, float64 [T, H, R], [T, H] and [T, H, R]."""
+    tokens, heads, _ = case.q.shape
+    rank = case.fmt.kv_lora_rank
+    out, size = np.zeros((2, tokens, heads, rank))
+    lse = np.full((tokens, heads), -np.inf)
+    q = case.q.double().numpy()
+    for token in range(tokens):
+        group = token // case.queries_per_list
+        chosen = group if case.list_index is None else int(case.list_index[group])
+        if not 0 <= chosen < len(case.row_ids):
+            continue
+        slots = case.row_ids[chosen, : max(int(case.row_counts[token]), 0)].numpy()
+        seen = case.values[slots[(slots >= 0) & (slots < len(case.values))]].astype(np.float64)
+        if not len(seen):
+            continue
+        assert not np.isnan(seen).any(), "the case refers to a slot that holds nothing"
+        scores = q[token] @ seen.T * case.scale  # [heads, rows]
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        lse[token] = (top + np.log(total))[:, 0]
+        out[token] = (weights / total) @ seen[:, :rank]
+        size[token] = (weights / total) @ np.abs(seen[:, :rank])
+    return out, lse, size
+
+
+def roundoff(dtype):
+    return torch.finfo(dtype).eps / 2
+
+
+def check(found, case, rounding=WEIGHT_ROUNDING):
+    """Assert that `found`, (out, lse), is within the tolerances of the oracle."""
+    out, lse, size = expected(case)
+    found_out, found_lse = (tensor.cpu().double().numpy() for tensor in found)
+    limit = size * (rounding + 3 * LSE_TOLERANCE) + np.abs(out) * roundoff(found[0].dtype) * 1.02
+    assert not np.isnan(found_out).any()
+    wrong = np.abs(found_out - out) > limit
+    assert not wrong.any(), (wrong.sum(), np.argwhere(wrong)[0], np.abs(found_out - out).max(), size.max())
+    np.testing.assert_array_equal(np.isinf(found_lse), np.isinf(lse))
+    finite = np.isfinite(lse)
+    assert (found_lse[~finite] < 0).all()
+    np.testing.assert_allclose(found_lse[finite], lse[finite], rtol=2e-6, atol=LSE_TOLERANCE)

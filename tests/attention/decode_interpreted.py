@@ -1,0 +1,40 @@
+"""Runs the kernels of `mla_decode` in Triton's interpreter, on CPU tensors."""
+
+import torch
+
+from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.decode_config import DecodeConfig, partial_elements, tile_config
+from sgl_kvpool.attention.decode_launch import launch
+from sgl_kvpool.codec import checks
+
+
+def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=float("nan")):
+    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace."""
+    q, q_rope = decode_checks.queries(case.q, case.options.get("q_rope"), case.pool, case.fmt)
+    decode_checks.kernel_limits(case.pool, case.fmt)
+    tokens, heads, rank = q.shape
+    tile = tile_config(case.fmt.layout, heads * case.queries_per_list)
+    tiles = -(-heads * case.queries_per_list // tile.pairs)
+    config = DecodeConfig(tile, tiles, splits, min_blocks)
+    partial = torch.full((partial_elements(case.fmt, tokens, heads, splits),), poison)
+    if out is None:
+        out = torch.full((tokens, heads, rank), poison, dtype=out_dtype)
+    lse = torch.full((tokens, heads), poison)
+    launch(
+        q,
+        q_rope,
+        case.pool,
+        case.row_ids,
+        case.row_counts,
+        case.list_index,
+        case.fmt,
+        case.scale,
+        checks.scale(case.k_scale, case.fmt),
+        case.queries_per_list,
+        decode_checks.page(case.page),
+        out,
+        lse,
+        partial,
+        config,
+    )
+    return out, lse

@@ -1,0 +1,181 @@
+"""`mla_decode`'s kernels in Triton's interpreter, and its CPU path, against a float64 oracle.
+
+On a machine with a GPU the interpreter is off and ``tests/gpu/test_mla_decode_gpu.py`` does this.
+"""
+
+import os
+
+import codec_oracle as oracle
+import pytest
+import torch
+from decode_cases import check, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvpool.attention import mla_decode
+from sgl_kvpool.attention.decode_reference import mla_decode_reference
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET", "0") == "0":
+    pytest.skip("needs TRITON_INTERPRET=1 before Triton is imported", allow_module_level=True)
+
+from decode_interpreted import run
+
+pytestmark = [
+    # numpy, inside the interpreter, for a logarithm of 0 and exponentials of -inf on purpose
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+]
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))  # three queries of a list, as MTP verifies
+
+
+def on_cpu(case, **options):
+    positional, keywords = case.arguments
+    return mla_decode(*positional, **keywords, **options)
+
+
+def check_everything(case, splits=1):
+    """Kernels, CPU path and the project's own float64 reference."""
+    check(run(case, splits), case)
+    positional, keywords = case.arguments
+    check(on_cpu(case), case, rounding=0)
+    check(mla_decode_reference(*positional, **keywords), case, rounding=0)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_layouts_and_arrangements(layout, arrangement):
+    case = make_case(layout, arrangement=arrangement, counts=VERIFY, heads=8)
+    check_everything(case, splits=2)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_heads(layout, heads):
+    """One pair in a tile of 16, a full tile, two tiles of 64; other bytes in unused rows."""
+    check_everything(make_case(layout, heads=heads, counts=((67,),), fill=0x7F))
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(256, 64), (128, 0), (384, 64)])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_geometries(layout, rank, rope):
+    check_everything(make_case(layout, rank=rank, rope=rope, heads=5, counts=VERIFY, seed=3), splits=3)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_page_sizes(layout, page_size):
+    case = make_case(layout, rank=128, arrangement="page_major", page_size=page_size, ids=torch.int64)
+    assert (case.page is None) == (page_size == 1)
+    check_everything(case)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_splits_give_the_same(layout):
+    """1, 2 and 7 splits of lists of 5, 0, 3 and 1 blocks: most splits of the short ones are empty."""
+    case = make_case(layout, rank=256, counts=((319,), (0,), (129,), (1,)), width=319, heads=3)
+    found = [run(case, splits) for splits in (1, 2, 7)]
+    for out, lse in found:
+        check((out, lse), case)
+    check(run(case, 7, min_blocks=2), case)
+
+
+@pytest.mark.parametrize("k_scale", [0.37, 24.0])
+def test_k_scale(k_scale):
+    case = make_case("fp8", rank=256, k_scale=k_scale, heads=16)
+    check_everything(case, splits=2)
+    # Not within the tolerance if it were ignored, or applied once only.
+    with pytest.raises(AssertionError):
+        check(run(case.but(k_scale=1.0)), case)
+
+
+@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4"])
+def test_another_scale_would_be_noticed(layout):
+    """The tolerance is tighter than one scale of one row off by its smallest step."""
+    case = make_case(layout, rank=128, rope=0, counts=((40,),), holes=False)
+    used = case.row_ids[0, 3]
+    at = case.fmt.scale.offset_bytes
+    last = at if layout == "fp4" else at + 2
+    case.pool[used, last] += 16 if layout == "fp8_block_scale" else 1
+    with pytest.raises(AssertionError):
+        check(run(case), case)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_strides_and_index_types(ids):
+    """Queries, lists, output and counts of every allowed stride and type; list_index out of order, twice."""
+    case = make_case("fp4", rank=256, heads=6, counts=((70,), (3,), (131,)), ids=ids)
+    wide = torch.randn(4, 9, 2, 400).bfloat16()
+    apart = torch.stack([case.row_ids, torch.full_like(case.row_ids, -3)], -1).flatten(1)[:, ::2]
+    case = case.but(
+        q=wide[:, 2:8, 1, 40:360],
+        row_ids=apart,
+        list_index=torch.tensor([2, 0, 2, 1], dtype=ids),
+        row_counts=torch.tensor([131, 44, 70, 3], dtype=ids),
+    )
+    for splits in (1, 2):
+        base = torch.full((7, 5, 300), -9.0)
+        out = base[:6, :4, 11:267].transpose(0, 1)
+        check(run(case, splits, out=out), case)
+        assert bool((base[6] == -9).all() and (base[:, 4] == -9).all() and (base[..., 267:] == -9).all())
+    check(on_cpu(case, out=out.bfloat16()), case, rounding=0)
+    q, q_rope = case.q[..., :256].contiguous(), case.q[..., 256:]
+    parts = case.but(q=q, options={"q_rope": q_rope})
+    assert torch.equal(run(parts)[0], run(case)[0])
+    assert torch.equal(on_cpu(parts)[0], on_cpu(case)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_query_types(dtype):
+    """float16 and float32 queries are rounded to bfloat16 by the kernel, so these are rounded before."""
+    case = make_case("fp8_block_scale", rank=128, heads=2)
+    case = case.but(q=case.q.to(dtype))
+    check(run(case, 2, out_dtype=dtype), case)
+    out, lse = on_cpu(case)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    check((out, lse), case, rounding=0)
+
+
+def test_counts_and_lists_that_mean_nothing():
+    """Negative counts, counts beyond the list, lists that do not exist: none, all, none."""
+    case = make_case("fp4", rank=128, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
+    check_everything(case)
+    case = case.but(list_index=torch.tensor([0, 1, 5, -1, 2**31 - 1], dtype=torch.int32))
+    for splits in (1, 2):
+        out, lse = run(case, splits)
+        check((out, lse), case)
+        assert bool((lse[[0, 2, 3, 4]] == float("-inf")).all())
+        assert not out[[0, 2, 3, 4]].any()
+    empty = case.but(list_index=None, row_ids=case.row_ids[:, :0])
+    for out, lse in (run(empty), on_cpu(empty)):
+        assert bool((lse == float("-inf")).all())
+        assert not out.any()
+
+
+@pytest.mark.parametrize("page", [None, (4, 12)])
+def test_rows_beyond_the_pool_are_none_in_the_kernel(page):
+    case = make_case("bf16", rank=128, arrangement="page_major" if page else "layer_major", counts=((9,),))
+    assert case.page == page
+    case.row_ids[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
+    check(run(case), case)
+    with pytest.raises(IndexError, match="outside of a pool"):
+        on_cpu(case)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_lists(data):
+    """Any counts, holes anywhere, any number of queries per list and of splits."""
+    queries = data.draw(st.integers(1, 4), label="queries")
+    group = st.tuples(*[st.integers(-1, 150)] * queries)
+    counts = data.draw(st.lists(group, min_size=1, max_size=3), label="counts")
+    layout = data.draw(st.sampled_from(oracle.LAYOUTS), label="layout")
+    heads = data.draw(st.sampled_from([1, 3, 7]), label="heads")
+    seed = data.draw(st.integers(0, 99), label="seed")
+    case = make_case(layout, rank=128, rope=0, heads=heads, counts=tuple(counts), width=140, seed=seed)
+    holes = data.draw(st.floats(0, 1), label="holes")
+    random = torch.Generator().manual_seed(seed)
+    case.row_ids[torch.rand(case.row_ids.shape, generator=random) < holes] = -1
+    check(run(case, data.draw(st.integers(1, 5), label="splits"), data.draw(st.integers(1, 2))), case)
+    check(on_cpu(case), case, rounding=0)
