@@ -1,0 +1,323 @@
+"""kvpool_mla's class for CUDA, driven on the CPU: real pools, request tables and batches.
+
+Its constructor needs a GPU (FlashInfer's wrappers), so it is made without; everything that reads or writes
+the pool runs: `mla_decode` as torch, SGLang's prefill kernels interpreted. Queries are float32, see
+test_cuda_extend.py.
+"""
+
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import test_backend
+import torch
+from test_backend import HEADS, LAYER, RANK, ROPE, Case
+
+pytestmark = pytest.mark.usefixtures("published")
+
+CONTEXT = 128  # of the request table
+
+
+def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
+    from sgl_kvpool.attention import cuda_backend as module
+
+    monkeypatch.setattr(module, "get_buffer", lambda name, make: make())  # a workspace of its own per test
+    monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
+    backend = object.__new__(module.KVPoolMLACudaBackend)
+    backend.token_to_kv_pool = case.pool
+    backend.device = "cpu"
+    backend.skip_prefill = bool(draft_step)
+    backend.enable_chunk_kv = False
+    backend.max_context_len = CONTEXT
+    backend.prefill_wrapper_paged = None
+    backend.kv_indptr = torch.full((9,), -1, dtype=torch.int32)
+    backend.kv_indptr[0] = 0
+    backend.indices_updater_prefill = SimpleNamespace(update=lambda *a, **k: case.ragged.append((a, k)))
+    backend.draft_step = draft_step
+    case.ragged = []
+    case.runner.model_config = SimpleNamespace(num_attention_heads=HEADS)
+    case.runner.dtype = torch.float32
+    case.runner.is_draft_worker = False
+    backend._attach(case.runner, case.pool)
+    return backend
+
+
+class CudaCase(Case):
+    """`lengths` of whole sequences; what is beyond `prefixes` is stored by the call, or drafted."""
+
+    def __init__(self, layout, lengths, prefixes, monkeypatch, *, draft_step=0, **more):
+        super().__init__(layout, lengths, prefixes, monkeypatch, **more)
+        self.backend = cuda_backend(self, draft_step=draft_step, monkeypatch=monkeypatch)
+
+    def batch(self, mode):
+        batch = super().batch(mode)
+        batch.extend_prefix_lens = torch.tensor(self.prefixes)
+        if mode == "TARGET_VERIFY":
+            # SGLang's lengths do not count what is verified, and it sets nothing else.
+            batch.seq_lens = torch.tensor(self.prefixes)
+            batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = batch.extend_prefix_lens = None
+        batch.seq_lens_cpu = (
+            None if mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2") else batch.seq_lens
+        )
+        return batch
+
+    def run(self, mode, *, split=False):
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
+        tokens, rank = len(keys), RANK
+        self.q = torch.randn(tokens, HEADS, RANK + ROPE, generator=torch.Generator().manual_seed(8))
+        q, k, extra = self.q.reshape(tokens, -1), keys, {}
+        if split:
+            # As absorbed cores give them: the latent part of a batched matrix product, transposed.
+            q = self.q[..., :rank].transpose(0, 1).contiguous().transpose(0, 1)
+            extra = {"q_rope": self.q[..., rank:], "k_rope": keys[..., rank:]}
+            k = keys[..., :rank]
+        return self.backend.forward(q, k, k[..., :rank], self.layer, batch, **extra)
+
+
+def close(found, wanted):
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-4, atol=2e-5)
+
+
+PLACED = [{}, {"arrangement": "token_major", "page_size": 8}, {"arrangement": "page_major", "page_size": 8}]
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("split", [False, True])
+def test_decode(layout, placed, split, monkeypatch):
+    case = CudaCase(layout, [1, 40, 7, 65], [0, 39, 6, 64], monkeypatch, **placed)
+    close(case.run("DECODE", split=split), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_few_queries_per_request(layout, mode, split, monkeypatch):
+    """Four each; the first sequence is not longer than that."""
+    case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
+    close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("reads_rows", [False, True])
+@pytest.mark.parametrize("placed", PLACED)
+def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
+    case = CudaCase(layout, [9, 40, 5, 33], [0, 30, 4, 0], monkeypatch, reads_rows=reads_rows, **placed)
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=not reads_rows))
+
+
+@pytest.mark.parametrize("mode", ["MIXED", "SPLIT_PREFILL"])
+@pytest.mark.parametrize("split", [False, True])
+def test_prefill_in_other_modes_and_pieces(mode, split, monkeypatch):
+    case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
+    case.backend._reader.workspace_tokens = 16
+    close(case.run(mode, split=split), case.wanted(fresh_as_computed=True))
+    assert case.backend.kv_indptr[:4].tolist() == [0, 50, 111, 114]  # what one-shot MHA would read
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
+def test_k_scale(mode, monkeypatch):
+    case = CudaCase("fp8", [20, 14], [17, 11], monkeypatch, reads_rows=True, k_scale=0.25)
+    if mode == "DECODE":
+        case = CudaCase("fp8", [20, 14], [19, 13], monkeypatch, k_scale=0.25)
+    close(case.run(mode), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_models_without_rope(mode, monkeypatch):
+    monkeypatch.setattr(test_backend, "ROPE", 0)
+    monkeypatch.setitem(globals(), "ROPE", 0)
+    case = CudaCase("fp4", [9, 30, 8], [8, 29, 7], monkeypatch)
+    close(case.run(mode), case.wanted(fresh_as_computed=mode == "EXTEND"))
+
+
+def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monkeypatch):
+    """SGLang picks the form per batch, after metadata; absorbed without a prefix is what its graphs run."""
+    case = CudaCase("fp4", [9, 5], [0, 0], monkeypatch)
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
+    ((_, named),) = case.ragged
+    assert named["use_ragged"] is True
+    from sgl_kvpool.attention import cuda_backend as module
+
+    monkeypatch.setattr(module, "is_in_breakable_cuda_graph", lambda: True)
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
+    assert len(case.ragged) == 1
+    assert case.backend.forward_metadata.use_ragged is False
+
+
+def test_the_mha_form_is_sglangs(monkeypatch):
+    """A layer that attends keys 192 wide goes to the base class with all it was given, and stores nothing."""
+    from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
+
+    case = CudaCase("fp4", [9], [3], monkeypatch)
+    seen = []
+    monkeypatch.setattr(FlashInferMLAAttnBackend, "forward_extend", lambda self, *a: seen.append(a))
+    layer = test_backend.radix_attention(head_dim=48, v_head_dim=32)
+    batch = case.batch("EXTEND")
+    case.backend.init_forward_metadata(batch)
+    before = [tensor.clone() for tensor in case.pool.kv_buffer]
+    case.backend.forward("q", "k", "v", layer, batch, save_kv_cache=False)
+    assert seen == [("q", "k", "v", layer, batch, False, None, None)]
+    assert all(map(torch.equal, before, case.pool.kv_buffer))
+
+
+def test_lse_of_the_mha_form_is_natural(monkeypatch):
+    from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMhaChunkKVRunner
+
+    from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
+
+    runner = object.__new__(NaturalLSEChunkRunner)
+    base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8), and of a request without rows
+    for given in ("out", ("out", base2)):
+        monkeypatch.setattr(FlashInferMhaChunkKVRunner, "forward", lambda self, *a, given=given: given)
+        found = runner.forward("q", "k", "v", None, None)
+        if isinstance(given, str):
+            assert found == "out"
+        else:
+            assert found[0] == "out"
+            torch.testing.assert_close(found[1], torch.tensor([[8.0, 0.0]]).log())
+
+
+class TestDraftSteps:
+    def container(self, case, steps, monkeypatch):
+        from sgl_kvpool.attention import draft
+
+        made = []
+
+        def make(runner, skip_prefill, draft_step):
+            assert (runner, skip_prefill) == (case.runner, True)
+            made.append(cuda_backend(case, draft_step=draft_step, monkeypatch=monkeypatch))
+            return made[-1]
+
+        monkeypatch.setattr(draft, "KVPoolMLACudaBackend", make)
+        case.runner.kv_index_translator = object()
+        container = draft.KVPoolMultiStepDraftBackend(case.runner, 1, steps)
+        assert container.attn_backends == made
+        return container
+
+    @pytest.mark.parametrize("layout", oracle.LAYOUTS)
+    def test_each_step_sees_one_token_more(self, layout, monkeypatch):
+        """Step i stores the token at position `seq_lens + i` and attends it too; all are planned at once."""
+        stored = [5, 33]
+        cases = [
+            CudaCase(layout, [n + i + 1 for n in stored], [n + i for n in stored], monkeypatch)
+            for i in range(3)
+        ]
+        last = cases[-1]
+        container = self.container(last, 4, monkeypatch)
+        batch = last.batch("DECODE")
+        batch.seq_lens = torch.tensor(stored)
+        all_slots = torch.cat(
+            [torch.stack([s[n + i] for s, n in zip(last.slots, stored, strict=True)]) for i in range(3)]
+        )
+        batch.out_cache_loc = all_slots
+        container.init_cuda_graph_state(2, 2)
+        container.init_forward_metadata(batch)
+        for i, backend in enumerate(container.attn_backends):
+            batch.out_cache_loc = all_slots[2 * i : 2 * i + 2]
+            keys = torch.stack([k[n + i] for k, n in zip(last.keys, stored, strict=True)])
+            q = torch.randn(2, HEADS, RANK + ROPE)
+            found = backend.forward(q.flatten(1), keys, keys[..., :RANK], last.layer, batch)
+            now = CudaCase.__new__(CudaCase)
+            now.__dict__ |= last.__dict__
+            now.q, now.keys = q, [k[: n + i + 1] for k, n in zip(last.keys, stored, strict=True)]
+            now.prefixes = [n + i for n in stored]
+            close(found, now.wanted(fresh_as_computed=False))
+
+    def test_trees_are_refused(self, monkeypatch):
+        from sgl_kvpool.attention.draft import KVPoolMultiStepDraftBackend
+
+        with pytest.raises(ValueError, match="--speculative-eagle-topk 4.*use --speculative-eagle-topk 1"):
+            KVPoolMultiStepDraftBackend(None, 4, 3)
+
+
+def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
+    """Lengths, requests and slots are filled in anew between replays; a replay runs what a graph records."""
+    case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
+    batch = case.batch("TARGET_VERIFY")
+    case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    address = case.backend.forward_metadata.row_counts.data_ptr()
+    for lengths in ([0, 36, 3], [2, 5, 1]):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        case.backend.init_forward_metadata_in_graph(batch)
+        counts = case.backend.forward_metadata.row_counts
+        assert counts.tolist() == [n + i + 1 for n in lengths for i in range(4)]
+        assert counts.data_ptr() == address
+    first = case.backend._rows_to_write.of(batch)
+    assert case.backend._rows_to_write.of(batch) is first
+    # Between graphs of prefill every layer has another view of the same slots.
+    batch.out_cache_loc = batch.out_cache_loc.view(-1)
+    assert case.backend._rows_to_write.of(batch) is first
+    batch.out_cache_loc = batch.out_cache_loc[:3]
+    assert case.backend._rows_to_write.of(batch) is not first
+    case.backend.init_forward_metadata_in_graph(batch)
+    assert case.backend._rows_to_write._rows is None
+
+
+def test_prefill_does_not_wait_for_what_a_step_needs_not(monkeypatch):
+    """needs_cpu_seq_lens is False: no batch with few queries may look at lengths on the host."""
+    case = CudaCase("bf16", [4, 40, 7], [0, 36, 3], monkeypatch)
+    assert case.backend.needs_cpu_seq_lens is False
+    for mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+        batch = case.batch(mode)
+        batch.batch_size, batch.out_cache_loc = 3, batch.out_cache_loc[:12]
+        batch.seq_lens_cpu = batch.seq_lens_sum = None
+        case.backend.init_forward_metadata(batch)
+
+
+def test_when_the_request_table_may_change(monkeypatch):
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    ends = CudaCase("bf16", [4], [0], monkeypatch).backend.shared_read_ends
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        assert ends(mode) is SharedReadEnds.POST_REPLAY
+    assert ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_what_cannot_be_served_is_said(monkeypatch):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    case = CudaCase("bf16", [4, 7], [0, 3], monkeypatch)
+    batch = case.batch("EXTEND")
+    with pytest.raises(NotImplementedError, match="does not run prefill inside a CUDA graph"):
+        case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    batch.forward_mode = ForwardMode.DLLM_EXTEND
+    with pytest.raises(NotImplementedError, match="attends causally"):
+        case.backend.init_forward_metadata(batch)
+    batch = case.batch("TARGET_VERIFY")
+    batch.out_cache_loc = batch.out_cache_loc[:7]
+    with pytest.raises(ValueError, match="7 queries for 2 requests in TARGET_VERIFY"):
+        case.backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="CUDA graphs of 1000 tokens, but 32 queries"):
+        case.backend.init_cuda_graph_state(250, 1000)
+
+
+def test_layers_in_the_mha_form_are_allowed_beside_absorbed_ones():
+    from sgl_kvpool.attention.model_layers import check_layers
+
+    fmt = oracle.row_format("fp4", RANK, ROPE)
+    attn_mha = test_backend.radix_attention(head_dim=48, v_head_dim=32)
+    check_layers(torch.nn.ModuleList([test_backend.radix_attention(), attn_mha]), fmt, mha_form=True)
+    with pytest.raises(ValueError, match="no attention layer that attends latent rows"):
+        check_layers(torch.nn.ModuleList([attn_mha]), fmt, mha_form=True)
+    window = test_backend.radix_attention(head_dim=48, v_head_dim=32, sliding_window_size=64)
+    with pytest.raises(
+        ValueError, match="sliding window of 64, which attention backend kvpool_mla does not compute;"
+    ):
+        check_layers(torch.nn.ModuleList([window]), fmt, mha_form=True)
+
+
+def test_load_fence(monkeypatch):
+    waited = []
+    case = CudaCase("fp4", [6, 9], [5, 8], monkeypatch)
+    case.pool.layer_transfer_counter = SimpleNamespace(wait_until=waited.append)
+    case.run("DECODE")
+    assert waited == [1]
+    case.run("EXTEND")
+    assert waited == [1, 1]
+    assert case.layer.layer_id == LAYER
