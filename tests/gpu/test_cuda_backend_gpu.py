@@ -1,0 +1,226 @@
+"""kvpool_mla on a GPU below SGLang's server: its kernels, FlashInfer's call, CUDA graphs. Needs SGLang."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "attention"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "codec"))
+
+import codec_oracle as oracle
+from test_host_attention import oracle_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RANK, ROPE, HEADS, LAYER = 512, 64, 16, 1
+SCALE = 0.07  # of test_host_attention's oracle
+DEVICE = "cuda"
+PAGE = 64
+PLACED = ["layer_major", "token_major", "page_major"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published_on_cuda():
+    pytest.importorskip("sglang")
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    publish(ServerArgs(model_path="dummy", device=DEVICE), role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+class Case:
+    """Requests over a real pool; `lengths` of whole sequences, of which `prefixes` are stored before."""
+
+    def __init__(self, layout, lengths, prefixes, arrangement="layer_major", most_queries=4):
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+        self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
+        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+        bound = LayoutMLATokenToKVPool.bind(layout, None, arrangement=arrangement)
+        size = 16 * PAGE
+        self.pool = bound(size, PAGE, dtype, RANK, ROPE, 3, DEVICE, False, 0, 2)
+        for tensor in self.pool.kv_buffer:
+            tensor.view(torch.uint8).fill_(0xFF)
+        self.layer = RadixAttention(HEADS, RANK + ROPE, SCALE, 1, LAYER, v_head_dim=RANK)
+        self.table = ReqToTokenPool(8, 1024, DEVICE, False)
+        generator = torch.Generator().manual_seed(7)
+        slots = torch.randperm(size, generator=generator)[: sum(lengths)] + 1
+        self.slots = [part.to(DEVICE) for part in slots.split(lengths)]
+        self.keys = [
+            torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16().to(DEVICE) for n in lengths
+        ]
+        self.requests = [5, 2, 7, 1][: len(lengths)]
+        for row, own, keys, prefix in zip(self.requests, self.slots, self.keys, prefixes, strict=True):
+            self.table.req_to_token[row, : len(own)] = own.int()
+            if prefix:
+                nope, rope = keys[:prefix, :, :RANK], keys[:prefix, :, RANK:]
+                self.pool.set_mla_kv_buffer(self.layer, own[:prefix], nope, rope)
+        self.backend = self._backend(most_queries)
+
+    def _backend(self, most_queries):
+        """As its constructor makes it, without a model runner."""
+        from flashinfer import BatchMLAPagedAttentionWrapper
+
+        from sgl_kvpool.attention import cuda_backend as module
+
+        backend = object.__new__(module.KVPoolMLACudaBackend)
+        backend.token_to_kv_pool, backend.device, backend.skip_prefill = self.pool, DEVICE, False
+        backend.enable_chunk_kv, backend.max_context_len, backend.draft_step = False, 1024, 0
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
+        backend.prefill_wrapper_paged = BatchMLAPagedAttentionWrapper(workspace, backend="auto")
+        backend.kv_indptr = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+        backend.indices_updater_prefill = SimpleNamespace(update=lambda *a, **k: None)
+        runner = SimpleNamespace(
+            token_to_kv_pool=self.pool,
+            req_to_token_pool=self.table,
+            model_config=SimpleNamespace(num_attention_heads=HEADS),
+            dtype=torch.bfloat16,
+            is_draft_worker=False,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "get_buffer", lambda name, make: make())
+            patch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
+            backend._attach(runner, self.pool)
+        return backend
+
+    def batch(self, mode):
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
+        counted = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode],
+            batch_size=len(self.lengths),
+            input_ids=None,
+            req_pool_indices=torch.tensor(self.requests, device=DEVICE),
+            seq_lens=torch.tensor(counted, device=DEVICE),
+            out_cache_loc=torch.cat(fresh),
+            seq_lens_sum=None,
+        )
+        if mode == "EXTEND":
+            batch.extend_prefix_lens_cpu = list(self.prefixes)
+            batch.extend_seq_lens_cpu = list(map(len, fresh))
+        return batch
+
+    def inputs(self):
+        keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
+        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, device=DEVICE).bfloat16()
+        # As an absorbed core gives it: the result of a batched matrix product, transposed.
+        q = self.q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1)
+        ropes = {"q_rope": self.q[..., RANK:].contiguous(), "k_rope": keys[..., RANK:].contiguous()}
+        return q, keys[..., :RANK].contiguous(), ropes
+
+    def run(self, mode):
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        q, k, ropes = self.inputs()
+        return self.backend.forward(q, k, k, self.layer, batch, **ropes)
+
+    def wanted(self, *, fresh_as_computed):
+        out, start = [], 0
+        for keys, prefix in zip(self.keys, self.prefixes, strict=True):
+            keys = keys.cpu()
+            row_bytes = self.pool.row_format.row_bytes
+            rows = oracle.encode(keys[:, 0, :RANK], keys[:, 0, RANK:], self.layout, RANK, ROPE, row_bytes)
+            values = oracle.decode(rows, self.layout, RANK, ROPE).astype(np.float64)
+            if fresh_as_computed:
+                values[prefix:] = keys[prefix:, 0].double().numpy()
+            q = self.q[start : start + len(keys) - prefix].float().cpu().numpy()
+            start += len(q)
+            out.append(oracle_attention(q, values, RANK, prefix)[0])
+        return np.concatenate(out).reshape(start, -1)
+
+
+def close(found, wanted):
+    """bf16 queries, weights and results: 2**-8 of values around 1."""
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(found.float().cpu().numpy(), wanted, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("arrangement", PLACED)
+def test_decode(layout, arrangement):
+    case = Case(layout, [1, 300, 7, 65], [0, 299, 6, 64], arrangement)
+    close(case.run("DECODE"), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+def test_a_few_queries_per_request(layout, mode):
+    case = Case(layout, [4, 300, 7], [0, 296, 3])
+    close(case.run(mode), case.wanted(fresh_as_computed=False))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("workspace_tokens", [65536, 64, 100])
+@pytest.mark.parametrize("arrangement", PLACED)
+def test_absorbed_prefill_in_one_call_and_in_pieces(layout, workspace_tokens, arrangement):
+    case = Case(layout, [9, 340, 5, 133], [0, 230, 4, 0], arrangement)
+    case.backend._reader.workspace_tokens = workspace_tokens
+    found = case.run("EXTEND")
+    assert case.backend._extend.one_call == (workspace_tokens == 65536)
+    close(found, case.wanted(fresh_as_computed=True))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("arrangement", PLACED)
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+def test_a_graph_gives_what_eager_gives(layout, arrangement, mode):
+    """Captured with lengths of 1, as SGLang does, then replayed for the real batch: bit for bit."""
+    lengths = ([30, 300, 7], [29, 299, 6]) if mode == "DECODE" else ([30, 300, 7], [26, 296, 3])
+    case = Case(layout, *lengths, arrangement)
+    wanted = case.run(mode)
+    batch = case.batch(mode)
+    real = {name: getattr(batch, name).clone() for name in ("seq_lens", "req_pool_indices", "out_cache_loc")}
+    q, k, ropes = case.inputs()
+    inputs = case.q.clone()
+    batch.seq_lens.fill_(1), batch.req_pool_indices.zero_(), batch.out_cache_loc.zero_()
+    case.backend.init_cuda_graph_state(3, len(q))
+    case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def step():
+        case.backend.init_forward_metadata_in_graph(batch)
+        return case.backend.forward(q, k, k, case.layer, batch, **ropes)
+
+    step()  # kernels are compiled outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for name, values in real.items():
+        getattr(batch, name).copy_(values)
+    case.backend.init_forward_metadata_out_graph(batch)
+    found.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    eager_batch = case.batch(mode)
+    case.backend.init_forward_metadata(eager_batch)
+    wanted = case.backend.forward(q, k, k, case.layer, eager_batch, **ropes)
+    assert torch.equal(case.q, inputs)
+    assert torch.equal(found, wanted)
+    close(found, case.wanted(fresh_as_computed=False))
+
+
+def test_decode_does_not_wait_for_the_gpu():
+    """A busy GPU must not hold up the host: no call of a step may synchronise."""
+    case = Case("fp4", [30, 300, 7], [29, 299, 6])
+    case.run("DECODE")
+    batch = case.batch("DECODE")
+    q, k, ropes = case.inputs()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.backend.init_forward_metadata(batch)
+        case.backend.forward(q, k, k, case.layer, batch, **ropes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
