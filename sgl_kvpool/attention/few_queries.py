@@ -66,7 +66,7 @@ class QueryCounts:
         if tokens > len(self.buffer):
             raise ValueError(
                 f"CUDA graphs of {tokens} tokens, but {len(self.buffer)} queries are the most this server "
-                "was sized for; lower --cuda-graph-max-bs, or raise --max-running-requests"
+                "was sized for; lower --cuda-graph-max-bs-decode, or raise --max-running-requests"
             )
 
     def of(self, forward_batch: ForwardBatch) -> FewQueries:

@@ -1,0 +1,227 @@
+"""SGLang's own DeepSeek classes served on a GPU in every layout: graphs, chunks, prefix hits, MTP, host hits.
+
+A server start takes a minute or more: each configuration is started once and asked everything.
+"""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import random_deepseek
+
+from sgl_kvpool.demo.server import Server, free_port
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+LAYOUT = "--kv-cache-layout"
+KVPOOL = ("--attention-backend", "kvpool_mla")
+MTP = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+#: The device pool holds about two prompts, so that the third pushes the first one out.
+HOST_TIER = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "8", "--page-size", "64"),
+    *("--max-total-tokens", "2048", "--enable-cache-report"),
+)
+EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
+
+#: name: (model, arguments)
+SERVERS = {
+    # The peer: SGLang without us, whose triton backend reads BF16 rows.
+    "stock": ("deepseek_v3", ("--attention-backend", "triton")),
+    **{layout: ("deepseek_v3", (LAYOUT, layout, *KVPOOL)) for layout in LAYOUTS},
+    "fp4-eager": ("deepseek_v3", (LAYOUT, "fp4", *EAGER)),
+    "fp8_block_scale-eager": ("deepseek_v3", (LAYOUT, "fp8_block_scale", *EAGER)),
+    "fp4-token_major": ("deepseek_v3", (LAYOUT, "fp4", "--kv-cache-arrangement", "token_major")),
+    "fp4-page_major": (
+        "deepseek_v3",
+        (LAYOUT, "fp4", "--kv-cache-arrangement", "page_major", "--page-size", "64"),
+    ),
+    "fp4-mtp": ("deepseek_v3", (LAYOUT, "fp4", *MTP)),
+    "fp8_block_scale-mtp": ("deepseek_v3", (LAYOUT, "fp8_block_scale", *MTP, "--page-size", "64")),
+    "fp4-mtp-eager": ("deepseek_v3", (LAYOUT, "fp4", *MTP, *EAGER)),
+    "fp4-host": ("deepseek_v3", (LAYOUT, "fp4", *HOST_TIER)),
+    "bf16-on-fp4": ("deepseek_v3", (LAYOUT, "bf16", *KVPOOL, "--kv-host-layout", "fp4", *HOST_TIER)),
+    "kimi-stock": ("kimi_k2", ("--attention-backend", "triton")),
+    "kimi-fp4": ("kimi_k2", (LAYOUT, "fp4")),
+}
+#: Each server's rows against BF16: largest mean distance of log-probabilities. The same model in transformers,
+#: its latents encoded and decoded, is 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014.
+NEAR = {"bf16": 0.03, "fp8": 0.10, "fp8_block_scale": 0.10, "fp4": 0.25}
+
+
+def tokens(seed, count):
+    return random.Random(seed).choices(range(3, random_deepseek.VOCAB), k=count)
+
+
+#: Unequal lengths; the third begins like the second (a prefix hit); the last is longer than a chunk.
+SHARED = tokens(1, 300)
+PROMPTS = [tokens(0, 5), SHARED, SHARED[:200] + tokens(2, 77), tokens(3, 900)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+
+
+@pytest.fixture(scope="module")
+def answers(models, tmp_path_factory):
+    """`answers(name)`: what the server of that name said; it is started on first use."""
+    pytest.importorskip("sglang")
+    found, root = {}, tmp_path_factory.mktemp("servers")
+
+    def get(name):
+        if name not in found:
+            found[name] = ask(name, models, root / f"{name}.log")
+        return found[name]
+
+    return get
+
+
+def ask(name, models, log):
+    model, arguments = SERVERS[name]
+    command = [
+        *("--model-path", str(models[model]), "--port", str(free_port()), "--skip-tokenizer-init"),
+        *("--context-length", "4096", "--mem-fraction-static", "0.3", "--chunked-prefill-size", "256"),
+        *("--cuda-graph-max-bs-decode", "4", "--random-seed", "0"),
+        *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "16384")),
+        *arguments,
+    ]
+    # Every prompt's log-probability then depends on rows that were stored.
+    environment = {} if "stock" in name else {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+    with Server(command, log, environment, wait_seconds=420) as server:
+
+        def generate(ids, **more):
+            return server.generate(input_ids=ids, sampling_params=GREEDY, return_logprob=True, **more)
+
+        said = {
+            "info": server.info(),
+            "one": [generate(ids) for ids in PROMPTS],
+            "batch": generate(PROMPTS),
+            "prompts": [generate(ids, logprob_start_len=0) for ids in PROMPTS],
+        }
+        if "host" in name or "on-" in name:
+            for seed in (10, 11, 12):
+                generate(tokens(seed, 900))
+            said["host_hit"] = generate(PROMPTS[3])
+            said["device_hit"] = generate(PROMPTS[3])
+    said["log"] = log.read_text(errors="replace")
+    return said
+
+
+def generated(answer):
+    return [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def logprobs(answer):
+    return torch.tensor([p for p, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+def distance(a, b):
+    """Mean distance of the prompts' log-probabilities of two servers."""
+    pairs = zip(a["prompts"], b["prompts"], strict=True)
+    return torch.cat([(logprobs(x) - logprobs(y)).abs() for x, y in pairs]).mean().item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probabilities_are_close_to_bf16(layout, answers):
+    found = distance(answers(layout), answers("stock"))
+    assert found < NEAR[layout], found
+    if layout != "bf16":
+        assert found > NEAR["bf16"], f"{found}: another layout was served, or rows were not read"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_with_prefix_hits_says_what_single_requests_said(layout, answers):
+    """Rows from the radix cache, other batch sizes, other splits: tokens differ where two were as likely."""
+    found = answers(layout)
+    same = [
+        a == b
+        for x, y in zip(found["one"], found["batch"], strict=True)
+        for a, b in zip(generated(x), generated(y), strict=True)
+    ]
+    assert sum(same) >= 0.8 * len(same), f"{sum(same)} of {len(same)}"
+
+
+@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
+def test_graphs_and_eager_give_the_same_tokens(layout, answers):
+    graph, eager = answers(layout), answers(f"{layout}-eager")
+    assert [generated(a) for a in graph["one"]] == [generated(a) for a in eager["one"]]
+    assert "Capture cuda graph" in graph["log"] or "cuda graph" in graph["log"].lower()
+
+
+@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
+def test_arrangements_give_the_same_tokens(arrangement, answers):
+    packed, other = answers("fp4"), answers(f"fp4-{arrangement}")
+    assert [generated(a) for a in packed["one"]] == [generated(a) for a in other["one"]]
+
+
+@pytest.mark.parametrize("name", ["fp4-mtp", "fp8_block_scale-mtp", "fp4-mtp-eager"])
+def test_mtp_says_what_decoding_one_by_one_says(name, answers):
+    """Verified with four queries per request instead of one: tokens differ where two were as likely."""
+    drafted, plain = answers(name), answers(name.split("-")[0])
+    same = [
+        a == b
+        for x, y in zip(drafted["one"], plain["one"], strict=True)
+        for a, b in zip(generated(x), generated(y), strict=True)
+    ]
+    assert sum(same) >= 0.8 * len(same), f"{sum(same)} of {len(same)}"
+    assert distance(drafted, plain) < NEAR["bf16"]
+
+
+@pytest.mark.parametrize("name", ["fp4-host", "bf16-on-fp4"])
+def test_host_hits(name, answers):
+    """The prompt came back from the host: decoded again from the same bytes, or from narrower ones."""
+    found = answers(name)
+    assert found["host_hit"]["meta_info"]["cached_tokens"] >= 832
+    assert found["device_hit"]["meta_info"]["cached_tokens"] >= 832
+    assert generated(found["host_hit"]) == generated(found["device_hit"])
+
+
+def test_kimi_shapes(answers):
+    found = distance(answers("kimi-fp4"), answers("kimi-stock"))
+    assert NEAR["bf16"] < found < NEAR["fp4"], found
+
+
+def test_the_layout_is_what_the_server_says(answers):
+    assert answers("fp4")["info"]["kv_cache_layout"] == "fp4"
+    assert "416 bytes per token and layer" in answers("fp4")["log"]
+
+
+def test_memory_errors_are_found_by_the_sanitizer():
+    """The kernels of decode under compute-sanitizer, where the toolkit has it."""
+    from shutil import which
+
+    if which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    here = os.path.dirname(__file__)
+    command = [
+        "compute-sanitizer",
+        "--error-exitcode",
+        "9",
+        "--tool",
+        "memcheck",
+        sys.executable,
+        "-m",
+        "pytest",
+    ]
+    done = subprocess.run(
+        [*command, "-q", "-x", os.path.join(here, "test_mla_decode_gpu.py"), "-k", "sanitizer"],
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
