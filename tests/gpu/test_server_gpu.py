@@ -57,7 +57,7 @@ SERVERS = {
     "kimi-stock": ("kimi_k2", ("--attention-backend", "triton")),
     "kimi-fp4": ("kimi_k2", (LAYOUT, "fp4")),
 }
-#: Each server's rows against BF16: largest mean distance of log-probabilities. The same model in transformers,
+#: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
 #: its latents encoded and decoded, is 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014.
 NEAR = {"bf16": 0.03, "fp8": 0.10, "fp8_block_scale": 0.10, "fp4": 0.25}
 
