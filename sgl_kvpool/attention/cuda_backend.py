@@ -106,6 +106,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
         self._counts = QueryCounts(requests, most_queries, self.device, self.draft_step)
+        self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
         # Backends of target, draft and draft steps run one after the other and share workspaces.
         self._decode_workspace = get_buffer(
             f"kvpool_mla_decode_{self.fmt.tag}_{heads}",
@@ -254,6 +255,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             queries_per_list=few.queries_per_request,
             page=pool.slot_pages,
             out=out,
+            lse=self._lse[:tokens],
             workspace=self._decode_workspace,
         )
         return out.view(tokens, heads * fmt.kv_lora_rank)
