@@ -1,4 +1,4 @@
-"""Hooks of the scheduler process: the pool's class, its memory budget, and our attention backend."""
+"""Hooks of the scheduler process: the pool's class and its memory budget; installs the others too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import disaggregation, host_tier, seams
+from sgl_kvpool.sglang_plugin import attention, disaggregation, host_tier, seams
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import backends_in_use, has_host_tier
@@ -24,8 +24,6 @@ _GB = 1 << 30  # as in SGLang's own log lines
 
 def install() -> None:
     """Register and apply the hooks of a scheduler process that was asked for a layout."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
@@ -35,7 +33,7 @@ def install() -> None:
     seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
     host_tier.install()
     disaggregation.install()
-    register_attention_backend(KVPOOL_BACKEND)(_create_backend)
+    attention.install()
 
 
 def _layout(configurator: Any) -> MLAKVCacheLayout | None:
@@ -253,12 +251,3 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     layers = kvc.layer_info.num_effective_layers + int(drafts or 0)
     rows = _row_format(kvc, options.host_layout(layout))
     return buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0
-
-
-# -------------------------------------------------------------------- attention
-
-
-def _create_backend(runner):
-    from sgl_kvpool.attention.backend import KVPoolMLABackend
-
-    return KVPoolMLABackend(runner)

@@ -156,7 +156,9 @@ def recorder(pool, attention):
                 q = torch.cat([q, q_rope.reshape(tokens, HEADS, -1)], -1)
             out = []
             for own, position, slots in parts(self, batch):
-                rows = torch.cat([t.float() for t in pool.get_mla_kv_buffer(layer, slots, torch.bfloat16)], -1)
+                rows = torch.cat(
+                    [t.float() for t in pool.get_mla_kv_buffer(layer, slots, torch.bfloat16)], -1
+                )
                 rows = rows.expand(-1, HEADS, -1)
                 out.append(attend(q[own].float(), rows, rows[..., :RANK], layer.scaling, position)[0])
             return torch.cat(out).to(q.dtype).reshape(tokens, HEADS * RANK)
@@ -286,7 +288,9 @@ def in_graph(graph, batch):
         if graph == "breakable":
             batch.global_num_token_non_padded_cpu = batch.input_ids.shape[0]
             stack.enter_context(breakable.enable_breakable_cuda_graph())
-            stack.enter_context(prefill_graph_scope(full_graph=False, raw_num_tokens=batch.input_ids.shape[0]))
+            stack.enter_context(
+                prefill_graph_scope(full_graph=False, raw_num_tokens=batch.input_ids.shape[0])
+            )
             stack.enter_context(set_forward_batch(batch))
         elif graph == "tc_piecewise":
             stack.enter_context(piecewise.enable_tc_piecewise_cuda_graph())
