@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def name_lists() -> tuple[list[str], ...]:
-    """SGLang's lists of backend names that ours is added to; others hold references to the lists themselves."""
+    """SGLang's lists of backend names that ours is added to, in place: others refer to the same lists."""
     from sglang.srt.arg_groups.choices import CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 

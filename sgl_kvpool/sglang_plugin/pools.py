@@ -10,9 +10,10 @@ from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import attention, disaggregation, host_tier, seams
+from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
-from sgl_kvpool.sglang_plugin.refusals import backends_in_use, has_host_tier
+from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
 
 logger = logging.getLogger(__name__)

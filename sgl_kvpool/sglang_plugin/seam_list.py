@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
 
 __all__ = [
@@ -65,10 +66,12 @@ STEPS = (
 #: Fields of ServerArgs that are read.
 FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
-    *("device", "speculative_algorithm", "enable_deterministic_inference", "cuda_graph_config"),
+    *("device", "cuda_graph_config"),
     *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
     *("hicache_ratio", "hicache_size", "hicache_storage_backend", "enable_metrics"),
     "disaggregation_decode_enable_offload_kvcache",
+    *SPECULATIVE_FIELDS,
+    *(feature.field for feature in BACKEND_FEATURES),
     *(feature.field for feature in FEATURES),
 )
 

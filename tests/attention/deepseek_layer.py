@@ -1,10 +1,10 @@
-"""A small real `DeepseekV2AttentionMLA` of SGLang's on the CPU, with a pool of ours and what SGLang binds to a batch.
+"""A small real `DeepseekV2AttentionMLA` of SGLang's on the CPU, with a pool of ours and real batches.
 
 Real: the attention module with its projections, norms and rotary embedding, its method handlers and cores,
 RadixAttention, ForwardBatch with its plan of KV locations, the graph contexts, our pool. Not real, because
-they need a GPU: `_is_cuda` of forward_mha is set, so that it writes and reads the pool as on CUDA; the
-attention kernels are `Recorder`, which attends in float32; `merge_state` and the index kernels run in Triton's
-interpreter. The model around the layer is absent: `AttentionInputs` is set by hand as the layer before it does.
+they need a GPU: `_is_cuda` of forward_mha is set by tests, so that it writes and reads the pool as on CUDA;
+the attention kernels are the recorder's, in float32; `merge_state` and the index kernels run in Triton's
+interpreter. The model around the layer is absent: its inputs are set by hand as a decoder layer does.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ BACKEND = "kvpool_mla"
 
 
 def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
-    """The attention of one DeepSeek-V3 layer with random weights, absorbed weights as the loader makes them."""
+    """The attention of one DeepSeek-V3 layer with random weights, absorbed ones as the loader makes them."""
     from sglang.srt.layers.rotary_embedding import base as rotary
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from transformers import PretrainedConfig
@@ -61,7 +61,6 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
     w_kc, w_vc = weights.split([NOPE, V_DIM], dim=1)  # as deepseek_weight_loader.post_load_weights
     layer.w_kc = w_kc.transpose(1, 2).contiguous().transpose(1, 2)
     layer.w_vc = w_vc.contiguous().transpose(1, 2)
-    layer.attn_mqa.k_scale_float = 1.0
     return layer
 
 
@@ -236,11 +235,11 @@ class Server:
             batch_size=len(lengths),
             input_ids=torch.zeros(sum(queries), dtype=torch.int64),
             req_pool_indices=torch.arange(1, len(lengths) + 1),
-            seq_lens=torch.tensor(counted),
-            out_cache_loc=torch.cat(fresh),
+            seq_lens=torch.tensor(counted, dtype=torch.int64),
+            out_cache_loc=torch.cat([*fresh, self.slots[:0]]),
             seq_lens_sum=sum(counted),
-            seq_lens_cpu=torch.tensor(counted),
-            positions=torch.cat(positions),
+            seq_lens_cpu=torch.tensor(counted, dtype=torch.int64),
+            positions=torch.cat([*positions, self.slots[:0]]),
         )
         if not mode.is_decode_or_idle() and not mode.is_target_verify():
             batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = list(prefixes), queries
@@ -251,15 +250,22 @@ class Server:
         batch.tokens_of = queries
         translator = self.backend.kv_index_translator
         translator.own_plan(batch).bind(batch, translator)
-        return batch, torch.cat(hidden)
+        return batch, torch.cat([*hidden, self.hidden[:0]])
 
-    def run(self, mode, lengths, prefixes, graph=None):
-        """One forward; returns the layer's output. `method` and the backend's `calls` are its own."""
+    def run(self, mode, lengths, prefixes, graph=None, padding=0):
+        """One forward; returns the layer's output. `method` and the backend's `calls` are its own.
+
+        `padding` rows of NaN follow the tokens, as in a graph that was captured for more.
+        """
         from sglang.srt.layers.layer_boundary import AttentionInputs, get_attn_tp_context
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
         from sglang.srt.runtime_context import get_parallel
 
         batch, hidden = self.batch(mode, lengths, prefixes)
+        if padding:
+            hidden = torch.cat([hidden, hidden.new_full((padding, HIDDEN), float("nan"))])
+            batch.positions = torch.cat([batch.positions, batch.positions.new_zeros(padding)])
+            batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
         self.backend.calls.clear()
         attention = self.attention
         with ExitStack() as stack:
