@@ -1,4 +1,4 @@
-"""`kvpool_mla`: SGLang attention backend that reads rows of any layout. CPU only so far.
+"""`kvpool_mla` on a CPU: SGLang attention backend that reads rows of any layout.
 
 SGLang calls it with absorbed queries and keys, 576 wide for the usual geometry. Every read of the pool
 goes through `get_row_buffer` and touches only the rows a batch refers to.
@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.host import Request, RowReader, attend, merge
+from sgl_kvpool.attention.layers import check_layers
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.pool.arranged import RowWriteLoc
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
@@ -55,10 +56,10 @@ class KVPoolMLABackend(AttentionBackend):
             )
         if torch.device(model_runner.device).type != "cpu":
             raise ValueError(
-                f"attention backend {KVPOOL_BACKEND} does not run on {model_runner.device} yet; "
-                "use --device cpu, or bf16 or fp8 with a stock --attention-backend"
+                f"this is the CPU's part of attention backend {KVPOOL_BACKEND}, and the device is "
+                f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )
-        _check_layers(model_runner.model, pool)
+        check_layers(model_runner.model, pool, multi_head=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -194,33 +195,3 @@ class KVPoolMLABackend(AttentionBackend):
                 )
                 merge(out[own], lse[own], piece, piece_lse)
         return out.to(q.dtype).reshape(tokens, heads * rank)
-
-
-def _check_layers(model: torch.nn.Module, pool: LayoutMLATokenToKVPool) -> None:
-    """Refuse, at start, models with layers whose attention is not what `_forward` computes."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    width = pool.row_format.head_dim
-    found = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, RadixAttention):
-            continue
-        found += 1
-        problem = None
-        if module.head_dim != width:
-            # SGLang's own DeepSeek classes have such layers beside the absorbed ones and pick per batch.
-            problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
-        elif module.sliding_window_size is not None and module.sliding_window_size > -1:
-            problem = f"has a sliding window of {module.sliding_window_size}"
-        elif module.logit_cap:
-            problem = f"caps its logits at {module.logit_cap}"
-        if problem:
-            raise ValueError(
-                f"layer {name} of {type(model).__name__} {problem}, which attention backend "
-                f"{KVPOOL_BACKEND} does not compute on a CPU; serve the model without --kv-cache-layout"
-            )
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
-            "without --kv-cache-layout"
-        )

@@ -39,7 +39,8 @@ def test_what_a_new_version_adds_is_noticed(calls, tmp_path):
         "layers/alias.py": Counter({"set_kv_buffer": 1}),
     }
     table = calls.documented(
-        "| `layers/alias.py` | set_kv_buffer 1 | x |\n| `models/new.py` | .kv_buffer 1, get_key_buffer 2 | x |\n"
+        "| `layers/alias.py` | set_kv_buffer 1 | x |\n"
+        "| `models/new.py` | .kv_buffer 1, get_key_buffer 2 | x |\n"
         "| `models/gone.py` | move_kv_cache 1 | x |\n"
     )
     assert calls.differences(found, table) == [
