@@ -169,7 +169,8 @@ def _choose_backend(server_args, previous):
         "--decode-attention-backend": server_args.decode_attention_backend,
     }
     if layout is None:
-        for flag, backend in named.items():
+        draft = {"--speculative-draft-attention-backend": server_args.speculative_draft_attention_backend}
+        for flag, backend in (named | draft).items():
             if backend == KVPOOL_BACKEND:
                 raise ValueError(
                     f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "

@@ -204,9 +204,10 @@ def test_stock_backends_may_read_sglangs_own_rows(resolve, checkpoints, layout):
     assert view(args).decode_attention_backend == "torch_native"
 
 
-def test_our_backend_needs_a_layout(resolve, checkpoints):
-    with pytest.raises(ValueError, match="kvpool_mla reads pools of sgl-kvpool; add"):
-        resolve(checkpoints["mla"], "--attention-backend", "kvpool_mla")
+@pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
+def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
+    with pytest.raises(ValueError, match=f"^{flag} kvpool_mla reads pools of sgl-kvpool; add"):
+        resolve(checkpoints["mla"], flag, "kvpool_mla")
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):
