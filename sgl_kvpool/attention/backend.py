@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.host import Request, RowReader, attend, merge
-from sgl_kvpool.attention.model_layers import check_layers
+from sgl_kvpool.attention.layers import check_layers
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
@@ -55,10 +55,10 @@ class KVPoolMLABackend(AttentionBackend):
             )
         if torch.device(model_runner.device).type != "cpu":
             raise ValueError(
-                f"attention backend {KVPOOL_BACKEND} does not run on {model_runner.device} yet; "
-                "use --device cpu, or bf16 or fp8 with a stock --attention-backend"
+                f"this is the CPU's part of attention backend {KVPOOL_BACKEND}, and the device is "
+                f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )
-        check_layers(model_runner.model, pool.row_format, mha_form=False)
+        check_layers(model_runner.model, pool, multi_head=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool

@@ -33,8 +33,8 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.cuda_extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.few_queries import QueryCounts, decode_workspace_bytes, has_few_queries
+from sgl_kvpool.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.attention.model_layers import check_layers, is_absorbed
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.codec import gather_rows
@@ -90,7 +90,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
-        check_layers(model_runner.model, pool.row_format, mha_form=True)
+        check_layers(model_runner.model, pool, multi_head=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
         self._attach(model_runner, pool)
@@ -225,7 +225,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
         if has_few_queries(forward_batch.forward_mode):
             return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if not is_absorbed(layer, self.fmt):
+        if not is_absorbed(layer, self.token_to_kv_pool):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 

@@ -14,9 +14,12 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = [
     "KVPOOL_BACKEND",
     "KVPOOL_DEVICES",
+    "PHASES",
+    "POOL_CASTERS",
     "STOCK_READERS",
     "STRIDED_READERS",
     "can_read",
+    "casts_pool",
     "check_readers",
     "obstacle",
     "readers",
@@ -26,8 +29,11 @@ __all__ = [
 #: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 
-#: Values of --device on which it runs, in this release.
-KVPOOL_DEVICES = ("cpu",)
+#: Values of --device on which it runs.
+KVPOOL_DEVICES = ("cpu", "cuda")
+
+#: For which a backend can be named on its own; the second is decoding, drafts and their verification.
+PHASES = ("prefill", "decode")
 
 _L = MLAKVCacheLayout
 
@@ -53,15 +59,23 @@ STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
         {
             "torch_native",  # ran; casts the rows of a request to q's dtype
             "triton",  # triton_backend.py, k_descale
-            "flashinfer",  # flashinfer_mla_backend.py:761, casts the whole pool in every call
-            "fa3",  # flashattention_backend.py:1944, casts the whole pool in every call
-            "flashmla",  # flashmla_backend.py:454, reads e4m3 in decode; prefill is flashinfer's
+            "flashmla",  # flashmla_backend.py:454, reads e4m3 in decode; see POOL_CASTERS
             "trtllm_mla",
             "cutedsl_mla",
         }
     ),
     _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: frozenset(),
     _L.FP4: frozenset(),
+}
+
+#: Stock backends that would read the rows, but cast the whole pool of a layer to the model's dtype in every
+#: call of these phases, whatever the batch refers to. They are refused there.
+POOL_CASTERS: dict[MLAKVCacheLayout, dict[str, tuple[str, ...]]] = {
+    _L.FP8_NOPE_FP8_ROPE: {
+        "flashinfer": PHASES,  # flashinfer_mla_backend.py:761 and :822
+        "fa3": PHASES,  # flashattention_backend.py:1944 and :2350
+        "flashmla": PHASES[:1],  # flashmla_backend.py:524: flashinfer's
+    },
 }
 
 
@@ -95,13 +109,25 @@ def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[st
     return STOCK_READERS[layout] & STRIDED_READERS[arrangement]
 
 
+def casts_pool(backend: str, layout: MLAKVCacheLayout, phase: str | None = None) -> bool:
+    """Whether the backend would cast whole pools of this layout: in a phase, or in each if None."""
+    phases = POOL_CASTERS.get(layout, {}).get(backend, ())
+    return phases == PHASES if phase is None else phase in phases
+
+
 def readers(
-    layout: MLAKVCacheLayout, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
+    phase: str | None = None,
 ) -> tuple[str, ...]:
-    """Names of all backends that read a layout in an arrangement, ours first; none for one not of rows."""
+    """Names of all backends that read a layout in an arrangement, ours first; none for one not of rows.
+
+    Those that do so in `phase`, or in any phase if it is None.
+    """
     if arrangement not in KVArrangement.of_rows():
         return ()
-    return (KVPOOL_BACKEND, *sorted(_stock(layout, arrangement)))
+    stock = (name for name in _stock(layout, arrangement) if not casts_pool(name, layout, phase))
+    return (KVPOOL_BACKEND, *sorted(stock))
 
 
 #: Stock backends that run on a CPU; the others need CUDA.
@@ -125,10 +151,13 @@ def suggestions(
 
 
 def can_read(
-    backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+    backend: str,
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
+    phase: str | None = None,
 ) -> bool:
-    """Whether the backend of this name reads rows of this layout in this arrangement."""
-    return backend in readers(layout, arrangement)
+    """Whether the backend of this name reads rows of this layout in this arrangement; phases as `readers`."""
+    return backend in readers(layout, arrangement, phase)
 
 
 def obstacle(arrangement: KVArrangement) -> str:

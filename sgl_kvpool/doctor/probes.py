@@ -198,6 +198,7 @@ def _driver(finding: Finding) -> None:
 def used(device: str) -> Finding:
     """What a server on `device` would use for each layout."""
     from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
+    from sgl_kvpool.sglang_plugin.attention_rules import is_chosen
     from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, choose_arrangement
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else "torch"})
@@ -209,8 +210,10 @@ def used(device: str) -> Finding:
     finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
     for layout in MLAKVCacheLayout:
         stock = suggestions(layout, device, arrangement)
-        if device in KVPOOL_DEVICES:
+        if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):
             text = f"attention by {KVPOOL_BACKEND}, chosen by itself"
+        elif device in KVPOOL_DEVICES:
+            text = f"attention by a backend of SGLang's choice, or by {KVPOOL_BACKEND} if you name it"
         elif stock:
             text = f"name an --attention-backend: {', '.join(stock)}"
         else:

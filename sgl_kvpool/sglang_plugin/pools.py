@@ -1,4 +1,4 @@
-"""Hooks of the scheduler process: the pool's class, its memory budget, and our attention backend."""
+"""Hooks of the scheduler process: the pool's class and its memory budget; installs the others too."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import disaggregation, host_tier, seams
+from sgl_kvpool.sglang_plugin import attention, disaggregation, host_tier, seams
+from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
-from sgl_kvpool.sglang_plugin.refusals import backends_in_use, has_host_tier
+from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
+from sgl_kvpool.sglang_plugin.workspaces import attention_workspace_bytes
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["collect_k_scales", "install", "page_buffer_bytes", "workspace_bytes"]
+__all__ = ["collect_k_scales", "install", "page_buffer_bytes"]
 
 _GB = 1 << 30  # as in SGLang's own log lines
 
 
 def install() -> None:
     """Register and apply the hooks of a scheduler process that was asked for a layout."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
@@ -35,7 +35,7 @@ def install() -> None:
     seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
     host_tier.install()
     disaggregation.install()
-    register_attention_backend(KVPOOL_BACKEND)(_create_backend)
+    attention.install()
 
 
 def _layout(configurator: Any) -> MLAKVCacheLayout | None:
@@ -225,18 +225,8 @@ def _init_pool_configurator(original, self, kvc):
     original(self, kvc)
     layout = _layout(kvc)
     if layout is not None and not kvc.is_draft_worker:
-        self._fixed_overhead_bytes += workspace_bytes(kvc, layout) + page_buffer_bytes(kvc, layout)
-
-
-def workspace_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
-    """Bytes our attention backend allocates beside the pool; 0 if it is not in use."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    if KVPOOL_BACKEND not in backends_in_use(resolving_view(kvc.server_args)):
-        return 0
-    from sgl_kvpool.attention.host import RowReader
-
-    return RowReader.workspace_bytes(_row_format(kvc, layout))
+        workspace = attention_workspace_bytes(kvc, _row_format(kvc, layout))
+        self._fixed_overhead_bytes += workspace + page_buffer_bytes(kvc, layout)
 
 
 def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
@@ -253,12 +243,3 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     layers = kvc.layer_info.num_effective_layers + int(drafts or 0)
     rows = _row_format(kvc, options.host_layout(layout))
     return buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0
-
-
-# -------------------------------------------------------------------- attention
-
-
-def _create_backend(runner):
-    from sgl_kvpool.attention.backend import KVPoolMLABackend
-
-    return KVPoolMLABackend(runner)

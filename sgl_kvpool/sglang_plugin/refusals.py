@@ -1,4 +1,4 @@
-"""What layouts and arrangements cannot be combined with.
+"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention_rules`.
 
 Each is an error at start that names value, reason and way out.
 """
@@ -9,16 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.attention.readers import (
-    KVPOOL_BACKEND,
-    KVPOOL_DEVICES,
-    can_read,
-    obstacle,
-    readers,
-    suggestions,
-)
 from sgl_kvpool.host.labels import (
     CPU_ENGINE,
     GPU_ENGINE_NAMES,
@@ -32,15 +23,12 @@ from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOU
 __all__ = [
     "FEATURES",
     "Feature",
-    "backends_in_use",
-    "check_backends",
     "check_dtype",
     "check_features",
     "check_host_layout",
     "check_host_tier",
     "check_model",
     "has_host_tier",
-    "unreadable",
 ]
 
 
@@ -281,57 +269,3 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"{remedy}"
         )
     layout.row_format(model_config.kv_lora_rank, model_config.qk_rope_head_dim)
-
-
-def backends_in_use(view: Any) -> tuple[str | None, str | None]:
-    """Attention backends (prefill, decode) of a resolving view."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    return attention_backends_of(view)
-
-
-def unreadable(flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement) -> str:
-    """Text of the error for a backend that cannot read a layout, or its arrangement."""
-    able = ", ".join(readers(layout, arrangement))
-    if can_read(backend, layout):
-        return (
-            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
-            f"{obstacle(arrangement)}; leave out one of the two, or use one of: {able}"
-        )
-    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or use one of: {able}"
-
-
-def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse backends that cannot read the rows, and what our own backend does not do yet."""
-    for phase, backend in zip(("prefill", "decode"), backends_in_use(view), strict=True):
-        if backend is not None and not can_read(backend, layout, arrangement):
-            raise ValueError(unreadable(f"the {phase} attention backend", backend, layout, arrangement))
-    if env.flag(env.PREFILL_READS_ROWS) and backends_in_use(view)[0] != KVPOOL_BACKEND:
-        raise ValueError(
-            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend "
-            f"{backends_in_use(view)[0]}; leave it out, or use --attention-backend {KVPOOL_BACKEND}"
-        )
-    if KVPOOL_BACKEND not in backends_in_use(view):
-        return
-    if view.device not in KVPOOL_DEVICES:
-        stock = suggestions(layout, view.device, arrangement)
-        raise ValueError(
-            f"attention backend {KVPOOL_BACKEND} runs on --device {' and '.join(KVPOOL_DEVICES)} only in "
-            f"this release, and the device is {view.device}; "
-            + (
-                f"name a stock one with --attention-backend ({', '.join(stock)}) or use --device cpu"
-                if stock
-                else f"{arrangement} rows of layout {layout} have no other reader: use --device cpu, or "
-                "bf16 or fp8 in layer_major with a stock --attention-backend"
-            )
-        )
-    if view.speculative_algorithm is not None:
-        raise ValueError(
-            f"--speculative-algorithm {view.speculative_algorithm} does not work with attention backend "
-            f"{KVPOOL_BACKEND} yet; leave it out"
-        )
-    if view.enable_deterministic_inference:
-        raise ValueError(
-            f"--enable-deterministic-inference does not work with attention backend {KVPOOL_BACKEND}, which "
-            "does not promise the same bits for every batch; leave it out"
-        )

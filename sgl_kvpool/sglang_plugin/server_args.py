@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND, can_read
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import launching, refusals, seams
+from sgl_kvpool.sglang_plugin import attention_rules, launching, refusals, seams
 from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
 
 __all__ = ["install", "require_decided"]
@@ -155,7 +155,7 @@ def _check_model(server_args, previous):
 
 
 def _choose_backend(server_args, previous):
-    """Before SGLang picks an attention backend: ours for every phase the user named none for.
+    """Before SGLang picks an attention backend: ours for every phase the user named none for, if it is due.
 
     Decided from the record's fields, which hold what the user wrote; by now the resolving view already
     holds SGLang's defaults for the platform.
@@ -169,7 +169,8 @@ def _choose_backend(server_args, previous):
         "--decode-attention-backend": server_args.decode_attention_backend,
     }
     if layout is None:
-        for flag, backend in named.items():
+        draft = {"--speculative-draft-attention-backend": server_args.speculative_draft_attention_backend}
+        for flag, backend in (named | draft).items():
             if backend == KVPOOL_BACKEND:
                 raise ValueError(
                     f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
@@ -177,15 +178,17 @@ def _choose_backend(server_args, previous):
                 )
         previous(server_args)
         return
-    for flag, backend in named.items():
-        if backend is not None and not can_read(backend, layout, arrangement):
-            raise ValueError(refusals.unreadable(flag, backend, layout, arrangement))
-    phases = (server_args.prefill_attention_backend, server_args.decode_attention_backend)
-    if server_args.attention_backend is None and None in phases:
-        declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
+    common, *phases = named.values()
+    attention_rules.check_named(layout, arrangement, common, *phases)
     view = resolving_view(server_args)
-    refusals.check_backends(layout, arrangement, view)
-    if KVPOOL_BACKEND in refusals.backends_in_use(view):
+    if common is None and None in phases:
+        if attention_rules.is_chosen(layout, arrangement, view.device):
+            declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
+        else:
+            previous(server_args)  # SGLang's choice, which the last step looks at
+            return
+    attention_rules.check_backends(layout, arrangement, view)
+    if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
         _disable_cuda_graphs(server_args, declare_resolution, view)
     previous(server_args)
 
@@ -212,7 +215,7 @@ def _finish(server_args, previous):
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if refusals.has_host_tier(view):
         refusals.check_host_layout(layout, host_tier_of(server_args), model_config_of(server_args))
-    refusals.check_backends(layout, arrangement, view)
+    attention_rules.check_backends(layout, arrangement, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)
     if view.kv_cache_dtype != shown:
         raise ValueError(

@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
 
 __all__ = ["attention_workspace_bytes"]
 
 
-def attention_workspace_bytes(kvc: Any, layout: MLAKVCacheLayout, fmt: RowFormat) -> int:
+def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     """Bytes that our attention backend allocates once; 0 if it is not in use.
 
     Parameters
     ----------
     kvc : KVCacheConfigurator
         SGLang's, of the target.
-    layout : MLAKVCacheLayout
     fmt : RowFormat
     """
     from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
 
     view = resolving_view(kvc.server_args)
     if KVPOOL_BACKEND not in backends_in_use(view):

@@ -216,7 +216,7 @@ def test_servers_it_cannot_serve_are_refused():
     with pytest.raises(ValueError, match="pool is MLATokenToKVPool; start it with --kv-cache-layout"):
         KVPoolMLABackend(runner(stock))
     pool = make_pool("fp4")
-    with pytest.raises(ValueError, match="does not run on cuda yet"):
+    with pytest.raises(ValueError, match="the device is cuda; build KVPoolMLACudaBackend"):
         KVPoolMLABackend(runner(pool, device="cuda"))
     with pytest.raises(ValueError, match="sliding window of 128"):
         KVPoolMLABackend(runner(pool, radix_attention(sliding_window_size=128)))

@@ -297,21 +297,6 @@ def test_what_cannot_be_served_is_said(monkeypatch):
         case.backend.init_cuda_graph_state(250, 1000)
 
 
-def test_layers_in_the_mha_form_are_allowed_beside_absorbed_ones():
-    from sgl_kvpool.attention.model_layers import check_layers
-
-    fmt = oracle.row_format("fp4", RANK, ROPE)
-    attn_mha = test_backend.radix_attention(head_dim=48, v_head_dim=32)
-    check_layers(torch.nn.ModuleList([test_backend.radix_attention(), attn_mha]), fmt, mha_form=True)
-    with pytest.raises(ValueError, match="no attention layer that attends latent rows"):
-        check_layers(torch.nn.ModuleList([attn_mha]), fmt, mha_form=True)
-    window = test_backend.radix_attention(head_dim=48, v_head_dim=32, sliding_window_size=64)
-    with pytest.raises(
-        ValueError, match="sliding window of 64, which attention backend kvpool_mla does not compute;"
-    ):
-        check_layers(torch.nn.ModuleList([window]), fmt, mha_form=True)
-
-
 def test_load_fence(monkeypatch):
     waited = []
     case = CudaCase("fp4", [6, 9], [5, 8], monkeypatch)

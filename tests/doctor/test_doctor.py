@@ -80,12 +80,13 @@ def test_what_would_be_used(healthy):
 def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
     facts = probes.used("cuda").facts
     assert facts["codec"] == "Triton kernels"
-    assert facts["fp4"] == facts["fp8_block_scale"] == "refused on cuda in this release"
-    assert "flashmla" in facts["fp8"]
+    for layout in ("fp8", "fp8_block_scale", "fp4"):
+        assert facts[layout] == "attention by kvpool_mla, chosen by itself"
+    assert facts["bf16"] == "attention by a backend of SGLang's choice, or by kvpool_mla if you name it"
+    # For other devices.
+    facts = probes.used("xpu").facts
+    assert facts["fp4"] == facts["fp8_block_scale"] == "refused on xpu in this release"
     assert "kvpool_mla" not in facts["bf16"]
-    # For other devices than a Hopper GPU.
-    assert "intel_amx" not in facts["bf16"]
-    assert "trtllm_mla" not in facts["bf16"]
 
 
 def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
@@ -93,9 +94,9 @@ def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
     monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "token_major")
     facts = probes.used("cuda").facts
     assert facts["arrangement"] == "token_major"
-    assert "flashmla" in facts["fp8"]
+    assert "SGLang's choice" in facts["bf16"]
     monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "page_major")
-    assert probes.used("cuda").facts["bf16"] == "refused on cuda in this release"
+    assert probes.used("cuda").facts["bf16"] == "attention by kvpool_mla, chosen by itself"
     monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
     (note,) = probes.plugin().notes
     assert "a server that is not given --kv-cache-layout will refuse to start" in note

@@ -212,31 +212,6 @@ def test_backends_that_take_the_row_stride(arranged, backend):
     assert arrangement_of(arranged("token_major", "--attention-backend", backend)) == "token_major"
 
 
-def fields(backend, device):
-    return SimpleNamespace(
-        attention_backend=backend,
-        prefill_attention_backend=None,
-        decode_attention_backend=None,
-        device=device,
-        speculative_algorithm=None,
-        enable_deterministic_inference=False,
-    )
-
-
-def test_backends_on_cuda():
-    """The check itself: no CUDA device can be resolved on a machine without one."""
-    from sgl_kvpool.sglang_plugin.refusals import check_backends
-
-    bf16 = MLAKVCacheLayout.BF16
-    check_backends(bf16, KVArrangement.TOKEN_MAJOR, fields("flashinfer", "cuda"))
-    with pytest.raises(ValueError, match="prefill attention backend flashinfer.*arrangement page_major"):
-        check_backends(bf16, KVArrangement.PAGE_MAJOR, fields("flashinfer", "cuda"))
-    with pytest.raises(ValueError, match=r"device is cuda.*\(fa3, flashinfer, flashmla, triton\)"):
-        check_backends(bf16, KVArrangement.TOKEN_MAJOR, fields("kvpool_mla", "cuda"))
-    with pytest.raises(ValueError, match="page_major rows of layout bf16 have no other reader"):
-        check_backends(bf16, KVArrangement.PAGE_MAJOR, fields("kvpool_mla", "cuda"))
-
-
 def test_a_backend_changed_on_the_way_is_noticed(arranged, monkeypatch):
     from sglang.srt.arg_groups import overrides, resolution_hooks
 

@@ -204,64 +204,10 @@ def test_stock_backends_may_read_sglangs_own_rows(resolve, checkpoints, layout):
     assert view(args).decode_attention_backend == "torch_native"
 
 
-def test_our_backend_needs_a_layout(resolve, checkpoints):
-    with pytest.raises(ValueError, match="kvpool_mla reads pools of sgl-kvpool; add"):
-        resolve(checkpoints["mla"], "--attention-backend", "kvpool_mla")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_our_backend_does_not_run_on_cuda_yet(layout):
-    """The check itself: no CUDA device can be resolved on a machine without one."""
-    from types import SimpleNamespace
-
-    from sgl_kvpool.arrangement import KVArrangement
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.refusals import check_backends
-
-    fields = {
-        "attention_backend": "kvpool_mla",
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "device": "cuda",
-        "speculative_algorithm": None,
-        "enable_deterministic_inference": False,
-    }
-    with pytest.raises(ValueError, match="--device cpu only.*device is cuda"):
-        check_backends(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, SimpleNamespace(**fields))
-    if layout in ("bf16", "fp8"):
-        fields["attention_backend"] = "flashmla"
-        check_backends(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, SimpleNamespace(**fields))
-
-
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
-def test_speculative_decoding_is_refused(resolve, checkpoints, layout):
-    with pytest.raises(ValueError, match="--speculative-algorithm NGRAM does not work"):
-        resolve(
-            checkpoints["mla"],
-            *("--kv-cache-layout", layout, "--speculative-algorithm", "NGRAM"),
-        )
-
-
-def test_deterministic_inference_is_refused(resolve, checkpoints):
-    """By us wherever SGLang lets it through; on a CPU it refuses by itself."""
-    from types import SimpleNamespace
-
-    from sgl_kvpool.arrangement import KVArrangement
-    from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.refusals import check_backends
-
-    with pytest.raises(ValueError, match="deterministic inference"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", "--enable-deterministic-inference")
-    fields = SimpleNamespace(
-        attention_backend="kvpool_mla",
-        prefill_attention_backend=None,
-        decode_attention_backend=None,
-        device="cpu",
-        speculative_algorithm=None,
-        enable_deterministic_inference=True,
-    )
-    with pytest.raises(ValueError, match="--enable-deterministic-inference does not work"):
-        check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, fields)
+@pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
+def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
+    with pytest.raises(ValueError, match=f"^{flag} kvpool_mla reads pools of sgl-kvpool; add"):
+        resolve(checkpoints["mla"], flag, "kvpool_mla")
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Say where SGLang reads and writes KV pools, and whether docs/hooks.md still lists every place.
+
+    python scripts/pool_calls.py
+
+Prints the table of the installed SGLang and what differs from the documented one; exits with 1 if anything
+does. Parses SGLang's sources and imports none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+#: Methods of pools through which rows are read, written, moved or described.
+METHODS = frozenset(
+    {
+        *("get_key_buffer", "get_value_buffer", "get_kv_buffer", "get_mla_kv_buffer", "get_kv_buffer_shape"),
+        *("set_kv_buffer", "set_mla_kv_buffer", "get_fused_kv_write_buffers", "move_kv_cache"),
+        *("get_cpu_copy", "load_cpu_copy", "get_contiguous_buf_infos"),
+    }
+)
+#: The tensors themselves. Inside of mem_cache the name is that of every pool's own, of host pools too.
+ATTRIBUTE = "kv_buffer"
+#: Below sglang/srt: other hardware, and stores, which see host pools.
+LEFT_OUT = ("hardware_backend/", "mem_cache/storage/")
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
+_ROW = re.compile(r"^\| `([\w/]+\.py)` \| ((?:\.?\w+ \d+(?:, )?)+) \|", re.MULTILINE)
+
+
+def sources() -> Path:
+    """Folder `sglang/srt` of the installed SGLang, which is not imported."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("SGLang is not installed")
+    return Path(spec.submodule_search_locations[0]) / "srt"
+
+
+def count(root: Path) -> dict[str, Counter[str]]:
+    """Calls of `METHODS`, and uses of the tensors outside of mem_cache, by file below `root`."""
+    found: dict[str, Counter[str]] = {}
+    words = (*METHODS, ATTRIBUTE)
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text()
+        if name.startswith(LEFT_OUT) or not any(word in text for word in words):
+            continue
+        calls = Counter(word for node in ast.walk(ast.parse(text)) if (word := _used(node, name)))
+        if calls:
+            found[name] = calls
+    return found
+
+
+def _used(node: ast.AST, file: str) -> str | None:
+    """Which of the words a node of a syntax tree is a use of."""
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", None))
+        return name if name in METHODS else None
+    if isinstance(node, ast.Attribute) and node.attr == ATTRIBUTE and not file.startswith("mem_cache/"):
+        return f".{ATTRIBUTE}"
+    return None
+
+
+def documented(text: str) -> dict[str, Counter[str]]:
+    """The table in docs/hooks.md; ValueError for a file that is in it twice."""
+    table: dict[str, Counter[str]] = {}
+    for file, calls in _ROW.findall(text):
+        if file in table:
+            raise ValueError(f"{DOCUMENT.name} lists {file} twice")
+        table[file] = Counter({name: int(times) for name, times in (c.split() for c in calls.split(", "))})
+    return table
+
+
+def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) -> list[str]:
+    """One line for each file and word whose number of uses is not the documented one."""
+    return [
+        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and docs/hooks.md knows of "
+        f"{table.get(file, {}).get(name, 0)}"
+        for file in sorted({*found, *table})
+        for name in sorted({*found.get(file, ()), *table.get(file, ())})
+        if found.get(file, {}).get(name, 0) != table.get(file, {}).get(name, 0)
+    ]
+
+
+def main() -> int:
+    """Print the table and what differs; return the exit status."""
+    found = count(sources())
+    for file, calls in found.items():
+        print(f"| `{file}` | {', '.join(f'{name} {calls[name]}' for name in sorted(calls))} |")
+    problems = differences(found, documented(DOCUMENT.read_text()))
+    print("\n".join(problems) or "docs/hooks.md lists them all")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""A small real `DeepseekV2AttentionMLA` of SGLang's on the CPU, with a pool of ours and real batches.
+
+Real: the attention module with its projections, norms and rotary embedding, its method handlers and cores,
+RadixAttention, ForwardBatch with its plan of KV locations, the graph contexts, our pool. Not real, because
+they need a GPU: `_is_cuda` of forward_mha is set by tests, so that it writes and reads the pool as on CUDA;
+the attention kernels are the recorder's, in float32; `merge_state` and the index kernels run in Triton's
+interpreter. The model around the layer is absent: its inputs are set by hand as a decoder layer does.
+"""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+HIDDEN, HEADS, NOPE, ROPE, V_DIM, RANK, Q_RANK, LAYER = 64, 2, 32, 64, 32, 128, 48, 3
+#: Of the pool; as many tokens of each request as there can be.
+SLOTS, LONGEST = 64, 21
+BACKEND = "kvpool_mla"
+
+
+def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
+    """The attention of one DeepSeek-V3 layer with random weights, absorbed ones as the loader makes them."""
+    from sglang.srt.layers.rotary_embedding import base as rotary
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+    from transformers import PretrainedConfig
+
+    config = PretrainedConfig(architectures=["DeepseekV3ForCausalLM"])
+    config.rms_norm_eps = 1e-6
+    yarn = {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+    default, rope_is_cpu = torch.get_default_dtype(), rotary._is_cpu
+    torch.set_default_dtype(torch.bfloat16)
+    rotary._is_cpu = True  # else it looks for vLLM's kernel; on CUDA heads of 64 need none either
+    try:
+        layer = DeepseekV2AttentionMLA(
+            config,
+            hidden_size=HIDDEN,
+            num_heads=HEADS,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=V_DIM,
+            q_lora_rank=q_lora_rank,
+            kv_lora_rank=RANK,
+            rope_scaling=dict(yarn),
+            layer_id=layer_id,
+            reduce_results=False,
+        )
+    finally:
+        torch.set_default_dtype(default)
+        rotary._is_cpu = rope_is_cpu
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+                parameter.copy_(values)
+            else:
+                parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    weights = layer.kv_b_proj.weight.data.unflatten(0, (-1, NOPE + V_DIM))
+    w_kc, w_vc = weights.split([NOPE, V_DIM], dim=1)  # as deepseek_weight_loader.post_load_weights
+    layer.w_kc = w_kc.transpose(1, 2).contiguous().transpose(1, 2)
+    layer.w_vc = w_vc.contiguous().transpose(1, 2)
+    return layer
+
+
+def build_pool(layout, k_scale=1.0, layer_id=LAYER):
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+    pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), {layer_id: k_scale})(
+        SLOTS, 1, dtype, RANK, ROPE, 1, "cpu", False, layer_id, layer_id
+    )
+    for tensor in pool.kv_buffer:
+        tensor.view(torch.uint8).fill_(0xFF)
+    return pool
+
+
+@dataclass
+class Call:
+    """One call that reached the attention backend."""
+
+    method: str
+    layer: str
+    shapes: dict[str, Any]
+    dtypes: set
+    kwargs: set
+    save_kv_cache: bool
+    attend_prefix_cache: bool | None
+    return_lse: bool | None
+    tensors: dict[str, Any] = field(repr=False, default_factory=dict)
+
+
+def recorder(pool, attention):
+    """A backend that keeps what reaches it and attends in float32."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+
+    class Recorder(AttentionBackend):
+        def __init__(self):
+            super().__init__()
+            self.token_to_kv_pool = pool
+            self.req_to_token_pool = ReqToTokenPool(8, 64, "cpu", False)
+            self.kv_index_translator = KVIndexTranslator(
+                req_to_token=self.req_to_token_pool.req_to_token,
+                token_to_kv_pool_allocator=None,
+                token_to_kv_pool=pool,
+                page_size=1,
+                device="cpu",
+            )
+            self.data_type = pool.dtype
+            self.prefill_attention_backend_str = self.decode_attention_backend_str = BACKEND
+            self.calls = []
+            self.chunk_metadata = 0
+
+        def init_mha_chunk_metadata(self, forward_batch):
+            self.chunk_metadata += 1
+
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+            return self._forward("decode", q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+            return self._forward("extend", q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+        def _forward(self, method, q, k, v, layer, batch, save_kv_cache, **kwargs):
+            tensors = {"q": q, "k": k, "v": v, **kwargs}
+            name = "attn_mqa" if layer is attention.attn_mqa else "attn_mha"
+            assert name == "attn_mqa" or layer is attention.attn_mha
+            call = Call(
+                method,
+                name,
+                {key: tuple(value.shape) for key, value in tensors.items()},
+                {value.dtype for value in tensors.values()},
+                set(kwargs),
+                save_kv_cache,
+                batch.attn_attend_prefix_cache,
+                batch.mha_return_lse,
+                tensors,
+            )
+            self.calls.append(call)
+            if name == "attn_mha":
+                return self._mha(q, k, v, layer, batch)
+            return self._absorbed(q, k, layer, batch, save_kv_cache, **kwargs)
+
+        def _absorbed(self, q, k, layer, batch, save_kv_cache, q_rope=None, k_rope=None):
+            tokens = q.shape[0]
+            if k_rope is None:
+                k, k_rope = k[..., :RANK], k[..., RANK:]
+            if save_kv_cache:
+                pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, k_rope)
+            q = q.reshape(tokens, HEADS, -1)
+            if q_rope is not None:
+                q = torch.cat([q, q_rope.reshape(tokens, HEADS, -1)], -1)
+            out = []
+            for own, position, slots in parts(self, batch):
+                rows = torch.cat(
+                    [t.float() for t in pool.get_mla_kv_buffer(layer, slots, torch.bfloat16)], -1
+                )
+                rows = rows.expand(-1, HEADS, -1)
+                out.append(attend(q[own].float(), rows, rows[..., :RANK], layer.scaling, position)[0])
+            return torch.cat(out).to(q.dtype).reshape(tokens, HEADS * RANK)
+
+        def _mha(self, q, k, v, layer, batch):
+            out, lse, start = [], [], 0
+            for number, (own, position, slots) in enumerate(parts(self, batch)):
+                queries = own.stop - own.start
+                if batch.attn_attend_prefix_cache:
+                    count = int(batch.prefix_chunk_seq_lens_cpu[batch.prefix_chunk_idx][number])
+                    position = count  # no mask
+                elif batch.mha_one_shot:
+                    count = len(slots)
+                else:
+                    count, position = queries, 0
+                rows = slice(start, start + count)
+                start += count
+                result = attend(q[own].float(), k[rows].float(), v[rows].float(), layer.scaling, position)
+                out.append(result[0]), lse.append(result[1])
+            assert start == k.shape[0]
+            out = torch.cat(out).to(q.dtype)
+            return (out, torch.cat(lse)) if batch.mha_return_lse else out
+
+    return Recorder()
+
+
+def parts(backend, batch):
+    """Per request: its queries, the position of the first, the slots of its whole sequence."""
+    start = 0
+    for lane, seq_len in enumerate(batch.seq_lens_cpu.tolist()):
+        if batch.forward_mode.is_target_verify():
+            seq_len += batch.spec_info.draft_token_num
+        queries = batch.tokens_of[lane]
+        slots = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[lane], :seq_len].long()
+        yield slice(start, start + queries), seq_len - queries, slots
+        start += queries
+
+
+def attend(q, k, v, scale, position):
+    """Causal attention in float32, `[tokens, heads, dim]`; the first query is at `position`."""
+    scores = torch.einsum("qhd,khd->qhk", q, k) * scale
+    seen = torch.arange(k.shape[0])[None, :] <= position + torch.arange(q.shape[0])[:, None]
+    scores = scores.masked_fill(~seen[:, None, :], float("-inf"))
+    return torch.einsum("qhk,khd->qhd", scores.softmax(-1), v), torch.logsumexp(scores, -1)
+
+
+class Server:
+    """What a scheduler has of one layer: module, pool, backend; `run` is one forward of the layer."""
+
+    def __init__(self, layout="bf16", q_lora_rank=Q_RANK, k_scale=1.0):
+        self.attention = build_layer(q_lora_rank)
+        self.pool = build_pool(layout, k_scale)
+        self.backend = recorder(self.pool, self.attention)
+        self.hidden = torch.randn(SLOTS, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+        self.slots = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self.method = None
+
+    def batch(self, mode, lengths, prefixes):
+        """Requests of `lengths` tokens, of which `prefixes` are stored; request `i` has row `i + 1`."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        mode = ForwardMode[mode]
+        fresh, hidden, positions = [], [], []
+        for row, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
+            start = row * LONGEST
+            own = self.slots[start : start + length]
+            self.backend.req_to_token_pool.req_to_token[row + 1, :length] = own.int()
+            fresh.append(own[prefix:])
+            hidden.append(self.hidden[start + prefix : start + length])
+            positions.append(torch.arange(prefix, length))
+        queries = [n - p for n, p in zip(lengths, prefixes, strict=True)]
+        counted = prefixes if mode.is_target_verify() else lengths  # SGLang counts no drafts in a verify
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(lengths),
+            input_ids=torch.zeros(sum(queries), dtype=torch.int64),
+            req_pool_indices=torch.arange(1, len(lengths) + 1),
+            seq_lens=torch.tensor(counted, dtype=torch.int64),
+            out_cache_loc=torch.cat([*fresh, self.slots[:0]]),
+            seq_lens_sum=sum(counted),
+            seq_lens_cpu=torch.tensor(counted, dtype=torch.int64),
+            positions=torch.cat([*positions, self.slots[:0]]),
+        )
+        if not mode.is_decode_or_idle() and not mode.is_target_verify():
+            batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = list(prefixes), queries
+            batch.extend_prefix_lens = torch.tensor(prefixes, dtype=torch.int32)
+            batch.extend_seq_lens = torch.tensor(queries, dtype=torch.int32)
+        if mode.is_target_verify():
+            batch.spec_info = SimpleNamespace(draft_token_num=queries[0], spec_input_type=None)
+        batch.tokens_of = queries
+        translator = self.backend.kv_index_translator
+        translator.own_plan(batch).bind(batch, translator)
+        return batch, torch.cat([*hidden, self.hidden[:0]])
+
+    def run(self, mode, lengths, prefixes, graph=None, padding=0):
+        """One forward; returns the layer's output. `method` and the backend's `calls` are its own.
+
+        `padding` rows of NaN follow the tokens, as in a graph that was captured for more.
+        """
+        from sglang.srt.layers.layer_boundary import AttentionInputs, get_attn_tp_context
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+        from sglang.srt.runtime_context import get_parallel
+
+        batch, hidden = self.batch(mode, lengths, prefixes)
+        if padding:
+            hidden = torch.cat([hidden, hidden.new_full((padding, HIDDEN), float("nan"))])
+            batch.positions = torch.cat([batch.positions, batch.positions.new_zeros(padding)])
+            batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
+        self.backend.calls.clear()
+        attention = self.attention
+        with ExitStack() as stack:
+            stack.enter_context(forward_context(ForwardContext(self.backend)))
+            stack.enter_context(torch.no_grad())
+            # Written by building the groups; the projections of one rank only hand it on.
+            stack.enter_context(get_parallel().override(tp_group=None))
+            stack.enter_context(in_graph(graph, batch))
+            if attention.q_lora_rank is not None:
+                inputs = AttentionInputs(hidden, batch, attention.prepare_qkv_latent)
+                get_attn_tp_context().set_attn_inputs(inputs)
+            state = attention.forward_prepare(batch.positions, hidden, batch, None)
+            self.method = state[1].name if state[1] is not None else None
+            return attention.forward_core(state)
+
+
+@contextmanager
+def in_graph(graph, batch):
+    """As the prefill graph runners put around a forward."""
+    from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph as breakable
+    from sglang.srt.model_executor.runner_backend_utils import tc_piecewise_cuda_graph as piecewise
+    from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+    from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+
+    with ExitStack() as stack:
+        if graph == "breakable":
+            batch.global_num_token_non_padded_cpu = batch.input_ids.shape[0]
+            stack.enter_context(breakable.enable_breakable_cuda_graph())
+            stack.enter_context(
+                prefill_graph_scope(full_graph=False, raw_num_tokens=batch.input_ids.shape[0])
+            )
+            stack.enter_context(set_forward_batch(batch))
+        elif graph == "tc_piecewise":
+            stack.enter_context(piecewise.enable_tc_piecewise_cuda_graph())
+        yield

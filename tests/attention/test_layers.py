@@ -1,0 +1,90 @@
+"""Models that our backend is not used with, on a CPU and on CUDA."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepseek_layer import HEADS, LAYER, NOPE, RANK, ROPE, V_DIM, build_layer
+
+pytestmark = pytest.mark.usefixtures("published")
+
+POOL = SimpleNamespace(row_format=SimpleNamespace(head_dim=RANK + ROPE), kv_lora_rank=RANK)
+
+
+def attention(**changes):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    fields = {
+        "num_heads": HEADS,
+        "head_dim": RANK + ROPE,
+        "scaling": 0.1,
+        "num_kv_heads": 1,
+        "layer_id": LAYER,
+        "v_head_dim": RANK,
+    }
+    return RadixAttention(**{**fields, **changes})
+
+
+def multi_head(**changes):
+    """The form of the same layer that is not absorbed."""
+    shape = {"head_dim": NOPE + ROPE, "num_kv_heads": HEADS, "v_head_dim": V_DIM}
+    return attention(**{**shape, **changes})
+
+
+def check(*layers, on_cuda=True):
+    from sgl_kvpool.attention.layers import check_layers
+
+    check_layers(torch.nn.ModuleList(layers), POOL, multi_head=on_cuda)
+
+
+def test_deepseeks_own_layers():
+    layer = build_layer()
+    check(layer)
+    with pytest.raises(ValueError, match=r"layer 0\.attn_mha .*keys 96 wide.*not compute on a CPU; serve"):
+        check(layer, on_cuda=False)
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"sliding_window_size": 128}, "has a sliding window of 128"),
+        ({"logit_cap": 30.0}, "caps its logits at 30.0"),
+        ({"is_cross_attention": True}, "is not causal"),
+        ({"head_dim": 256}, "attends keys 256 wide"),
+    ],
+)
+def test_refused_layers(changes, text, on_cuda):
+    check(attention(), on_cuda=on_cuda)
+    with pytest.raises(ValueError, match=f"layer 1 of ModuleList {text}.*serve the model without"):
+        check(attention(), attention(layer_id=LAYER + 1, **changes), on_cuda=on_cuda)
+
+
+def test_windows_of_the_multi_head_form():
+    check(attention(), multi_head())
+    with pytest.raises(ValueError, match="layer 1 .*sliding window of 128"):
+        check(attention(), multi_head(sliding_window_size=128))
+
+
+def test_the_multi_head_form_alone():
+    with pytest.raises(ValueError, match="layer 1 .*keys 96 wide and not rows of 192"):
+        check(attention(), multi_head(layer_id=LAYER + 1))
+
+
+def test_scales_of_several_layers():
+    other = attention(layer_id=LAYER + 1, scaling=0.2)
+    check(attention(), other, on_cuda=False)
+    with pytest.raises(ValueError, match=r"softmax scales \[0.1, 0.2\]"):
+        check(attention(), other)
+
+
+def test_sinks():
+    layer = attention()
+    layer.learnable_sink_param = torch.nn.Parameter(torch.zeros(HEADS))
+    with pytest.raises(ValueError, match="layer 0 .*has an attention sink.*does not compute; serve"):
+        check(layer)
+
+
+def test_no_attention_at_all():
+    with pytest.raises(ValueError, match="has no attention layer"):
+        check()

@@ -1,0 +1,298 @@
+"""Which attention backend a server with a layout gets, and what is refused beside ours.
+
+Driven through SGLang's own resolution, on CUDA too, which needs no device as long as nothing asks for one.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_kvpool.attention.readers import KVPOOL_DEVICES
+from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_ALGORITHMS
+
+OURS = "kvpool_mla"
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+SPECULATIVE = ("--speculative-algorithm", "EAGLE")
+
+
+@pytest.fixture
+def serve(resolve, checkpoints):
+    """`serve(device, layout, argv)`: the backends (prefill, decode) of a server."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+
+    def run(device, layout, *argv):
+        args = resolve(checkpoints["mla"], "--kv-cache-layout", layout, *argv, device=device)
+        return attention_backends_of(resolving_view(args))
+
+    return run
+
+
+def phases(prefill, decode):
+    return ("--prefill-attention-backend", prefill, "--decode-attention-backend", decode)
+
+
+# -------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "argv", "backends"),
+    [
+        *(("cpu", layout, (), (OURS, OURS)) for layout in LAYOUTS),
+        *(("cuda", layout, (), (OURS, OURS)) for layout in LAYOUTS[1:]),
+        # One that SGLang does not read, whatever the rows.
+        ("cuda", "bf16", ("--kv-cache-arrangement", "page_major"), (OURS, OURS)),
+        ("cuda", "bf16", ("--attention-backend", OURS), (OURS, OURS)),
+        ("cuda", "bf16", ("--attention-backend", "flashinfer"), ("flashinfer", "flashinfer")),
+        ("cuda", "bf16", ("--attention-backend", "fa3"), ("fa3", "fa3")),
+        ("cuda", "bf16", phases("flashinfer", OURS), ("flashinfer", OURS)),
+        ("cuda", "fp8", ("--attention-backend", "triton"), ("triton", "triton")),
+        # Reads e4m3 rows in decode; its prefill would cast the pool.
+        ("cuda", "fp8", ("--decode-attention-backend", "flashmla"), (OURS, "flashmla")),
+        ("cuda", "fp8", phases("triton", "flashmla"), ("triton", "flashmla")),
+        ("cuda", "fp8", ("--attention-backend", "flashmla", *phases(OURS, OURS)), (OURS, OURS)),
+        ("cuda", "fp4", ("--prefill-attention-backend", OURS), (OURS, OURS)),
+    ],
+)
+def test_choice(serve, device, layout, argv, backends):
+    assert serve(device, layout, *argv) == backends
+
+
+def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch):
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+
+    plain = attention_backends_of(resolving_view(resolve(checkpoints["mla"], device="cuda")))
+    assert plain[0] != OURS
+    assert serve("cuda", "bf16") == plain
+    assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
+    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")  # which no other backend does
+    assert serve("cuda", "bf16") == (OURS, OURS)
+
+
+def test_cuda_graphs_stay_on_a_gpu(resolve, checkpoints):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    for device, backends in (("cpu", ["disabled"] * 2), ("cuda", ["breakable", "full"])):
+        breakable = ("--cuda-graph-backend-prefill", "breakable")
+        args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", *breakable, device=device)
+        config = resolving_view(args).cuda_graph_config
+        assert [config.prefill.backend, config.decode.backend] == backends
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("argv", "flag", "phase"),
+    [
+        (("--attention-backend", "flashinfer"), "--attention-backend flashinfer", "prefill"),
+        (("--attention-backend", "fa3"), "--attention-backend fa3", "prefill"),
+        (("--attention-backend", "flashmla"), "--attention-backend flashmla", "prefill"),
+        (("--prefill-attention-backend", "flashmla"), "--prefill-attention-backend flashmla", "prefill"),
+        (("--decode-attention-backend", "fa3"), "--decode-attention-backend fa3", "decode"),
+        (phases(OURS, "flashinfer"), "--decode-attention-backend flashinfer", "decode"),
+        (
+            ("--attention-backend", "flashinfer", "--prefill-attention-backend", OURS),
+            "--attention-backend flashinfer",
+            "decode",
+        ),
+    ],
+)
+def test_backends_that_cast_the_pool(serve, device, argv, flag, phase):
+    text = rf"^{flag} would cast the whole pool.*call of {phase} with --kv-cache-layout fp8,.*leave it out"
+    with pytest.raises(ValueError, match=text) as error:
+        serve(device, "fp8", *argv)
+    able = str(error.value).partition("one of: ")[2].split(", ")
+    assert able[0] == OURS
+    assert ("flashmla" in able) == (phase == "decode")
+    assert not {"flashinfer", "fa3"} & set(able)
+    if flag.split()[1] != "flashmla":  # not known to run on a CPU, but nothing is cast
+        serve("cuda", "bf16", *argv)
+
+
+def test_devices():
+    """Nothing but CPUs and CUDA; the check itself, since SGLang refuses most devices before."""
+    from sgl_kvpool.arrangement import KVArrangement
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin import attention_rules
+
+    assert KVPOOL_DEVICES == ("cpu", "cuda")
+    view = SimpleNamespace(
+        attention_backend=OURS,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        device="xpu",
+    )
+    check = attention_rules.check_backends
+    with pytest.raises(ValueError, match=r"device is xpu.*\(fa3, flashinfer, flashmla, triton\)"):
+        check(MLAKVCacheLayout.BF16, KVArrangement.TOKEN_MAJOR, view)
+    with pytest.raises(ValueError, match="page_major rows of layout bf16 have no other reader"):
+        check(MLAKVCacheLayout.BF16, KVArrangement.PAGE_MAJOR, view)
+
+
+def test_rocm_calls_its_device_cuda(serve, monkeypatch):
+    from sgl_kvpool.sglang_plugin import attention_rules
+
+    monkeypatch.setattr(attention_rules, "_is_rocm", lambda: True)
+    with pytest.raises(ValueError, match="of NVIDIA only, and the device is ROCm"):
+        serve("cuda", "fp4")
+
+
+# -------------------------------------------------------------------- beside ours
+
+#: Arguments, and what is refused: on which devices, and whether by us or by SGLang before.
+REFUSED = {
+    ("--enable-deterministic-inference",): "deterministic inference",
+    ("--enable-two-batch-overlap",): "^--enable-two-batch-overlap does not work.*kvpool_mla: the halves",
+    ("--enable-mis",): "^--enable-mis does not work.*masks between the items",
+    ("--cuda-graph-backend-prefill", "full"): "^--cuda-graph-backend-prefill full does not.*use breakable",
+    ("--enable-torch-compile",): "^--enable-torch-compile does not work",
+}
+
+
+@pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_what_is_refused_beside_ours(serve, argv, layout):
+    with pytest.raises(ValueError, match=REFUSED[argv]):
+        serve("cuda", layout, "--attention-backend", OURS, *argv)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enable_deterministic_inference", True),
+        ("enable_two_batch_overlap", True),
+        ("enable_pdmux", True),
+        ("enable_prefill_cp", True),
+        ("attn_cp_size", 2),
+        ("dllm_algorithm", "LowConfidence"),
+        ("enable_mis", True),
+        ("enable_torch_compile", True),
+        ("cuda_graph_config", SimpleNamespace(prefill=SimpleNamespace(backend="full"))),
+    ],
+)
+def test_every_feature(field, value):
+    """The check itself: SGLang refuses some of these combinations first, in words of its own."""
+    from sgl_kvpool.arrangement import KVArrangement
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.attention_rules import check_backends
+
+    off = {feature.field: None for feature in BACKEND_FEATURES}
+    view = SimpleNamespace(
+        attention_backend=OURS,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        device="cuda",
+        speculative_algorithm=None,
+        speculative_draft_attention_backend=None,
+        **{**off, field: value},
+    )
+    (feature,) = (feature for feature in BACKEND_FEATURES if feature.field == field)
+    text = f"^{feature.flag}( {value})? does not work with attention backend kvpool_mla: .*; leave it out$"
+    with pytest.raises(ValueError, match=text):
+        check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
+    setattr(view, field, None)
+    check_backends(MLAKVCacheLayout.FP4, KVArrangement.LAYER_MAJOR, view)
+
+
+def test_features_exist_in_sglang():
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.attention_rules import SPECULATIVE_FIELDS
+
+    used = {*SPECULATIVE_FIELDS, *(feature.field for feature in BACKEND_FEATURES)}
+    assert used <= {field.name for field in record_fields(ServerArgs)}
+
+
+# -------------------------------------------------------------------- speculative decoding
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        SPECULATIVE,
+        ("--speculative-algorithm", "NEXTN"),
+        (*SPECULATIVE, "--speculative-attention-mode", "decode"),
+        (*SPECULATIVE, "--speculative-draft-attention-backend", OURS),
+        (
+            *(*SPECULATIVE, "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", "4"),
+        ),
+        ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "draft"),
+    ],
+    ids=" ".join,
+)
+def test_chains_are_served(serve, checkpoints, layout, argv):
+    draft = {"draft": checkpoints["mla3"]}
+    argv = [draft.get(word, word) for word in argv]
+    assert serve("cuda", layout, "--attention-backend", OURS, *argv) == (OURS, OURS)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("topk", ["2", "4"])
+def test_trees_are_refused(serve, layout, topk):
+    tree = ("--speculative-num-steps", "3", "--speculative-eagle-topk", topk)
+    text = f"^--speculative-eagle-topk {topk} does not.*masks of trees.*use --speculative-eagle-topk 1$"
+    with pytest.raises(ValueError, match=text):
+        serve(
+            "cuda",
+            layout,
+            *("--attention-backend", OURS, *SPECULATIVE, *tree),
+            *("--speculative-num-draft-tokens", "8"),
+        )
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "DFLASH", "DSPARK", "UNO", "frozen_kv_mtp"])
+def test_other_algorithms_are_refused(serve, algorithm):
+    text = f"^--speculative-algorithm {algorithm} does not work.*one of: EAGLE, EAGLE3, NEXTN$"
+    with pytest.raises(ValueError, match=text) as error:
+        serve("cuda", "fp4", "--speculative-algorithm", algorithm)
+    assert "nothing is known" not in str(error.value)
+
+
+def test_every_algorithm_of_sglang_is_decided():
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sgl_kvpool.sglang_plugin import attention_rules
+
+    known = {*SPECULATIVE_ALGORITHMS, *attention_rules._UNSHOWN_ALGORITHMS, "NONE"}
+    assert {algorithm.name for algorithm in SpeculativeAlgorithm} == known
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "NGRAM"])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_nothing_is_drafted_on_a_cpu(serve, layout, algorithm):
+    text = f"^--speculative-algorithm {algorithm} does not work.*on a CPU.*serve on a GPU"
+    with pytest.raises(ValueError, match=text):
+        serve("cpu", layout, "--speculative-algorithm", algorithm)
+
+
+@pytest.mark.parametrize("pair", [("triton", OURS), (OURS, "triton")])
+def test_one_backend_for_all_phases(serve, pair):
+    with pytest.raises(ValueError, match=f"prefill has {pair[0]} and decode {pair[1]}; use --attention-back"):
+        serve("cuda", "bf16", *phases(*pair), *SPECULATIVE)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (("--speculative-draft-window-size", "512"), "--speculative-draft-window-size 512"),
+        (("--enable-multi-layer-eagle",), "--enable-multi-layer-eagle"),
+        (
+            (
+                *("--speculative-adaptive", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+                *("--speculative-num-draft-tokens", "4"),
+            ),
+            "--speculative-adaptive",
+        ),
+    ],
+)
+def test_drafts_that_are_refused(serve, argv, flag):
+    with pytest.raises(ValueError, match=f"^{flag} does not work with attention backend kvpool_mla: "):
+        serve("cuda", "fp4", *SPECULATIVE, *argv)
+
+
+def test_drafts_of_a_stock_target(serve):
+    stock = ("--attention-backend", "flashinfer", *SPECULATIVE)
+    assert serve("cuda", "bf16", *stock) == ("flashinfer", "flashinfer")
+    with pytest.raises(ValueError, match="draft-attention-backend kvpool_mla is not used beside.*flashinfer"):
+        serve("cuda", "bf16", *stock, "--speculative-draft-attention-backend", OURS)

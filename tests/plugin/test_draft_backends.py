@@ -1,0 +1,144 @@
+"""Our backends in SGLang's own factories of attention backends, for targets and drafts."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from sgl_kvpool.sglang_plugin import attention
+
+OURS = "kvpool_mla"
+
+
+class Backend:
+    """In place of the CUDA backends, which need a device; keeps its arguments."""
+
+    prefill_attention_backend_str = decode_attention_backend_str = None
+
+    def __init__(self, *args, **kwargs):
+        self.arguments = (args, kwargs)
+
+
+class Steps(Backend):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.attn_backends = [Backend(), Backend()]
+
+
+@pytest.fixture(autouse=True)
+def cuda_backends(monkeypatch):
+    for name, members in (
+        ("cuda_backend", {"KVPoolMLACudaBackend": Backend}),
+        ("draft", {"KVPoolMultiStepDraftBackend": Steps}),
+    ):
+        module = ModuleType(f"sgl_kvpool.attention.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def runner(draft_backend=None, **changes):
+    fields = {
+        "draft_attention_backend": draft_backend,
+        "is_draft_worker": True,
+        "use_mla_backend": True,
+        "device": "cuda",
+        "model_config": SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["LlamaForCausalLMEagle3"]), hf_text_config=None
+        ),
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.fixture
+def factory(published, monkeypatch):
+    """`factory(runner)`: SGLang's, with our hook around it and this server's backends being ours."""
+    from sglang.srt.speculative import draft_utils
+
+    original = getattr(
+        draft_utils.DraftBackendFactory._create_backend,
+        "__wrapped__",
+        draft_utils.DraftBackendFactory._create_backend,
+    )
+
+    def hooked(self, *args, **kwargs):
+        return attention._create_draft(original, self, *args, **kwargs)
+
+    monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", hooked)
+    monkeypatch.setattr(draft_utils, "attention_backends", lambda: (OURS, OURS))
+    return lambda runner, steps=3: draft_utils.DraftBackendFactory(runner, 1, steps)
+
+
+@pytest.mark.parametrize("named", [None, OURS])
+def test_steps_of_a_draft(factory, named):
+    draft = runner(named)
+    backend = factory(draft).create_decode_backend()
+    assert type(backend) is Steps
+    assert backend.arguments == ((draft, 1, 3), {})
+    for part in (backend, *backend.attn_backends):  # where models look for the name
+        assert part.prefill_attention_backend_str == part.decode_attention_backend_str == OURS
+    assert factory(draft, steps=1).create_decode_backend() is None
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_extending_a_draft(factory, monkeypatch, mode):
+    from sglang.srt.speculative import draft_utils
+
+    monkeypatch.setattr(draft_utils, "get_spec", lambda: SimpleNamespace(speculative_attention_mode=mode))
+    draft = runner()
+    backend = factory(draft).create_draft_extend_backend()
+    assert type(backend) is Backend
+    assert backend.arguments == ((draft,), {"skip_prefill": False})
+    assert backend.prefill_attention_backend_str == backend.decode_attention_backend_str == OURS
+
+
+def test_backends_that_were_named_are_sglangs(factory, monkeypatch):
+    from sglang.srt.speculative import draft_utils
+
+    for create in ("decode", "prefill"):
+        method = f"_create_triton_{create}_backend"
+        made = Steps() if create == "decode" else Backend()
+        monkeypatch.setattr(draft_utils.DraftBackendFactory, method, lambda self, made=made: ("triton", made))
+    made = factory(runner("triton"))
+    for backend in (made.create_decode_backend(), made.create_draft_extend_backend()):
+        assert backend.prefill_attention_backend_str == "triton"
+    with pytest.raises(ValueError, match="EAGLE is not supported in decode attention backend unheard_of"):
+        factory(runner("unheard_of")).create_decode_backend()
+
+
+def test_drafts_of_another_kind_are_told_to_name_a_backend(factory):
+    draft = runner(use_mla_backend=False)
+    made = factory(draft)
+    for create in (
+        made.create_decode_backend,
+        made.create_draft_extend_backend,
+        lambda: attention.create_backend(draft),
+    ):
+        with pytest.raises(ValueError, match="LlamaForCausalLMEagle3.*--speculative-draft-attention-backend"):
+            create()
+
+
+def test_targets():
+    target = runner(is_draft_worker=False)
+    backend = attention.create_backend(target)
+    assert backend.arguments == ((target,), {})
+
+
+def test_names_are_added_in_place_and_once(published):
+    from sgl_kvpool.sglang_plugin import seams
+
+    before = attention.name_lists()
+    old = [list(names) for names in before]
+    try:
+        for names in before:
+            names[:] = [name for name in names if name != OURS]
+        lists = [seam for seam in seams.ATTENTION if seam.added and "FORWARD_ABSORB" in seam.target]
+        assert seams.check(lists) == []
+        assert seams.check(lists, applied=True) == [f"{lists[0].target}: has no {OURS}"]
+        attention.register_names()
+        attention.register_names()
+        assert all(names.count(OURS) == 1 for names in before)
+        assert all(now is then for now, then in zip(attention.name_lists(), before, strict=True))
+        assert seams.check(lists, applied=True) == []
+    finally:
+        for names, content in zip(before, old, strict=True):
+            names[:] = content

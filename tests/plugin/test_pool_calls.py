@@ -1,0 +1,51 @@
+"""The table in docs/hooks.md of everything in SGLang that reads or writes a pool."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def calls():
+    spec = importlib.util.spec_from_file_location("pool_calls", ROOT / "scripts" / "pool_calls.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_place_in_this_sglang_is_documented(calls):
+    found = calls.count(calls.sources())
+    assert len(found) > 60
+    assert calls.differences(found, calls.documented(calls.DOCUMENT.read_text())) == []
+
+
+def test_what_a_new_version_adds_is_noticed(calls, tmp_path):
+    for file, text in {
+        "models/new.py": "def f(pool, layer):\n    return pool.get_key_buffer(layer), pool.kv_buffer[0]\n",
+        "layers/alias.py": "set_kv_buffer(pool, 'set_mla_kv_buffer')  # get_kv_buffer()\n",
+        "mem_cache/own.py": "class P:\n    def move_kv_cache(self):\n        self.kv_buffer.clear()\n",
+        "hardware_backend/npu/pool.py": "pool.get_key_buffer(0)\n",
+        "other.py": "pass\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    found = calls.count(tmp_path)
+    assert found == {
+        "models/new.py": Counter({"get_key_buffer": 1, ".kv_buffer": 1}),
+        "layers/alias.py": Counter({"set_kv_buffer": 1}),
+    }
+    table = calls.documented(
+        "| `layers/alias.py` | set_kv_buffer 1 | x |\n"
+        "| `models/new.py` | .kv_buffer 1, get_key_buffer 2 | x |\n"
+        "| `models/gone.py` | move_kv_cache 1 | x |\n"
+    )
+    assert calls.differences(found, table) == [
+        "models/gone.py: move_kv_cache is used 0 times, and docs/hooks.md knows of 1",
+        "models/new.py: get_key_buffer is used 1 times, and docs/hooks.md knows of 2",
+    ]
+    with pytest.raises(ValueError, match="lists a.py twice"):
+        calls.documented("| `a.py` | move_kv_cache 1 | x |\n" * 2)
