@@ -6,8 +6,9 @@
         [--contexts ...] [--peers NAMES|none] [--device cuda|cpu]
 
 Every result is compared with the float64 reference first, its buffers full of NaN before. Times are medians
-of CUDA events, launches excluded, lists rotating beyond the L2 cache; then again inside a CUDA graph. The copy
-and matrix peaks that limits are made of are measured in the same run; attention_limits.py has the formulas.
+of CUDA events, launches excluded, lists rotating beyond the L2 cache; then again inside a CUDA graph. The
+copy and matrix peaks that limits are made of are measured in the same run; attention_limits.py has the
+formulas. FlashInfer compiles on first use, which counts: run `--quick` once before on a fresh machine.
 
 What does not fit memory is recorded as skipped, what the time does not suffice for as not run: the workloads
 that targets are stated for come first. `--check` fails if a target is missed or a result of ours is wrong.
@@ -157,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"{report['machine']['device']}; {report['note']}"
         if not draw(report["results"], arguments.plot, title):
             print(f"{arguments.plot} not drawn: matplotlib is not installed")
-    print_ratios(report["results"])
+    if device.kind == "cuda":
+        print_ratios(report["results"])
     for name, state in report["peers"].items():
         print(f"peer {name}: {state}")
     for verdict in report["targets"]:
