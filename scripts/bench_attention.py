@@ -25,6 +25,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ NOTES = {
 _PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sgl-flash-mla", "sgl-kvpool")
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """Of packages, None where one is missing; and the commit of this checkout."""
     found: dict[str, str | None] = {}
@@ -141,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error("no workload passes these filters")
 
+    versions()  # before results are written, which changes the checkout
     device = CudaDevice() if arguments.device == "cuda" else CpuDevice()
     bench = Bench(device, device.peaks(), runners())
     print(NOTES[device.kind])
