@@ -1,0 +1,232 @@
+"""What scripts/bench_attention.py measures, the limits it states, and which targets it calls met."""
+
+from dataclasses import replace
+
+import pytest
+from bench_attention_modules import fmt, imported
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    return imported()
+
+
+# Cases
+
+
+def test_the_default_run_covers_the_grid_and_begins_with_the_target(scripts):
+    found = scripts.cases.items(scripts.cases.GPU_GRID)
+    assert len(set(found)) == len(found)
+    first = found[0].workload
+    assert (first.kind, first.heads, first.batch, first.context) == ("dense", 16, 64, 32768)
+    runs_first = [(i.runner, i.layout) for i in found if i.workload == first]
+    assert {"sglang_triton", "flashinfer", "flashmla"} <= {runner for runner, _ in runs_first}
+    assert {"bf16", "fp8", "fp8_block_scale", "fp4"} == {x for runner, x in runs_first if runner == "kvpool"}
+    dense = {(w.heads, w.batch, w.context) for w in (i.workload for i in found) if w.group == "dense"}
+    assert dense == {
+        (h, b, c * 1024) for h in (8, 16, 64, 128) for b in (1, 16, 64, 128) for c in (1, 8, 32, 128)
+    }
+    sparse = {(w.heads, w.batch) for w in (i.workload for i in found) if w.group == "sparse"}
+    assert sparse == {(h, b) for h in (8, 16, 64, 128) for b in (1, 16, 64, 128)}
+    assert {i.workload.rows_per_list for i in found if i.workload.kind == "sparse"} == {2048}
+    arranged = {
+        (i.workload.arrangement, i.workload.layers) for i in found if i.workload.group == "arrangement"
+    }
+    assert arranged == {("token_major", 61), ("page_major", 61)}
+    assert {i.workload.queries_per_list for i in found if i.workload.group == "mtp"} == {4}
+    whole = next(i.workload for i in found if i.workload.kind == "whole_pool")
+    assert (whole.pool_tokens, whole.rows) == (1 << 20, 1 << 16)
+    # Runners of a workload that read the same pool follow each other: it is made once.
+    for a, b, c in zip(found, found[1:], found[2:], strict=False):
+        if a.workload == c.workload and a.layout == c.layout:
+            assert b.layout == a.layout
+
+
+def test_filters(scripts):
+    items = scripts.cases.items
+    grid = scripts.cases.GPU_GRID
+    some = items(grid, layouts=["fp4"], heads=[8], batches=[1, 16], contexts=[1024], peers=[])
+    assert {(i.runner, i.layout) for i in some} == {("kvpool", "fp4")}
+    assert {(i.workload.heads, i.workload.batch, i.workload.context) for i in some} == {
+        (8, 1, 1024),
+        (8, 16, 1024),
+    }
+    assert {i.workload.group for i in items(grid, only=["sparse", "mtp"])} == {"sparse", "mtp"}
+    # Peers keep the layout that they read, whatever is asked of ours.
+    sparse = items(grid, only=["sparse"], layouts=["fp4"])
+    assert ("flashmla_sparse_fp8", "fp8_block_scale") in {(i.runner, i.layout) for i in sparse}
+    quick = items(grid, quick=True)
+    assert {i.workload.group for i in quick} == {"dense", "sparse", "whole_pool"}
+    assert len({i.workload for i in quick}) == 5
+
+
+# Limits
+
+
+def test_limits_by_hand(scripts):
+    target = scripts.cases.GPU_GRID.workloads()[0]
+    work = scripts.limits.work_of(target, fmt("fp4"))
+    assert work.row_bytes == 64 * 32768 * 416
+    assert work.other_bytes == 64 * 32768 * 4 + 1024 * (2 * 576 + 2 * 512 + 4)
+    assert work.flop == 2 * 1024 * 32768 * 1088
+    assert work.decode_operations == 64 * 32768 * 512 * 6
+    assert work.shared_bytes == 64 * 32768 * 3328
+    peaks = scripts.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
+    limits = scripts.limits.limits_us(work, peaks)
+    assert limits["bytes"] == pytest.approx(205.36, abs=0.01)
+    assert limits["matrix"] == pytest.approx(92.42, abs=0.01)
+    # 6 979 321 856 bytes through shared memory at 33.45 TB/s; decoding alone would take 192.6.
+    assert limits["decode_and_shared_memory"] == pytest.approx(208.62, abs=0.01)
+
+    # fp8's rope is encoded too; 128 heads are two tiles, and so are 32 heads of four queries.
+    rows = 64 * 32768
+    many = scripts.limits.work_of(replace(target, heads=128), fmt("fp8"))
+    assert (many.decode_operations, many.shared_bytes) == (2 * rows * 576, 2 * rows * 3328)
+    few = scripts.limits.work_of(replace(target, heads=32, queries_per_list=4), fmt("bf16"))
+    assert (few.decode_operations, few.shared_bytes) == (0, 2 * rows * 3328)
+    assert few.flop == 2 * 64 * 4 * 32 * 32768 * 1088
+    assert "decode_and_shared_memory" not in scripts.limits.limits_us(
+        work, scripts.limits.Peaks(1e9, 1e9, 0, 0.0)
+    )
+
+
+# Targets
+
+
+def measured(runner, layout, us, **but):
+    return {
+        "runner": runner, "layout": layout, "kind": "dense", "heads": 16, "batch": 64,
+        "context_tokens": 32768, "rows_per_list": 32768, "queries_per_list": 1,
+        "arrangement": "layer_major", "status": "measured",
+        "us": 2 * us, "graph_us": us, "of_tightest_limit": 0.5, **but,
+    }  # fmt: skip
+
+
+def good():
+    """Rows that pass every target."""
+    rows = [
+        measured("kvpool", name, us) for name, us in (("bf16", 640), ("fp8_block_scale", 500), ("fp4", 400))
+    ]
+    rows += [measured("flashmla", "bf16", 620), measured("sglang_triton", "bf16", 900)]
+    rows += [
+        measured("kvpool", name, us, heads=128)
+        for name, us in (("bf16", 1000), ("fp8", 1100), ("fp8_block_scale", 1200), ("fp4", 1290))
+    ]
+    whole = {"kind": "whole_pool", "batch": 16, "context_tokens": 4096, "rows_per_list": 4096}
+    rows += [measured("kvpool", "fp4", 20, **whole), measured("sglang_fp4", "bf16", 201, **whole)]
+    sparse = {"kind": "sparse", "rows_per_list": 2048}
+    rows += [
+        measured("kvpool", "fp4", 50, **sparse),
+        measured("flashmla_sparse_fp8", "fp8_block_scale", 50, **sparse),
+    ]
+    return rows
+
+
+@pytest.fixture
+def states(scripts):
+    def of(rows, on_gpu=True):
+        scripts.report.add_ratios(rows)
+        found = scripts.report.targets(rows, on_gpu=on_gpu, target=(16, 64, 32768), many_heads=128)
+        return [verdict["state"] for verdict in found]
+
+    return of
+
+
+PASSED, MISSED, OPEN = "passed", "missed", "not measured"
+
+
+def test_targets_met(states):
+    assert states(good()) == [PASSED] * 7
+
+
+def test_targets_without_a_gpu_or_without_rows(states):
+    assert states([]) == [OPEN] * 7
+    assert states(good(), on_gpu=False) == [OPEN] * 7
+
+
+@pytest.mark.parametrize(
+    ("index", "us", "expected"),
+    [
+        (3, 550, {0: MISSED, 1: MISSED}),  # FlashMLA faster: 1.375x and 1.1x
+        (3, 590, {1: MISSED}),
+        (4, 500, {0: MISSED, 1: MISSED}),  # any peer may be the best
+        (6, 1301, {2: MISSED}),
+        (7, 1301, {3: MISSED}),
+        (8, 1301, {4: MISSED}),
+        (10, 199, {5: MISSED}),
+        (12, 49, {6: MISSED}),
+    ],
+)
+def test_a_target_missed(states, index, us, expected):
+    rows = good()
+    rows[index]["graph_us"] = us
+    assert states(rows) == [expected.get(i, PASSED) for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (2, {0: OPEN}),
+        (3, {0: OPEN, 1: OPEN}),  # beats the others, but the peer made for Hopper did not run
+        (5, {2: OPEN, 3: OPEN, 4: OPEN}),
+        (8, {4: OPEN}),
+        (10, {5: OPEN}),
+        (12, {6: OPEN}),
+    ],
+)
+def test_a_target_not_measured(states, index, expected):
+    rows = good()
+    rows[index] |= {"status": "skipped", "reason": "ImportError: no such module"}
+    assert states(rows) == [expected.get(i, PASSED) for i in range(7)]
+
+
+def test_targets_of_incomplete_runs(states):
+    # Worse than one peer is missed, whoever else did not run.
+    rows = good()
+    rows[3] |= {"status": "failed", "reason": "no kernel"}
+    rows[4]["graph_us"] = 300
+    assert states(rows)[:2] == [MISSED, MISSED]
+    # The worst of all batches counts, and the one of the target has to be there.
+    rows = [
+        *good(),
+        *(measured("kvpool", name, us, heads=128, batch=1) for name, us in (("bf16", 10), ("fp4", 14))),
+    ]
+    assert states(rows)[4] == MISSED
+    rows = [row for row in good() if row["heads"] != 128]
+    rows += [measured("kvpool", name, 10, heads=128, batch=1) for name in ("bf16", "fp4")]
+    assert states(rows)[4] == OPEN
+    # A wrong result of ours is a target missed; one of a peer is a peer less.
+    rows = good()
+    rows[0] |= {"status": "wrong", "reason": "query 0"}
+    assert states(rows)[-1] == MISSED
+    rows = good()
+    rows[4] |= {"status": "wrong", "reason": "query 0"}
+    assert states(rows) == [PASSED] * 7
+
+
+def test_ratios(scripts):
+    rows = [*good(), measured("kvpool", "fp4", 500, arrangement="token_major")]
+    rows[2]["graph_us"] = None  # its other time counts: 800
+    scripts.report.add_ratios(rows)
+    assert rows[2]["times_as_fast_as"] == {"kvpool bf16": 0.8, "flashmla": 0.775, "sglang_triton": 1.125}
+    assert rows[-1]["time_to_layer_major"] == 0.625
+    assert "times_as_fast_as" not in rows[3]
+
+
+def test_the_table_and_the_plot_of_a_gpu_run(scripts, tmp_path, capsys):
+    more = {"rows_per_s": 1e9, "row_gb_per_s": 500.0, "of_copy_peak": 0.5, "tflop_per_s": 9.0}
+    rows = [
+        {**row, **more, "group": row["kind"], "tightest_limit": "bytes", "context_tokens": context}
+        for row in good()
+        for context in (8192, 32768)
+    ]
+    scripts.report.add_ratios(rows)
+    for row in (None, *rows, {**rows[0], "status": "not run", "reason": "no time"}):
+        scripts.report.print_table(row)
+    scripts.report.print_ratios(rows)
+    printed = capsys.readouterr().out
+    assert "1.55x flashmla" in printed
+    assert "not run: no time" in printed
+    pytest.importorskip("matplotlib")
+    assert scripts.report.draw(rows, tmp_path / "found.png", "a test")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
