@@ -263,8 +263,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
         """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
         fmt, heads = self.fmt, layer.tp_q_head_num
+        if self._reader is None:
+            raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
         if self._extend is None:
-            self._extend = self._plan_extend(forward_batch, layer.scaling)
+            self._extend = self._plan_extend(self._reader, forward_batch, layer.scaling)
         batch, tokens = self._extend, q.shape[0]
         if tokens != batch.query_tokens:
             raise ValueError(f"{tokens} queries in a batch of {batch.query_tokens} new tokens")
@@ -287,7 +289,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         out = self._reader.attend(query, chunk, rows, batch, layer.scaling, k_scale=k_scale)
         return out.view(tokens, heads * fmt.kv_lora_rank)
 
-    def _plan_extend(self, forward_batch, scale: float) -> ExtendBatch:
+    def _plan_extend(self, reader: ExtendReader, forward_batch, scale: float) -> ExtendBatch:
         """Lengths of the batch from the host, its rows from the request table."""
 
         def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
@@ -308,7 +310,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             list(forward_batch.extend_prefix_lens_cpu),
             list(forward_batch.extend_seq_lens_cpu),
             list_rows,
-            self._reader,
+            reader,
             scale,
         )
 

@@ -121,7 +121,7 @@ class ExtendReader:
         self.fmt, self.heads, self.workspace = fmt, heads, workspace
         self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
         # FlashInfer's kernel wants rotary values of its own.
-        self.wrapper = wrapper if fmt.qk_rope_head_dim else None
+        self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
 
     def plan_wrapper(
         self,

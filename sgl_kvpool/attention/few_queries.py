@@ -133,11 +133,14 @@ def decode_workspace_bytes(
     device : torch.device or str
         Its multiprocessors decide how a list is split.
     """
-    device = torch.device(device)
-    sms = DEFAULT_SM_COUNT
-    if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = _multiprocessors(torch.device(device))
     return max(
         workspace_bytes(fmt, heads, requests * queries, max_rows, queries_per_list=queries, sm_count=sms)
         for queries in range(1, most_queries + 1)
     )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count

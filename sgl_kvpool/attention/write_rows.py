@@ -40,12 +40,12 @@ class RowsToWrite:
         Between graphs of prefill every layer has a new view of the same slots; the memory is what counts, and
         it is kept, so that no other tensor can be there.
         """
-        slots = forward_batch.out_cache_loc
-        if self._slots is None or not _same_memory(self._slots, slots):
-            self._slots = slots
+        slots, rows = forward_batch.out_cache_loc, self._rows
+        if rows is None or self._slots is None or not _same_memory(self._slots, slots):
             loc = KVWriteLoc.for_batch(forward_batch)
-            self._rows = RowWriteLoc(self.pool.slot_to_row(loc.loc), physical=loc.physical)
-        return self._rows
+            rows = RowWriteLoc(self.pool.slot_to_row(loc.loc), physical=loc.physical)
+            self._slots, self._rows = slots, rows
+        return rows
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

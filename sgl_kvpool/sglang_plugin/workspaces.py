@@ -29,7 +29,7 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
         from sgl_kvpool.attention.host import RowReader
 
         return RowReader.workspace_bytes(fmt)
-    from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
+    from sglang.srt import runtime_context
 
     from sgl_kvpool.attention.cuda_extend import extend_workspace_bytes
     from sgl_kvpool.attention.few_queries import decode_workspace_bytes
@@ -37,10 +37,10 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     config = kvc.model_config
     decode = decode_workspace_bytes(
         fmt,
-        config.num_attention_heads // get_parallel().attn_tp_size,
+        config.num_attention_heads // runtime_context.get_parallel().attn_tp_size,
         _MOST_REQUESTS,
         config.context_len,
-        max_speculative_num_draft_tokens() or 1,
+        runtime_context.max_speculative_num_draft_tokens() or 1,
         view.device,
     )
     # Target and draft share both.

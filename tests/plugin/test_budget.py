@@ -141,6 +141,21 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
     assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 1.0}
 
 
+def on_a_gpu(real):
+    """SGLang's resolving view, which says that the device is a GPU; none can be resolved here."""
+
+    class OnAGpu:
+        device = "cuda"
+
+        def __init__(self, args):
+            self._view = real(args)
+
+        def __getattr__(self, name):
+            return getattr(self._view, name)
+
+    return OnAGpu
+
+
 @pytest.mark.parametrize(
     ("layout", "arguments", "row_bytes"),
     [
@@ -171,18 +186,7 @@ def test_page_buffers_on_a_gpu_are_charged(
         spec_algorithm=Namespace(is_eagle=lambda: False),
     )  # fmt: skip
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == 0  # on a CPU
-    real = overrides.resolving_view
-
-    class OnAGpu:
-        device = "cuda"
-
-        def __init__(self, args):
-            self._view = real(args)
-
-        def __getattr__(self, name):
-            return getattr(self._view, name)
-
-    monkeypatch.setattr(overrides, "resolving_view", OnAGpu)
+    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected
     kvc.spec_algorithm, kvc.spec_aux_config = (
@@ -190,3 +194,36 @@ def test_page_buffers_on_a_gpu_are_charged(
         Namespace(eagle_draft_num_layers=1),
     )
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
+
+
+@pytest.mark.parametrize("draft_tokens", [None, 4])
+def test_workspaces_of_attention_on_a_gpu_are_charged(
+    configurator, resolve, checkpoints, monkeypatch, draft_tokens
+):
+    """65536 decoded bf16 rows for prefill, and what splits of lists write in decode, whatever the batch."""
+    from types import SimpleNamespace as Namespace
+
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups import overrides
+
+    from sgl_kvpool.attention import few_queries
+    from sgl_kvpool.attention.decode import workspace_bytes
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin import workspaces
+
+    args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
+    config = overrides.model_config_of(args)
+    kvc = Namespace(server_args=args, model_config=config)
+    fmt = MLAKVCacheLayout("fp4").row_format(512, 64)
+    assert workspaces.attention_workspace_bytes(kvc, fmt) == WORKSPACE  # on a CPU
+    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
+    monkeypatch.setattr(few_queries, "_multiprocessors", lambda device: 132)
+    found = workspaces.attention_workspace_bytes(kvc, fmt) - 65536 * 576 * 2
+    heads = config.num_attention_heads
+    for queries in range(1, (draft_tokens or 1) + 1):
+        for requests in (1, 7, 66, 67, 500):
+            assert found >= workspace_bytes(
+                fmt, heads, requests * queries, 100_000, queries_per_list=queries, sm_count=132
+            )
+    assert found <= 132 * 64 * 513 * 4  # one tile of pairs per program that the GPU runs at a time
