@@ -293,7 +293,8 @@ def decode_kernel(
     if P > 0:
         at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
         # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
-        q_rope = (load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE),)
+        part = load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE)
+        q_rope = _with(q_rope, part)
 
     accumulators = ()
     for _first in tl.static_range(0, R, CHUNK):
@@ -309,8 +310,8 @@ def decode_kernel(
         # or from an earlier iteration; from registers, the same rows would be laid out twice.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
-            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK,
-            SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
+            SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
         )  # fmt: skip
         entries = _load_entries(ids, begin + BLOCK, end, ids_stride, BLOCK)
         operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
