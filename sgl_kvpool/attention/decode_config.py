@@ -25,6 +25,7 @@ __all__ = [
     "decode_config",
     "partial_elements",
     "table",
+    "tile_config",
 ]
 
 #: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
@@ -37,8 +38,6 @@ MIN_BLOCKS = 2
 MAX_LATENT_RANK = 512
 #: Rows at a time: the side that a warp group's matrix instruction wants in units of 64.
 BLOCK_ROWS = 64
-#: (query, head) pairs of a program: the other side of that instruction.
-PAIR_TILES = (16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,14 @@ class TileConfig:
         (query, head) pairs it attends.
     block_rows : int
         Rows it reads at a time.
-    chunk_values : int
-        Largest number of latent values per accumulator.
     warps, stages : int
-        As Triton's `num_warps` and `num_stages`.
+        As Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
         How many fit an SM, by shared memory and registers.
     """
 
     pairs: int
     block_rows: int
-    chunk_values: int
     warps: int
     stages: int
     programs_per_sm: int
@@ -90,36 +86,33 @@ class DecodeConfig:
 
 _L = MLAKVCacheLayout
 
-#: (layout, pairs) -> configuration. Chunks of `fp8_block_scale` are its tiles.
-_TABLE: dict[tuple[MLAKVCacheLayout, int], TileConfig] = {
-    (layout, pairs): TileConfig(
-        pairs, BLOCK_ROWS, 128 if layout is _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE else 256, 8, 2, 1
-    )
-    for layout in _L
-    for pairs in PAIR_TILES
+#: Layout -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB of shared memory and
+#: its queries 18 KB per 16 pairs, so one program runs on an SM. Rows of `bf16` are operands as they are and
+#: wait in shared memory, two blocks of them. The others pass through registers, of which there are 255 per
+#: thread: tiles of 64 pairs would spill (some 200 bytes; 600 for `fp8_block_scale`).
+_TABLE: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = {
+    _L.BF16: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
+    **{
+        layout: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32))
+        for layout in (_L.FP8_NOPE_FP8_ROPE, _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE, _L.FP4)
+    },
 }
-#: For a layout that the table does not know yet: small tiles, which need the fewest registers.
-_FALLBACK = TileConfig(
-    pairs=16, block_rows=BLOCK_ROWS, chunk_values=128, warps=8, stages=1, programs_per_sm=1
-)
+#: For a layout that the table does not know yet: the smallest tile needs the fewest registers.
+_FALLBACK = (TileConfig(pairs=16, block_rows=BLOCK_ROWS, warps=8, stages=1, programs_per_sm=1),)
 
 
 def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
     """Every configuration that `decode_config` may choose."""
-    for (layout, _pairs), tile in _TABLE.items():
-        yield layout, tile
+    for layout, tiles in _TABLE.items():
+        for tile in tiles:
+            yield layout, tile
 
 
 @cache
 def tile_config(layout: MLAKVCacheLayout, pairs: int) -> TileConfig:
     """The smallest tile that takes all pairs of a list, else the largest there is."""
-    for size in PAIR_TILES:
-        tile = _TABLE.get((layout, size))
-        if tile is None:
-            return _FALLBACK
-        if pairs <= size or size == PAIR_TILES[-1]:
-            return tile
-    raise AssertionError("PAIR_TILES is empty")
+    tiles = _TABLE.get(layout, _FALLBACK)
+    return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
 
 
 @cache

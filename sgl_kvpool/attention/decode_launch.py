@@ -14,9 +14,11 @@ from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 
-__all__ = ["decode_constants", "launch", "merge_constants"]
+__all__ = ["CHUNK_VALUES", "decode_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
+#: Latent values per accumulator: what every rank is a multiple of, and the tile of `fp8_block_scale`.
+CHUNK_VALUES = 128
 #: Partial results that a program of the merge kernel reads at a time, and its warps.
 _MERGE_TOGETHER = 8
 _MERGE_WARPS = 4
@@ -36,11 +38,12 @@ def decode_constants(
         "QUERIES": queries_per_list,
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        "CHUNK": min(config.tile.chunk_values, row["CHUNK"]),
+        "CHUNK": CHUNK_VALUES,
         "BLOCK": config.tile.block_rows,
         "PAIRS": config.tile.pairs,
         "SPLITS": config.splits,
         "MIN_BLOCKS": config.min_blocks,
+        "AHEAD": fmt.nope.encoding is not Encoding.BF16,
     }
 
 

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from sgl_kvpool.attention.triton_operands import (
-    column_values,
-    load_operand,
+    exchanged,
     load_queries,
-    load_tile_scale,
+    load_stored,
     operand_factor,
+    operand_of,
     rounded_operand,
 )
 from sgl_kvpool.codec.triton_scalars import fp32_to
@@ -31,6 +31,12 @@ __all__ = ["decode_kernel", "merge_kernel"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _with(parts, part):
+    """A tuple and one more."""
+    return parts + (part,)  # noqa: RUF005
 
 
 @triton.jit
@@ -76,6 +82,132 @@ def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr
     # A row beyond the pool would be other memory.
     is_row = (entries >= 0) & (rows < row_count)
     return tl.where(is_row, rows, 0), is_row
+
+
+@triton.jit
+def _load_entries(ids, start, end, ids_stride, BLOCK: tl.constexpr):
+    """Entries `start` to `start + BLOCK` of a list, [BLOCK, 1]; -1 from `end` on."""
+    position = start + tl.arange(0, BLOCK)[:, None]
+    return tl.load(ids + position.to(tl.int64) * ids_stride, mask=position < end, other=-1)
+
+
+@triton.jit
+def _load_block(
+    entries,
+    pool_ptr,
+    row_count,
+    ROW_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    NOPE: tl.constexpr,
+    NOPE_AT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """What is stored in the rows of entries [BLOCK, 1]: every chunk, then the rope, if any.
+
+    Also which entries are rows, bool [BLOCK, 1]; the others give zeros.
+    """
+    number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
+    rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
+    stored = ()
+    for first in tl.static_range(0, R, CHUNK):
+        part = load_stored(rows, live, first, CHUNK, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, NATIVE)
+        stored = _with(stored, part)
+    if P > 0:
+        stored = _with(stored, load_stored(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE))
+    return stored, live
+
+
+@triton.jit
+def _operands_of(
+    stored,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Operands [BLOCK, CHUNK] of every chunk, then [BLOCK, P] of the rope, if any."""
+    operands = ()
+    for c in tl.static_range(R // CHUNK):
+        operands = _with(operands, operand_of(stored[c], NOPE, NATIVE))
+    if P > 0:
+        operands = _with(operands, operand_of(stored[R // CHUNK], ROPE, NATIVE))
+    return operands
+
+
+@triton.jit
+def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.constexpr):
+    """float32 [BLOCK, 1]: the tile scale of every chunk; nothing for layouts without."""
+    scales = ()
+    if TILE_SCALES:
+        for c in tl.static_range(R // CHUNK):
+            scales = _with(scales, stored[c][1])
+    return scales
+
+
+@triton.jit
+def _seen(start, limit, live, QUERIES: tl.constexpr, PAIRS: tl.constexpr):
+    """Which rows of a block each pair may look at, bool [BLOCK, PAIRS]."""
+    BLOCK: tl.constexpr = live.shape[0]
+    if QUERIES == 1:
+        return tl.broadcast_to(live, [BLOCK, PAIRS])  # rows end where the only query's do
+    else:
+        return (start + tl.arange(0, BLOCK)[:, None] < limit) & live
+
+
+@triton.jit
+def _attend_block(
+    state,  # (largest score [PAIRS] in powers of two, sum of weights [PAIRS], accumulators)
+    q_nope,  # [CHUNK, PAIRS] of every chunk
+    q_rope,  # [P, PAIRS], in a tuple
+    operands,
+    scales,
+    seen,  # bool [BLOCK, PAIRS]
+    score_scale,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The state after one more block of rows."""
+    top, total, accumulators = state
+    CHUNKS: tl.constexpr = R // CHUNK
+    scores = tl.zeros(seen.shape, tl.float32)
+    if P > 0:
+        scores = tl.dot(operands[CHUNKS], q_rope[0], scores)
+    for c in tl.static_range(CHUNKS):
+        if TILE_SCALES:
+            scores += tl.dot(operands[c], q_nope[c]) * scales[c]
+        else:
+            scores = tl.dot(operands[c], q_nope[c], scores)
+
+    scores = tl.where(seen, scores * score_scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen: exp2(-inf - 0) = 0
+    weights = tl.exp2(scores - shift[None, :])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weights, 0)
+
+    sums = ()
+    for c in tl.static_range(CHUNKS):
+        if TILE_SCALES:
+            factor = rounded_operand(weights * scales[c], NATIVE)
+        else:
+            factor = rounded_operand(weights, NATIVE)
+        sum_c = tl.dot(tl.trans(operands[c]), factor, accumulators[c] * decay[None, :])
+        sums = _with(sums, sum_c)
+    return new_top, total, sums
 
 
 @triton.jit(do_not_specialize=["row_count", "lists", "bound"])
@@ -124,6 +256,7 @@ def decode_kernel(
     PAIRS: tl.constexpr,  # (query, head) pairs of a program
     SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
     NATIVE: tl.constexpr,
 ):
     """Attend one split of one list for a tile of pairs; writes normalised results and their lse."""
@@ -154,74 +287,70 @@ def decode_kernel(
     q_nope = ()
     at = (q_ptr + token * q_token_stride + head * q_head_stride)[None, :]
     for first in tl.static_range(0, R, CHUNK):
-        values = column_values(first, CHUNK, NOPE)[:, None]
-        q_nope = q_nope + (load_queries(at, values, exists[None, :], 1.0, NATIVE),)  # noqa: RUF005
+        part = load_queries(at, exists[None, :], first, CHUNK, NOPE, 1.0, NATIVE)
+        q_nope = _with(q_nope, part)
+    q_rope = ()
     if P > 0:
         at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
         # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
-        q_rope = load_queries(
-            at, column_values(0, P, ROPE)[:, None], exists[None, :], operand_factor(NOPE), NATIVE
-        )
+        part = load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE)
+        q_rope = _with(q_rope, part)
 
     accumulators = ()
     for _first in tl.static_range(0, R, CHUNK):
-        accumulators = accumulators + (tl.zeros([CHUNK, PAIRS], tl.float32),)  # noqa: RUF005
+        accumulators = _with(accumulators, tl.zeros([CHUNK, PAIRS], tl.float32))
     top = tl.full([PAIRS], float("-inf"), tl.float32)  # largest score so far, in powers of two
     total = tl.zeros([PAIRS], tl.float32)
     ids = ids_ptr + list_index * ids_list_stride
 
-    for start in range(begin, end, BLOCK):
-        position = start + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
-        entries = tl.load(ids + position.to(tl.int64) * ids_stride, mask=position < end, other=-1)
-        number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
-        rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
-
-        # ---- scores [BLOCK, PAIRS]
-        scores = tl.zeros([BLOCK, PAIRS], tl.float32)
-        if P > 0:
-            keys = load_operand(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE)
-            scores = tl.dot(keys, q_rope, scores)
-        latents = ()
-        scales = ()
-        for c in tl.static_range(R // CHUNK):
-            latent = load_operand(
-                rows, live, c * CHUNK, CHUNK, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, NATIVE
+    state = (top, total, accumulators)
+    if AHEAD:
+        # Rows are loaded one block ahead, their numbers two. Operands go from one iteration to the next also
+        # because Triton puts the first operand of a product into shared memory only if it comes from a load
+        # or from an earlier iteration; from registers, the same rows would be laid out twice.
+        entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
+        stored, live = _load_block(
+            entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
+            SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+        )  # fmt: skip
+        entries = _load_entries(ids, begin + BLOCK, end, ids_stride, BLOCK)
+        operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+        scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
+        for start in range(begin, end, BLOCK):
+            # What is stored of the next block shall not be in registers together with these operands.
+            tl.debug_barrier()
+            stored, next_live = _load_block(
+                entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
+                SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+            )  # fmt: skip
+            entries = _load_entries(ids, start + 2 * BLOCK, end, ids_stride, BLOCK)
+            seen = _seen(start, limit, live, QUERIES, PAIRS)
+            state = _attend_block(
+                state, q_nope, q_rope, operands, scales, seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
             )
-            latents = latents + (latent,)  # noqa: RUF005
-            if TILE_SCALES:
-                scale = load_tile_scale(rows, live, c, SCALE_AT)  # [BLOCK, 1]
-                scales = scales + (scale,)  # noqa: RUF005
-                scores += tl.dot(latent, q_nope[c]) * scale
-            else:
-                scores = tl.dot(latent, q_nope[c], scores)
-
-        # ---- softmax so far
-        seen = (position < limit) & live  # [BLOCK, PAIRS]
-        scores = tl.where(seen, scores * score_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen: exp2(-inf - 0) = 0
-        weights = tl.exp2(scores - shift[None, :])
-        decay = tl.exp2(top - shift)
-        top = new_top
-        total = total * decay + tl.sum(weights, 0)
-
-        # ---- weighted sums [CHUNK, PAIRS]
-        sums = ()
-        for c in tl.static_range(R // CHUNK):
-            if TILE_SCALES:
-                factor = rounded_operand(weights * scales[c], NATIVE)
-            else:
-                factor = rounded_operand(weights, NATIVE)
-            sum_c = tl.dot(tl.trans(latents[c]), factor, accumulators[c] * decay[None, :])
-            sums = sums + (sum_c,)  # noqa: RUF005
-        accumulators = sums
+            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+            scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
+            live = next_live
+    else:
+        # Bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
+        for start in range(begin, end, BLOCK):
+            stored, live = _load_block(
+                _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,
+                PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+            )  # fmt: skip
+            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+            seen = _seen(start, limit, live, QUERIES, PAIRS)
+            state = _attend_block(
+                state, q_nope, q_rope, operands, (), seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
+            )
+    top, total, accumulators = state
 
     # A pair that saw no row has total 0: result 0, lse -inf.
     normal = value_scale / tl.where(total > 0, total, 1.0)
     at = out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride
     for c in tl.static_range(R // CHUNK):
-        values = column_values(c * CHUNK, CHUNK, NOPE)[:, None]
-        x = accumulators[c] * normal[None, :]
+        values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
+        x = exchanged(accumulators[c] * normal[None, :], NOPE)
         tl.store(at[None, :] + values, fp32_to(x, out_ptr.dtype.element_ty, NATIVE), mask=exists[None, :])
     at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)

@@ -12,15 +12,15 @@ then the same numbers in float32.
 import triton
 import triton.language as tl
 
-from sgl_kvpool.codec.triton_scalars import e4m3_values, fp32_of_bf16_bits, fp32_to
+from sgl_kvpool.codec.triton_scalars import fp32_of_bf16_bits, fp32_to
 
 __all__ = [
     "VALUE_SCALE_EXPONENT",
-    "column_values",
-    "load_operand",
+    "exchanged",
     "load_queries",
-    "load_tile_scale",
+    "load_stored",
     "operand_factor",
+    "operand_of",
     "rounded_operand",
 ]
 
@@ -28,6 +28,7 @@ __all__ = [
 VALUE_SCALE_EXPONENT = -16
 #: What ue5m3 scales are multiplied by; e2m1 codes come times 2**-126.
 _OPERAND_FACTOR = tl.constexpr(2.0**VALUE_SCALE_EXPONENT)
+_E4M3_FACTOR = tl.constexpr(2.0**120)
 _SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))
 
 
@@ -42,18 +43,24 @@ def rounded_operand(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def column_values(FIRST: tl.constexpr, COUNT: tl.constexpr, ENCODING: tl.constexpr):
-    """Which value of its segment each column of `load_operand` holds, int32 [COUNT]."""
-    column = tl.arange(0, COUNT)
+def exchanged(x, ENCODING: tl.constexpr):
+    """[D, N] in the order of values -> in the order of an operand's columns, and back.
+
+    Groups of values have the bits of their numbers reversed: see `_fp4_operand` and `_e4m3_operand`. Done to
+    queries and to results, once per program; addresses in that order would not be contiguous.
+    """
+    D: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
-        # The three low bits reversed: see _fp4_operand.
-        return FIRST + (column & ~7) + ((column & 1) << 2) + (column & 2) + ((column >> 2) & 1)
+        return tl.reshape(tl.permute(tl.reshape(x, [D // 8, 2, 2, 2, N]), (0, 3, 2, 1, 4)), [D, N])
+    elif ENCODING == "e4m3":
+        return tl.reshape(tl.permute(tl.reshape(x, [D // 4, 2, 2, N]), (0, 2, 1, 3)), [D, N])
     else:
-        return FIRST + column
+        return x
 
 
 @triton.jit
-def load_operand(
+def load_stored(
     rows,  # [ROWS, 1] pointers to uint8, the start of each row, at multiples of 16
     live,  # [ROWS, 1] bool; other rows give zeros
     FIRST: tl.constexpr,  # index of the first value within the segment
@@ -65,32 +72,67 @@ def load_operand(
     SCALE_AT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Operand [ROWS, COUNT] of one segment, columns in the order of `column_values`.
-
-    e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
-    """
+    """What is stored of some values of a segment, for `operand_of`: (values, scales)."""
     column = tl.arange(0, COUNT)[None, :]
     if ENCODING == "bf16":
         at = rows + (VALUES_AT + 2 * FIRST)
         if NATIVE:
-            # As bfloat16 from the pointer on: the bytes then go to shared memory without a register.
-            return tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0)
+            # As bfloat16 from the pointer on: the bytes may then go to shared memory without a register.
+            stored = tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0)
         else:
-            return fp32_of_bf16_bits(tl.load(at.to(tl.pointer_type(tl.int16)) + column, mask=live, other=0))
+            stored = tl.load(at.to(tl.pointer_type(tl.int16)) + column, mask=live, other=0)
+        return (stored,)
     elif ENCODING == "e4m3":
-        codes = tl.load(rows + (VALUES_AT + FIRST) + column, mask=live, other=0)
-        if NATIVE:
-            return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        word = tl.arange(0, COUNT // 4)[None, :]
+        words = (rows + (VALUES_AT + FIRST)).to(tl.pointer_type(tl.int32))
+        codes = tl.load(words + word, mask=live, other=0)
+        if SCALE == "fp32":
+            tl.static_assert(BLOCK == COUNT)
+            words = (rows + (SCALE_AT + FIRST // BLOCK * 4)).to(tl.pointer_type(tl.float32))
+            return codes, tl.load(words, mask=live, other=0.0)  # [ROWS, 1]
         else:
-            return e4m3_values(codes, NATIVE)
+            return (codes,)
     else:
         tl.static_assert(ENCODING == "e2m1" and SCALE == "ue5m3" and BLOCK == 16)
         word = tl.arange(0, COUNT // 8)[None, :]
         words = (rows + (VALUES_AT + FIRST // 2)).to(tl.pointer_type(tl.int32))
         codes = tl.load(words + word, mask=live, other=0)
         block = tl.arange(0, COUNT // 16)[None, :]
-        scales = tl.load(rows + (SCALE_AT + FIRST // 16) + block, mask=live, other=0)
-        return _fp4_operand(codes, scales, NATIVE)
+        return codes, tl.load(rows + (SCALE_AT + FIRST // 16) + block, mask=live, other=0)
+
+
+@triton.jit
+def operand_of(stored, ENCODING: tl.constexpr, NATIVE: tl.constexpr):
+    """Operand [ROWS, COUNT] of what `load_stored` gave, columns in the order of `exchanged`.
+
+    e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
+    """
+    if ENCODING == "bf16":
+        if NATIVE:
+            return stored[0]
+        else:
+            return fp32_of_bf16_bits(stored[0])
+    elif ENCODING == "e4m3":
+        return _e4m3_operand(stored[0], NATIVE)
+    else:
+        return _fp4_operand(stored[0], stored[1], NATIVE)
+
+
+@triton.jit
+def _e4m3_operand(codes, NATIVE: tl.constexpr):
+    """int32 [ROWS, N] of four e4m3 each -> operand [ROWS, 4 N].
+
+    As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
+    lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Column bits
+    c1 c0 hold the value c0 c1 of a word. (Through fp16 and float32, as the machine converts, it would be as
+    many instructions and more registers.)
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    scale = tl.full([ROWS, N], _E4M3_FACTOR, tl.float32)
+    low0, high0 = _scaled_pair(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), scale, NATIVE)
+    low1, high1 = _scaled_pair(((codes >> 4) & 0x07F007F0) | (codes & -0x7FFF8000), scale, NATIVE)
+    return tl.reshape(tl.join(tl.join(low0, low1), tl.join(high0, high1)), [ROWS, 4 * N])
 
 
 @triton.jit
@@ -109,22 +151,27 @@ def _fp4_operand(codes, scales, NATIVE: tl.constexpr):
     half = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True)
     scale = half.to(tl.float32) * _SCALE_FACTOR
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, N // 2, 2]), [ROWS, N])
-    low0, high0 = _fp4_pair(codes << 6, codes << 12, scale, NATIVE)
-    low1, high1 = _fp4_pair(codes << 2, codes << 8, scale, NATIVE)
-    low2, high2 = _fp4_pair(codes >> 2, codes << 4, scale, NATIVE)
-    low3, high3 = _fp4_pair(codes >> 6, codes, scale, NATIVE)
+    low0, high0 = _scaled_pair(_fp4_bits(codes << 6, codes << 12), scale, NATIVE)
+    low1, high1 = _scaled_pair(_fp4_bits(codes << 2, codes << 8), scale, NATIVE)
+    low2, high2 = _scaled_pair(_fp4_bits(codes >> 2, codes << 4), scale, NATIVE)
+    low3, high3 = _scaled_pair(_fp4_bits(codes >> 6, codes), scale, NATIVE)
     low = tl.join(tl.join(low0, low1), tl.join(low2, low3))
     high = tl.join(tl.join(high0, high1), tl.join(high2, high3))
     return tl.reshape(tl.join(low, high), [ROWS, 8 * N])
 
 
 @triton.jit
-def _fp4_pair(magnitudes, signs, scale, NATIVE: tl.constexpr):
-    """Both values of each pair as operands; magnitudes at bits 6 to 8 and 22 to 24, signs at 15 and 31."""
-    pair = (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)
+def _fp4_bits(magnitudes, signs):
+    """Two codes as bfloat16; magnitudes at bits 6 to 8 and 22 to 24, signs at 15 and 31."""
+    return (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)
+
+
+@triton.jit
+def _scaled_pair(pair, scale, NATIVE: tl.constexpr):
+    """Both bfloat16 of int32 `pair` times float32 `scale`, which is positive and one of bfloat16."""
     if NATIVE:
         bits = scale.to(tl.int32, bitcast=True)
-        both = bits | (bits >> 16)  # a scale has no sign, and no bits below the upper 16
+        both = bits | (bits >> 16)  # no sign, and no bits below the upper 16
         pair = tl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -137,13 +184,6 @@ def _fp4_pair(magnitudes, signs, scale, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_tile_scale(rows, live, INDEX: tl.constexpr, SCALE_AT: tl.constexpr):
-    """float32 [ROWS, 1]: the scale of one tile of each row."""
-    words = (rows + (SCALE_AT + 4 * INDEX)).to(tl.pointer_type(tl.float32))
-    return tl.load(words, mask=live, other=0.0)
-
-
-@triton.jit
 def operand_factor(ENCODING: tl.constexpr):
     """What the operands of an encoding have been multiplied by."""
     if ENCODING == "e2m1":
@@ -153,16 +193,21 @@ def operand_factor(ENCODING: tl.constexpr):
 
 
 @triton.jit
-def load_queries(columns, values, exists, factor: tl.constexpr, NATIVE: tl.constexpr):
-    """Operand [D, Q] of queries times a power of two.
-
-    columns : [1, Q] pointers, the start of each query's segment; values : int [D, 1]; exists : bool [1, Q]
-    """
+def load_queries(
+    columns,  # [1, N] pointers, the first value of each query's segment
+    exists,  # bool [1, N]
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ENCODING: tl.constexpr,  # of the segment
+    FACTOR: tl.constexpr,  # a power of two
+    NATIVE: tl.constexpr,
+):
+    """Operand [COUNT, N] of values of queries times FACTOR, in the order of `exchanged`."""
+    values = FIRST + tl.arange(0, COUNT)[:, None]
     DTYPE: tl.constexpr = columns.dtype.element_ty
     if tl.bfloat16 == DTYPE:
         words = columns.to(tl.pointer_type(tl.int16))
-        bits = tl.load(words + values, mask=exists, other=0)
-        x = fp32_of_bf16_bits(bits)
+        x = fp32_of_bf16_bits(tl.load(words + values, mask=exists, other=0))
     else:
         x = tl.load(columns + values, mask=exists, other=0.0).to(tl.float32)
-    return rounded_operand(x * factor, NATIVE)
+    return exchanged(rounded_operand(x * FACTOR, NATIVE), ENCODING)

@@ -103,6 +103,7 @@ def make_case(
         if holes and length > 5:
             row_ids[i, random.integers(0, length, 3)] = -1
             row_ids[i, length - 1] = -7
+    used = used if len(used) else np.array([1])  # the oracle's encoder wants a row
     nope = torch.randn(len(used), rank, dtype=torch.bfloat16) * torch.rand(len(used), 1).bfloat16() * 2
     keys = torch.randn(len(used), rope, dtype=torch.bfloat16)
     rows = oracle.encode(nope, keys if rope else None, layout, rank, rope, fmt.row_bytes, k_scale)
@@ -167,3 +168,26 @@ def check(found, case, rounding=WEIGHT_ROUNDING):
     finite = np.isfinite(lse)
     assert (found_lse[~finite] < 0).all()
     np.testing.assert_allclose(found_lse[finite], lse[finite], rtol=2e-6, atol=LSE_TOLERANCE)
+
+
+def every_code(layout):
+    """(format, pool [256, row_bytes], values [256, 512]): rows of every code with many scales, without rope.
+
+    Without e4m3's NaN codes, which no encoder writes.
+    """
+    fmt = oracle.row_format(layout, 512, 0)
+    count = 256
+    pool = torch.zeros(count, fmt.row_bytes, dtype=torch.uint8)
+    codes = torch.arange(count)[:, None] + torch.arange(fmt.nope.size_bytes)[None, :]
+    codes = (codes % 256).to(torch.uint8)
+    if layout != "fp4":
+        codes = torch.where(codes % 128 == 127, 0, codes)
+    pool[:, : fmt.nope.size_bytes] = codes
+    if layout == "fp4":
+        scales = (torch.arange(count)[:, None] * 7 + torch.arange(fmt.scale.count)[None, :]) % 0xF8
+        pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.to(torch.uint8)
+    elif layout == "fp8_block_scale":
+        scales = torch.exp2(torch.arange(count * 4).float() % 40 - 20).view(count, 4)  # exact in bfloat16
+        pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.view(torch.uint8)
+    values = torch.from_numpy(oracle.decode(pool.numpy(), layout, 512, 0))
+    return fmt, pool, values

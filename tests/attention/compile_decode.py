@@ -1,0 +1,92 @@
+"""Compiles the kernels of `mla_decode` for sm_90a without a GPU; prints facts about the machine code as JSON.
+
+A program of its own, because Triton must not be in interpreter mode:
+
+    python compile_decode.py '[{"layout": "fp4", "pairs": 16, "heads": 16}]' [DIR]
+
+DIR receives the machine code to read. ``scripts/attention_facts.py`` uses it for ``docs/attention.md``.
+"""
+
+import json
+import os
+import re
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "codec"))
+
+import compile_kernels
+
+
+def compile_decode(layout, pairs, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None):
+    """`decode_kernel` with the configuration of the table for `pairs`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_kvpool import MLAKVCacheLayout
+    from sgl_kvpool.attention.decode_config import MIN_BLOCKS, DecodeConfig, tile_config
+    from sgl_kvpool.attention.decode_launch import decode_constants
+    from sgl_kvpool.attention.triton_decode import decode_kernel as fn
+
+    fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
+    tile = tile_config(fmt.layout, pairs)
+    assert tile.pairs == pairs
+    config = DecodeConfig(tile, -(-heads * queries // pairs), splits, MIN_BLOCKS)
+    constants = dict(decode_constants(fmt, config, heads, queries, tuple(page) if page else None))
+    constants |= {"ROW_STRIDE": fmt.row_bytes, "NATIVE": True}
+    # The launcher makes a stride of 1 and None constants.
+    constants |= {"ids_stride": 1}
+    if splits > 1:
+        constants |= {"lse_head_stride": 1}
+    if not rope:
+        constants |= {"q_rope_ptr": None}
+    signature = dict.fromkeys(fn.arg_names, "i32")
+    signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"pool_ptr": "*u8", "ids_ptr": ids}
+    signature |= {"counts_ptr": "*i32", "list_index_ptr": "*i32", "lse_ptr": "*fp32"}
+    signature |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "score_scale": "fp32", "value_scale": "fp32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # What the launcher declares of torch's tensors and of the strides of usual models.
+    attrs = {
+        (fn.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*") or (name.endswith("stride") and kind == "i32")
+    }
+    return compile(
+        ASTSource(fn, signature, constants, attrs),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
+    )
+
+
+def facts(compiled, sass, usage):
+    """As the codec's, and what matters to this kernel."""
+
+    def count(pattern):
+        return len(re.findall(pattern, sass))
+
+    return {
+        **compile_kernels.facts(compiled, sass, usage),
+        "copies_16_bytes": count(r"\bLDGSTS\.E\.(?:\w+\.)*128\b"),
+        "wgmma": count(r"\bHGMMA\b"),
+        "mma_sync": count(r"\bHMMA\b"),
+        "ldmatrix": count(r"\bLDSM\b"),
+        "packed_products": count(r"\bH(?:MUL|FMA)2\b"),
+        "instructions": count(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
+    }
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0"
+    found = []
+    for job in json.loads(sys.argv[1]):
+        compiled = compile_decode(**job)
+        sass, usage = compile_kernels.machine_code(compiled)
+        found.append(facts(compiled, sass, usage))
+        if len(sys.argv) > 2:
+            name = "-".join(str(value).strip("*") for value in job.values())
+            with open(os.path.join(sys.argv[2], f"{name}.sass"), "w") as file:
+                file.write(sass)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

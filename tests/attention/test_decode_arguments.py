@@ -1,0 +1,169 @@
+"""What `mla_decode` refuses, how work is cut up, and the size of the workspace."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from decode_cases import check, make_case
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention import DecodeWorkspace, decode_checks, mla_decode, workspace_bytes
+from sgl_kvpool.attention.decode import partial_results
+from sgl_kvpool.attention.decode_config import (
+    BLOCK_ROWS,
+    MAX_SPLITS,
+    decode_config,
+    partial_elements,
+    table,
+    tile_config,
+)
+
+FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
+
+
+def call(**changes):
+    """mla_decode of two queries and lists, with some arguments changed."""
+    case = make_case("fp4", rank=128, counts=((9,), (4,)), width=12, heads=3)
+    arguments = {
+        "q": case.q,
+        "pool": case.pool,
+        "row_ids": case.row_ids,
+        "row_counts": case.row_counts,
+        "fmt": case.fmt,
+        "scale": case.scale,
+    }
+    arguments |= {name: change(case) if callable(change) else change for name, change in changes.items()}
+    return mla_decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {"q": lambda c: c.q.double()},
+            TypeError,
+            "q is float64, allowed on cpu: bfloat16, float16, float32",
+        ),
+        ({"q": lambda c: c.q[..., :-1]}, ValueError, "expected (tokens, heads, 192)"),
+        ({"q": lambda c: c.q[0]}, ValueError, "expected (tokens, heads, 192)"),
+        ({"q": lambda c: c.q[:, :0]}, ValueError, "no heads"),
+        (
+            {"q": lambda c: c.q.transpose(1, 2).contiguous().transpose(1, 2)},
+            ValueError,
+            "has stride 3 between",
+        ),
+        ({"q_rope": lambda c: c.q[..., :64]}, ValueError, "expected (tokens, heads, 128)"),
+        (
+            {"q": lambda c: c.q[..., :128], "q_rope": lambda c: c.q[:1, :, :64]},
+            ValueError,
+            "both parts of the same queries",
+        ),
+        ({"queries_per_list": 3}, ValueError, "queries_per_list=3 does not divide the 2 queries"),
+        ({"queries_per_list": 0}, ValueError, "queries_per_list=0"),
+        ({"pool": lambda c: c.pool.view(torch.int8)}, TypeError, "expected uint8"),
+        ({"pool": lambda c: c.pool[:, :-16]}, ValueError, "build the RowFormat"),
+        ({"row_ids": lambda c: c.row_ids.float()}, TypeError, "row_ids is float32, allowed: int32, int64"),
+        ({"row_ids": lambda c: c.row_ids[0]}, ValueError, "expected (lists, entries)"),
+        ({"row_ids": lambda c: c.row_ids[:1]}, ValueError, "1 lists for 2 groups"),
+        ({"row_counts": lambda c: c.row_counts[:1]}, ValueError, "row_counts has shape (1,), expected (2,)"),
+        ({"row_counts": lambda c: c.row_counts.short()}, TypeError, "row_counts is int16"),
+        ({"list_index": torch.zeros(3, dtype=torch.int32)}, ValueError, "list_index has shape (3,)"),
+        ({"list_index": torch.tensor([0, 2])}, IndexError, "list_index[1] is 2 of 2 lists"),
+        ({"page": (64, 61)}, ValueError, "page=(64, 61)"),
+        ({"page": (0, 61)}, ValueError, "page=(0, 61)"),
+        ({"scale": float("nan")}, ValueError, "scale=nan is not finite"),
+        ({"k_scale": 0.0}, ValueError, "k_scale=0.0"),
+        ({"out": torch.zeros(2, 3, 128)}, TypeError, "out is float32, expected bfloat16"),
+        ({"out": torch.zeros(2, 3, 127).bfloat16()}, ValueError, "out has shape (2, 3, 127)"),
+        ({"out": torch.zeros(2, 128, 3).bfloat16().mT}, ValueError, "out has stride 3"),
+        ({"lse": torch.zeros(2, 3).bfloat16()}, TypeError, "lse is bfloat16, expected float32"),
+        ({"lse": torch.zeros(3, 2)}, ValueError, "lse has shape (3, 2), expected (2, 3)"),
+        ({"q": lambda c: c.q.to("meta")}, (ValueError, TypeError), "q"),
+    ],
+)
+def test_refusals(changes, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call(**changes)
+
+
+def test_entries_beyond_the_count_may_be_anything():
+    call(row_counts=torch.tensor([0, 4]))
+
+
+def test_limits_of_the_kernel():
+    pool = torch.zeros(8, 1000, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="row stride of 1000 bytes"):
+        decode_checks.kernel_limits(pool, FP4)
+    with pytest.raises(ValueError, match="row stride of 416"):
+        decode_checks.kernel_limits(torch.zeros(999, dtype=torch.uint8)[1:417].view(1, 416), FP4)
+    with pytest.raises(ValueError, match="accumulators hold 512 values"):
+        decode_checks.kernel_limits(pool, MLAKVCacheLayout.FP4.row_format(640, 64))
+
+
+def test_long_lists_on_a_cpu_are_read_in_pieces(monkeypatch):
+    case = make_case("fp8_block_scale", rank=128, counts=((100, 3), (37, 99)), heads=2)
+    positional, keywords = case.arguments
+    monkeypatch.setattr("sgl_kvpool.attention.decode._PIECE_ROWS", 7)
+    check(mla_decode(*positional, **keywords), case, rounding=0)
+
+
+def test_importing_the_package_costs_neither_torch_nor_triton():
+    code = "import sys, sgl_kvpool.attention.readers; print({'torch', 'triton'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+    code = "import sys; from sgl_kvpool.attention import mla_decode; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
+def test_every_shape_has_a_configuration(layout):
+    fmt = layout.row_format(512, 64)
+    for heads in (1, 3, 8, 16, 17, 32, 64, 128):
+        for queries in (1, 2, 4):
+            for lists in (1, 2, 7, 64, 300, 5000):
+                for rows in (0, 1, 64, 1000, 163840):
+                    config = decode_config(fmt, heads, queries, lists, rows)
+                    assert (layout, config.tile) in set(table())
+                    assert config.tiles * config.tile.pairs >= heads * queries
+                    assert (config.tiles - 1) * config.tile.pairs < heads * queries
+                    assert 1 <= config.splits <= MAX_SPLITS
+                    assert config.splits <= max(1, -(-rows // BLOCK_ROWS))
+                    programs = config.splits * config.tiles * lists
+                    assert config.splits == 1 or programs <= 132 * config.tile.programs_per_sm
+
+
+def test_the_device_is_filled_once():
+    long = decode_config(FP4, 16, 1, 4, 100_000)
+    assert 100 <= long.splits * long.tiles * 4 <= 132
+    assert decode_config(FP4, 16, 1, 200, 100_000).splits == 1
+    assert decode_config(FP4, 16, 1, 1, 100_000, sm_count=16).splits == 16
+
+
+def test_unknown_layouts_get_small_tiles():
+    assert tile_config("another", 128).pairs == 16
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_workspace_is_enough_for_every_batch(queries):
+    size = workspace_bytes(FP4, 16, 60, 4096, queries_per_list=queries)
+    needed = [
+        4 * partial_elements(FP4, lists * queries, 16, decode_config(FP4, 16, queries, lists, rows).splits)
+        for lists in range(1, 60 // queries + 1)
+        for rows in (1, 64, 500, 4000, 4096)
+    ]
+    assert size == max(needed)
+    assert 0 < size < 16 * 2**20
+    workspace = DecodeWorkspace(size, "cpu")
+    assert workspace.size_bytes == size
+    config = decode_config(FP4, 16, queries, 1, 4096)
+    assert partial_results(workspace, config, FP4, queries, 16, workspace.buffer.device) is workspace.buffer
+    with pytest.raises(ValueError, match="size it with workspace_bytes"):
+        partial_results(DecodeWorkspace(4, "cpu"), config, FP4, queries, 16, workspace.buffer.device)
+    with pytest.raises(ValueError, match="size_bytes=-1"):
+        DecodeWorkspace(-1, "cpu")

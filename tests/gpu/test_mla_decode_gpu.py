@@ -1,0 +1,179 @@
+"""`mla_decode` on a GPU against a float64 oracle; needs no SGLang."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "codec"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "attention"))
+
+import codec_oracle as oracle
+from decode_cases import check, every_code, expected, make_case
+
+from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
+from sgl_kvpool.attention.decode_reference import mla_decode_reference
+from sgl_kvpool.codec import encode_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
+VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))
+
+
+def workspace_of(case):
+    tokens, heads, _ = case.q.shape
+    properties = torch.cuda.get_device_properties(case.q.device)
+    size = workspace_bytes(
+        case.fmt,
+        heads,
+        tokens,
+        case.row_ids.shape[1],
+        queries_per_list=case.queries_per_list,
+        sm_count=properties.multi_processor_count,
+    )
+    workspace = DecodeWorkspace(size, "cuda")
+    workspace.buffer.fill_(float("nan"))
+    return workspace
+
+
+def run(case, **options):
+    """Result of the kernels for a case on the CPU, with poisoned outputs and workspace."""
+    there = case.to("cuda")
+    positional, keywords = there.arguments
+    tokens, heads, _ = there.q.shape
+    out = torch.full((tokens, heads, case.fmt.kv_lora_rank), float("nan"), dtype=case.q.dtype, device="cuda")
+    lse = torch.full((tokens, heads), float("nan"), device="cuda")
+    return mla_decode(*positional, **keywords, out=out, lse=lse, workspace=workspace_of(there), **options)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_layouts_and_arrangements(layout, arrangement):
+    case = make_case(layout, arrangement=arrangement, counts=VERIFY, heads=8)
+    check(run(case), case)
+    check(run(case, max_rows=1), case)  # one split
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_heads_and_long_lists(layout, heads):
+    case = make_case(layout, heads=heads, counts=((1027,), (64,), (0,), (3001,)), width=4096)
+    check(run(case), case)
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(256, 64), (128, 0), (384, 64)])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_geometries(layout, rank, rope):
+    case = make_case(layout, rank=rank, rope=rope, heads=5, counts=VERIFY, seed=3)
+    check(run(case), case)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_page_sizes(layout, page_size):
+    case = make_case(layout, rank=128, arrangement="page_major", page_size=page_size, ids=torch.int64)
+    check(run(case), case)
+
+
+@pytest.mark.parametrize("k_scale", [0.37, 24.0])
+def test_k_scale(k_scale):
+    case = make_case("fp8", k_scale=k_scale, heads=16)
+    check(run(case), case)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+def test_every_code_and_every_scale(layout):
+    """A list of one row has that row's latent as its result: the machine's decoding, code by code."""
+    fmt, pool, values = every_code(layout)
+    q = torch.zeros(len(pool), 1, 512, dtype=torch.bfloat16, device="cuda")
+    ids = torch.arange(len(pool), device="cuda")[:, None]
+    out, lse = mla_decode(q, pool.cuda(), ids, torch.ones_like(ids[:, 0]), fmt, 0.1)
+    torch.testing.assert_close(out[:, 0].cpu(), values.bfloat16(), rtol=0, atol=0)
+    assert not lse.any()
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_pool_beyond_31_bits(layout):
+    fmt = oracle.row_format(layout, 512, 64)
+    count = 2**32 // fmt.row_bytes + 1000  # rows from byte 0 to beyond 4 GiB
+    free, _ = torch.cuda.mem_get_info()
+    if free < 6 * 2**30:
+        pytest.skip(f"needs 6 GiB of GPU memory, {free / 2**30:.1f} are free")
+    pool = torch.full((count, fmt.row_bytes), 0xFF, dtype=torch.uint8, device="cuda")
+    ids = torch.tensor([[count - 1, 0, 2**31 // fmt.row_bytes, 7, count - 500]], device="cuda")
+    pool[ids[0]] = encode_rows(torch.randn(5, 512).cuda(), torch.randn(5, 64).cuda(), fmt)
+    q = torch.randn(1, 16, 576, device="cuda").bfloat16()
+    counts = torch.tensor([5], device="cuda")
+    out, lse = mla_decode(q, pool, ids, counts, fmt, 0.05)
+    want, want_lse = mla_decode_reference(q, pool, ids, counts, fmt, 0.05)
+    torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0.02)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_captured_graph_follows_counts_and_lists(layout):
+    """Replayed for other counts, lists and queries, a graph gives what an eager call gives, bit by bit."""
+    case = make_case(layout, counts=((900,), (64,), (130,)), width=1000, heads=16).to("cuda")
+    index = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
+    case = case.but(list_index=index)
+    positional, keywords = case.arguments
+    options = {
+        "out": torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda"),
+        "lse": torch.empty(3, 16, device="cuda"),
+        "workspace": workspace_of(case),
+    }
+    mla_decode(*positional, **keywords, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_decode(*positional, **keywords, **options)
+    for counts, lists in (([5, 900, 0], [2, 0, 1]), ([129, 1, 64], [2, 2, 1]), ([0, 0, 0], [0, 1, 2])):
+        case.row_counts.copy_(torch.tensor(counts))
+        index.copy_(torch.tensor(lists))
+        case.q.copy_(torch.randn(case.q.shape))
+        for name in ("out", "lse"):
+            options[name].fill_(float("nan"))
+        options["workspace"].buffer.fill_(float("nan"))
+        graph.replay()
+        eager = mla_decode(*positional, **keywords)
+        assert torch.equal(options["out"], eager[0])
+        assert torch.equal(options["lse"], eager[1])
+
+
+def test_a_call_with_room_allocates_nothing():
+    case = make_case("fp4", counts=((900,), (64,)), width=1000, heads=16).to("cuda")
+    positional, keywords = case.arguments
+    options = {
+        "out": torch.empty(2, 16, 512, dtype=torch.bfloat16, device="cuda"),
+        "lse": torch.empty(2, 16, device="cuda"),
+        "workspace": workspace_of(case),
+    }
+    mla_decode(*positional, **keywords, **options)  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    mla_decode(*positional, **keywords, **options)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_rows_beyond_the_pool_are_none():
+    case = make_case("bf16", rank=128, counts=((9,),))
+    case.row_ids[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
+    check(run(case), case)
+    assert (expected(case)[1] > float("-inf")).all()
+
+
+def test_what_the_kernel_cannot_read_is_refused():
+    case = make_case("fp4", rank=128, rope=0, counts=((5,),)).to("cuda")
+    positional, keywords = case.arguments
+    odd = torch.zeros(9, 88, dtype=torch.uint8, device="cuda")[:, : case.fmt.row_bytes]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        mla_decode(positional[0], odd, *positional[2:], **keywords)
+    with pytest.raises(TypeError, match="allowed on cuda: bfloat16, float16"):
+        mla_decode(positional[0].float(), *positional[1:], **keywords)
+    long = torch.full((1, 9000), -1, dtype=torch.int32, device="cuda")
+    options = {"workspace": DecodeWorkspace(4, "cuda")}
+    with pytest.raises(ValueError, match="size it with workspace_bytes"):
+        mla_decode(*positional[:2], long, *positional[3:], **keywords, **options)
