@@ -10,7 +10,14 @@ from functools import cache
 import torch
 
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, DecodeConfig, decode_config, partial_elements
+from sgl_kvpool.attention.decode_config import (
+    DEFAULT_SM_COUNT,
+    MAX_PROGRAMS_PER_SM,
+    MAX_ROUNDS,
+    DecodeConfig,
+    decode_config,
+    partial_elements,
+)
 from sgl_kvpool.attention.decode_reference import rows_of_entries
 from sgl_kvpool.attention.host import merge
 from sgl_kvpool.codec import checks, gather_rows
@@ -48,12 +55,11 @@ def workspace_bytes(
         Streaming multiprocessors of the device.
     """
     most = 0
-    # With as many lists as programs run at a time there are no splits left.
-    for lists in range(1, max(1, max_tokens // queries_per_list) + 1):
-        config = decode_config(fmt, heads, queries_per_list, lists, max_rows, sm_count)
-        if config.splits == 1:
-            break
-        most = max(most, partial_elements(fmt, lists * queries_per_list, heads, config.splits))
+    # With more lists than programs in all rounds there are no splits.
+    lists = min(max(1, max_tokens // queries_per_list), MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count)
+    for count in range(1, lists + 1):
+        config = decode_config(fmt, heads, queries_per_list, count, max_rows, sm_count)
+        most = max(most, partial_elements(fmt, count * queries_per_list, heads, config.splits))
     return most * torch.float32.itemsize
 
 

@@ -19,6 +19,8 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 __all__ = [
     "DEFAULT_SM_COUNT",
     "MAX_LATENT_RANK",
+    "MAX_PROGRAMS_PER_SM",
+    "MAX_ROUNDS",
     "MAX_SPLITS",
     "DecodeConfig",
     "TileConfig",
@@ -30,8 +32,10 @@ __all__ = [
 
 #: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
 DEFAULT_SM_COUNT = 132
-#: Splits of a list. More would spend more time merging 2 KB of partial result each than reading rows.
-MAX_SPLITS = 64
+#: Splits of a list, a power of two: one list alone then fills an H100 or H200.
+MAX_SPLITS = 128
+#: Times that a device may be filled for the sake of its last, partly filled round.
+MAX_ROUNDS = 2
 #: A split has at least this many blocks, unless the list has fewer.
 MIN_BLOCKS = 2
 #: Values per row that the accumulators of a program have room for.
@@ -101,6 +105,10 @@ _TABLE: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = {
 _FALLBACK = (TileConfig(pairs=16, block_rows=BLOCK_ROWS, warps=8, stages=1, programs_per_sm=1),)
 
 
+#: Of all configurations.
+MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in (*_TABLE.values(), _FALLBACK) for tile in tiles)
+
+
 def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
     """Every configuration that `decode_config` may choose."""
     for layout, tiles in _TABLE.items():
@@ -141,15 +149,22 @@ def decode_config(
     Returns
     -------
     DecodeConfig
-        With as many splits as fill the device once, no more than `MAX_SPLITS` and than the bound has blocks.
+        With the number of splits whose programs keep most of the device busy in up to `MAX_ROUNDS` rounds,
+        the smallest of several; no more than `MAX_SPLITS` and than the bound has blocks for.
     """
     tile = tile_config(fmt.layout, heads * queries_per_list)
     tiles = -(-heads * queries_per_list // tile.pairs)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
-    # Rounded down: a second wave of a few programs would take as long as the first.
-    wanted = slots // max(lists * tiles, 1)
-    splits = max(1, min(wanted, MAX_SPLITS, -(-blocks // MIN_BLOCKS)))
+    most = max(1, min(MAX_SPLITS, -(-blocks // MIN_BLOCKS)))
+    programs = max(lists * tiles, 1)
+
+    def busy(splits: int) -> float:
+        rounds = -(-programs * splits // slots)
+        return programs * splits / (rounds * slots)
+
+    # 64 lists of one tile: 2 splits are 128 programs on 132 multiprocessors. 80 lists: 3 splits, two rounds.
+    splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
     return DecodeConfig(tile, tiles, splits, MIN_BLOCKS)
 
 

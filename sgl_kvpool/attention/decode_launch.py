@@ -6,9 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 
-from sgl_kvpool.attention.decode_config import DecodeConfig
+from sgl_kvpool.attention.decode_config import MAX_SPLITS, DecodeConfig
 from sgl_kvpool.attention.triton_decode import decode_kernel, merge_kernel
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
@@ -20,7 +19,7 @@ _LOG2_E = 1.4426950408889634
 #: Latent values per accumulator: what every rank is a multiple of, and the tile of `fp8_block_scale`.
 CHUNK_VALUES = 128
 #: Partial results that a program of the merge kernel reads at a time, and its warps.
-_MERGE_TOGETHER = 8
+_MERGE_TOGETHER = 32
 _MERGE_WARPS = 4
 
 
@@ -41,7 +40,7 @@ def decode_constants(
         "CHUNK": CHUNK_VALUES,
         "BLOCK": config.tile.block_rows,
         "PAIRS": config.tile.pairs,
-        "SPLITS": config.splits,
+        "SPLIT": config.splits > 1,
         "MIN_BLOCKS": config.min_blocks,
         "AHEAD": fmt.nope.encoding is not Encoding.BF16,
     }
@@ -56,12 +55,11 @@ def merge_constants(
         "HEADS": heads,
         "QUERIES": queries_per_list,
         "R": fmt.kv_lora_rank,
-        "CHUNK": codec_triton.geometry(fmt)["CHUNK"],
+        "CHUNK": CHUNK_VALUES,
         "BLOCK": config.tile.block_rows,
-        "SPLITS": config.splits,
         "MIN_BLOCKS": config.min_blocks,
-        "SPLITS_POW2": triton.next_power_of_2(config.splits),
-        "TOGETHER": min(_MERGE_TOGETHER, triton.next_power_of_2(config.splits)),
+        "MOST": MAX_SPLITS,
+        "TOGETHER": _MERGE_TOGETHER,
     }
 
 
@@ -126,6 +124,7 @@ def launch(
         len(pool),
         len(row_ids),
         row_ids.shape[1],
+        splits,
         q.stride(0),
         q.stride(1),
         0 if q_rope is None else q_rope.stride(0),
@@ -142,7 +141,7 @@ def launch(
         num_stages=config.tile.stages,
     )
     if splits > 1:
-        merge_kernel[(pairs,)](
+        merge_kernel[(pairs, rank // CHUNK_VALUES)](
             results,
             results_lse,
             row_counts,
@@ -151,6 +150,7 @@ def launch(
             lse,
             len(row_ids),
             row_ids.shape[1],
+            splits,
             pairs,
             out.stride(0),
             out.stride(1),

@@ -57,10 +57,10 @@ def _list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.conste
 
 
 @triton.jit
-def _rows_per_split(length, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+def _rows_per_split(length, splits, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr):
     """Rows of every split but the last: whole blocks, and not fewer than would pay."""
     blocks = tl.cdiv(length, BLOCK)
-    return tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS) * BLOCK
+    return tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS) * BLOCK
 
 
 @triton.jit
@@ -210,7 +210,8 @@ def _attend_block(
     return new_top, total, sums
 
 
-@triton.jit(do_not_specialize=["row_count", "lists", "bound"])
+# What differs between batches is not specialised: each batch size would be compiled anew.
+@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "lse_split_stride"])
 def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0
@@ -218,11 +219,12 @@ def decode_kernel(
     ids_ptr,  # int32 or int64 [lists, bound]
     counts_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
-    out_ptr,  # [SPLITS, T, H, R], written
-    lse_ptr,  # fp32, [SPLITS, T, H], written
+    out_ptr,  # [splits, T, H, R], written
+    lse_ptr,  # fp32, [splits, T, H], written
     row_count,
     lists,
     bound,  # largest count
+    splits,
     q_token_stride,  # strides count elements
     q_head_stride,
     q_rope_token_stride,
@@ -254,7 +256,7 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,  # rows at a time
     PAIRS: tl.constexpr,  # (query, head) pairs of a program
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether there are several splits, and a merge behind
     MIN_BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
     NATIVE: tl.constexpr,
@@ -266,14 +268,14 @@ def decode_kernel(
         tl.static_assert(CHUNK == SCALE_BLOCK)
     program = tl.program_id(0)
     tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
-    split = program // TILES % SPLITS
-    group = (program // (TILES * SPLITS)).to(tl.int64)
+    split = program // TILES % splits
+    group = (program // (TILES * splits)).to(tl.int64)
 
     list_index = _list_of(list_index_ptr, group)
     length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = _rows_per_split(length, BLOCK, SPLITS, MIN_BLOCKS)
+    per_split = _rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
     begin = split * per_split
-    if SPLITS > 1 and begin >= length:
+    if SPLIT and begin >= length:
         return  # the merge does not look at this split; without splits there is no merge, so go on
     end = tl.minimum(begin + per_split, length)
 
@@ -356,16 +358,17 @@ def decode_kernel(
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)
 
 
-@triton.jit(do_not_specialize=["lists", "bound"])
+@triton.jit(do_not_specialize=["lists", "bound", "splits", "split_pairs"])
 def merge_kernel(
-    partial_ptr,  # fp32 [SPLITS, T, H, R], contiguous
-    partial_lse_ptr,  # fp32 [SPLITS, T, H], contiguous
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous
     counts_ptr,
     list_index_ptr,
     out_ptr,  # [T, H, R], written
     lse_ptr,  # fp32 [T, H], written
     lists,
     bound,
+    splits,
     split_pairs,  # T * H
     out_token_stride,
     out_head_stride,
@@ -375,24 +378,23 @@ def merge_kernel(
     QUERIES: tl.constexpr,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,  # this and the next two as `decode_kernel` had them
-    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,  # this and the next as `decode_kernel` had them
     MIN_BLOCKS: tl.constexpr,
-    SPLITS_POW2: tl.constexpr,  # SPLITS, rounded up to a power of two
+    MOST: tl.constexpr,  # splits there may be, a power of two
     TOGETHER: tl.constexpr,  # splits added up at a time
     NATIVE: tl.constexpr,
 ):
-    """Merge the splits of one (query, head) pair, weighted by the exponentials of their lse."""
+    """Merge the splits of one (query, head) pair, `CHUNK` values; weights are the exponentials of their lse."""
     pair = tl.program_id(0).to(tl.int64)
     token = pair // HEADS
     head = pair % HEADS
     group = token // QUERIES
     list_index = _list_of(list_index_ptr, group)
     length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = _rows_per_split(length, BLOCK, SPLITS, MIN_BLOCKS)
+    per_split = _rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
     filled = tl.cdiv(length, per_split)  # the others were not written
 
-    split = tl.arange(0, SPLITS_POW2)
+    split = tl.arange(0, MOST)
     lse = tl.load(
         partial_lse_ptr + split.to(tl.int64) * split_pairs + pair, mask=split < filled, other=float("-inf")
     )
@@ -402,18 +404,19 @@ def merge_kernel(
     normal = 1.0 / tl.where(total > 0, total, 1.0)
 
     at = out_ptr + token * out_token_stride + head * out_head_stride
-    for first in tl.static_range(0, R, CHUNK):
-        values = first + tl.arange(0, CHUNK)
-        sums = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, filled, TOGETHER):
-            some = start + tl.arange(0, TOGETHER)
-            there = some < filled
-            place = some.to(tl.int64) * split_pairs + pair
-            # Read again: a register array cannot be indexed.
-            some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
-            weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
-            x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
-            sums += tl.sum(x * weight[:, None], 0)
-        tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
-    at = lse_ptr + token * lse_token_stride + head * lse_head_stride
-    tl.store(at, shift + tl.where(total > 0, tl.log2(total) * _LN_2, float("-inf")))
+    first = tl.program_id(1) * CHUNK
+    values = first + tl.arange(0, CHUNK)
+    sums = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, filled, TOGETHER):
+        some = start + tl.arange(0, TOGETHER)
+        there = some < filled
+        place = some.to(tl.int64) * split_pairs + pair
+        # Read again: a register array cannot be indexed.
+        some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+        weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
+        x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
+        sums += tl.sum(x * weight[:, None], 0)
+    tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
+    if first == 0:
+        at = lse_ptr + token * lse_token_stride + head * lse_head_stride
+        tl.store(at, shift + tl.where(total > 0, tl.log2(total) * _LN_2, float("-inf")))
