@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, DecodeConfig
-from sgl_kvpool.attention.triton_decode import decode_kernel, merge_kernel
+from sgl_kvpool.attention.triton_decode import decode_kernel
+from sgl_kvpool.attention.triton_merge import merge_kernel
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat

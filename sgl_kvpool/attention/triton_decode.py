@@ -1,4 +1,4 @@
-"""The kernels of `mla_decode`: one reads rows and attends them, one merges splits.
+"""The kernel of `mla_decode` that reads rows and attends them; `triton_merge` has the one that merges splits.
 
 A program of `decode_kernel` takes one list of rows, one tile of its (query, head) pairs and one split of the
 list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and values. Matrices
@@ -17,6 +17,7 @@ replayed for other lists.
 import triton
 import triton.language as tl
 
+from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
 from sgl_kvpool.attention.triton_operands import (
     exchanged,
     load_queries,
@@ -27,9 +28,8 @@ from sgl_kvpool.attention.triton_operands import (
 )
 from sgl_kvpool.codec.triton_scalars import fp32_to
 
-__all__ = ["decode_kernel", "merge_kernel"]
+__all__ = ["decode_kernel"]
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -37,38 +37,6 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 def _with(parts, part):
     """A tuple and one more."""
     return parts + (part,)  # noqa: RUF005
-
-
-@triton.jit
-def _counts(counts_ptr, tokens, bound):
-    """Rows that tokens look at, int32, 0 to `bound`, whatever the integer type and value."""
-    counts = tl.load(counts_ptr + tokens)
-    return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
-
-
-@triton.jit
-def _list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
-    """Rows that any query of a group looks at."""
-    length = tl.zeros([], tl.int32)
-    for query in tl.static_range(QUERIES):
-        length = tl.maximum(length, _counts(counts_ptr, group * QUERIES + query, bound))
-    # A list that does not exist has no rows.
-    return tl.where((list_index >= 0) & (list_index < lists), length, 0)
-
-
-@triton.jit
-def _rows_per_split(length, splits, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Rows of every split but the last: whole blocks, and not fewer than would pay."""
-    blocks = tl.cdiv(length, BLOCK)
-    return tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS) * BLOCK
-
-
-@triton.jit
-def _list_of(list_index_ptr, group):
-    if list_index_ptr is None:
-        return group
-    else:
-        return tl.load(list_index_ptr + group).to(tl.int64)
 
 
 @triton.jit
@@ -271,9 +239,9 @@ def decode_kernel(
     split = program // TILES % splits
     group = (program // (TILES * splits)).to(tl.int64)
 
-    list_index = _list_of(list_index_ptr, group)
-    length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = _rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
+    list_index = list_of(list_index_ptr, group)
+    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
+    per_split = rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
     begin = split * per_split
     if SPLIT and begin >= length:
         return  # the merge does not look at this split; without splits there is no merge, so go on
@@ -283,7 +251,7 @@ def decode_kernel(
     exists = pair < QUERIES * HEADS
     token = group * QUERIES + tl.where(exists, pair // HEADS, 0)
     head = pair % HEADS
-    limit = tl.minimum(_counts(counts_ptr, token, bound), length)[None, :]  # [1, PAIRS]
+    limit = tl.minimum(row_count_of(counts_ptr, token, bound), length)[None, :]  # [1, PAIRS]
 
     # Queries, transposed: [CHUNK, PAIRS] of every chunk and [P, PAIRS].
     q_nope = ()
@@ -356,67 +324,3 @@ def decode_kernel(
         tl.store(at[None, :] + values, fp32_to(x, out_ptr.dtype.element_ty, NATIVE), mask=exists[None, :])
     at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)
-
-
-@triton.jit(do_not_specialize=["lists", "bound", "splits", "split_pairs"])
-def merge_kernel(
-    partial_ptr,  # fp32 [splits, T, H, R], contiguous
-    partial_lse_ptr,  # fp32 [splits, T, H], contiguous
-    counts_ptr,
-    list_index_ptr,
-    out_ptr,  # [T, H, R], written
-    lse_ptr,  # fp32 [T, H], written
-    lists,
-    bound,
-    splits,
-    split_pairs,  # T * H
-    out_token_stride,
-    out_head_stride,
-    lse_token_stride,
-    lse_head_stride,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    R: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,  # this and the next as `decode_kernel` had them
-    MIN_BLOCKS: tl.constexpr,
-    MOST: tl.constexpr,  # splits there may be, a power of two
-    TOGETHER: tl.constexpr,  # splits added up at a time
-    NATIVE: tl.constexpr,
-):
-    """Merge the splits of one (query, head) pair, `CHUNK` values; weights are the exponentials of their lse."""
-    pair = tl.program_id(0).to(tl.int64)
-    token = pair // HEADS
-    head = pair % HEADS
-    group = token // QUERIES
-    list_index = _list_of(list_index_ptr, group)
-    length = _list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = _rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
-    filled = tl.cdiv(length, per_split)  # the others were not written
-
-    split = tl.arange(0, MOST)
-    lse = tl.load(
-        partial_lse_ptr + split.to(tl.int64) * split_pairs + pair, mask=split < filled, other=float("-inf")
-    )
-    top = tl.max(lse, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
-    normal = 1.0 / tl.where(total > 0, total, 1.0)
-
-    at = out_ptr + token * out_token_stride + head * out_head_stride
-    first = tl.program_id(1) * CHUNK
-    values = first + tl.arange(0, CHUNK)
-    sums = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, filled, TOGETHER):
-        some = start + tl.arange(0, TOGETHER)
-        there = some < filled
-        place = some.to(tl.int64) * split_pairs + pair
-        # Read again: a register array cannot be indexed.
-        some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
-        weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
-        x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
-        sums += tl.sum(x * weight[:, None], 0)
-    tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
-    if first == 0:
-        at = lse_ptr + token * lse_token_stride + head * lse_head_stride
-        tl.store(at, shift + tl.where(total > 0, tl.log2(total) * _LN_2, float("-inf")))

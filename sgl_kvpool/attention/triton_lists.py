@@ -1,0 +1,38 @@
+"""What the kernels of `mla_decode` find out about their lists, on the device."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["list_length", "list_of", "row_count_of", "rows_per_split"]
+
+
+@triton.jit
+def row_count_of(counts_ptr, tokens, bound):
+    """Rows that tokens look at, int32, 0 to `bound`, whatever the integer type and value."""
+    counts = tl.load(counts_ptr + tokens)
+    return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
+
+
+@triton.jit
+def list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
+    """Rows that any query of a group looks at."""
+    length = tl.zeros([], tl.int32)
+    for query in tl.static_range(QUERIES):
+        length = tl.maximum(length, row_count_of(counts_ptr, group * QUERIES + query, bound))
+    # A list that does not exist has no rows.
+    return tl.where((list_index >= 0) & (list_index < lists), length, 0)
+
+
+@triton.jit
+def rows_per_split(length, splits, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Rows of every split but the last: whole blocks, and not fewer than would pay."""
+    blocks = tl.cdiv(length, BLOCK)
+    return tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS) * BLOCK
+
+
+@triton.jit
+def list_of(list_index_ptr, group):
+    if list_index_ptr is None:
+        return group
+    else:
+        return tl.load(list_index_ptr + group).to(tl.int64)
