@@ -145,6 +145,9 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Where SGLang puts the mask of drafts; not read."""
         return self._verify_mask
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
+        """Nothing planned before the drafts were known depends on them: counts follow from lengths."""
+
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         """Every layer reads SGLang's request table: it may not change before the last one is done."""
         if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
