@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import (
     get_buffer,
     get_exec,
     get_parallel,
+    get_schedule,
     max_speculative_num_draft_tokens,
 )
 from sglang.srt.utils import get_cuda_graph_max_batch_size
@@ -108,14 +109,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self._counts = QueryCounts(requests, most_queries, self.device, self.draft_step)
         self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
         # Backends of target, draft and draft steps run one after the other and share workspaces.
+        needed = decode_workspace_bytes(
+            self.fmt, heads, requests, self.req_to_token.shape[1], most_queries, self.device
+        )
         self._decode_workspace = get_buffer(
-            f"kvpool_mla_decode_{self.fmt.tag}_{heads}",
-            lambda: DecodeWorkspace(
-                decode_workspace_bytes(
-                    self.fmt, heads, requests, self.req_to_token.shape[1], most_queries, self.device
-                ),
-                self.device,
-            ),
+            f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, self.device)
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
@@ -126,6 +124,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 lambda: extend_workspace(self.fmt, model_runner.dtype, self.device),
             )
             self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
+            self._reader.require(_longest_prefill(self.max_context_len))
             if self.reads_own_chunk:
                 logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
         # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
@@ -240,13 +239,19 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """
         fmt, few, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
-        tokens = q.shape[0]
+        padded = q.shape[0]
+        out = q.new_empty((padded, heads, fmt.kv_lora_rank))
+        q = q.view(padded, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
         if q_rope is not None:
-            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
-        out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
+            q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
+        tokens = few.row_counts.numel()
+        if padded > tokens:
+            # Data-parallel attention pads tokens of batches that have been planned.
+            out[tokens:].zero_()
+            q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         mla_decode(
-            q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank),
+            q,
             pool.get_row_buffer(layer_id).squeeze(1),
             self.req_to_token,
             few.row_counts,
@@ -257,11 +262,11 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             list_index=forward_batch.req_pool_indices[: tokens // few.queries_per_request],
             queries_per_list=few.queries_per_request,
             page=pool.slot_pages,
-            out=out,
+            out=out[:tokens],
             lse=self._lse[:tokens],
             workspace=self._decode_workspace,
         )
-        return out.view(tokens, heads * fmt.kv_lora_rank)
+        return out.view(padded, heads * fmt.kv_lora_rank)
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
         """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
@@ -277,10 +282,12 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
         if q_rope is not None:
+            q = q.view(tokens, heads, fmt.kv_lora_rank)
             q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
-            query = torch.cat([q.view(tokens, heads, fmt.kv_lora_rank), q_rope], dim=-1)
         else:
-            query = q.view(tokens, heads, fmt.head_dim)
+            q, q_rope = q.view(tokens, heads, fmt.head_dim).split(
+                [fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1
+            )
         if self.reads_own_chunk:
             own = self._rows_to_write.of(forward_batch).loc
             chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
@@ -289,7 +296,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             chunk = torch.cat(parts, dim=-1).to(q.dtype)
         else:
             chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
-        out = self._reader.attend(query, chunk, rows, batch, layer.scaling, k_scale=k_scale)
+        out = self._reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
         return out.view(tokens, heads * fmt.kv_lora_rank)
 
     def _plan_extend(self, reader: ExtendReader, forward_batch, scale: float) -> ExtendBatch:
@@ -324,3 +331,12 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if k_rope is None:
             k, k_rope = k[..., :rank], k[..., rank:]
         self.token_to_kv_pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k, k_rope)
+
+
+def _longest_prefill(context_tokens: int) -> int:
+    """Tokens of the largest batch of prefill."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        return max(schedule.max_prefill_tokens, context_tokens)
+    return chunk

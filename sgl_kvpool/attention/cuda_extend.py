@@ -11,6 +11,7 @@ Everything that depends on the batch alone is worked out once, on the host, from
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ __all__ = [
     "extend_workspace_bytes",
     "plan_extend",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: Rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
 WORKSPACE_TOKENS = 65536
@@ -69,15 +72,14 @@ def plan_extend(
     prefix_bounds, query_bounds = bounds(prefix_lens), bounds(query_lens)
     stored, queries = int(prefix_bounds[-1]), int(query_bounds[-1])
     pieces = cut_into_pieces(prefix_bounds, query_bounds, reader.workspace_tokens)
-    one_call = reader.wrapper is not None and stored + queries <= reader.workspace_tokens
+    fits = reader.wrapper is not None and stored + queries <= reader.workspace_tokens
     # One copy to the device for all small integers of the batch; a pinned source makes it asynchronous.
     parts = [query_bounds, torch.tensor(prefix_lens), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
     host = torch.cat([part.int() for part in parts])
     on_device = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     split = on_device.split([len(part) for part in parts])
     row_ids = list_rows(split[1], split[2], stored)
-    if one_call:
-        reader.plan_wrapper(prefix_lens, query_lens, query_bounds, scale)
+    one_call = fits and reader.plan_wrapper(prefix_lens, query_lens, query_bounds, scale)
     return ExtendBatch(
         prefix_tokens=stored,
         query_tokens=queries,
@@ -122,6 +124,7 @@ class ExtendReader:
         self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
         # FlashInfer's kernel wants rotary values of its own.
         self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
+        self._refusal_logged = False
 
     def plan_wrapper(
         self,
@@ -129,31 +132,50 @@ class ExtendReader:
         query_lens: Sequence[int],
         query_bounds: torch.Tensor,
         scale: float,
-    ) -> None:
+    ) -> bool:
         """Plan FlashInfer's call for a batch whose rows are in the workspace, as `attend` puts them there.
 
-        Bounds and lengths stay on the host, where FlashInfer wants them: nothing waits for the GPU.
+        Bounds and lengths stay on the host, where FlashInfer wants them: nothing waits for the GPU. False if
+        FlashInfer's kernel does not take the batch, which then goes by pieces: it refuses some lengths where
+        the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384 pieces of work.
         """
         lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
         rows = rows_of_requests(prefix_lens, query_lens).pin_memory()
-        self.wrapper.plan(
-            qo_indptr=query_bounds.int(),
-            kv_indptr=bounds(lengths).int(),
-            kv_indices=rows.to(self.workspace.device, non_blocking=True),
-            kv_len_arr=torch.tensor(lengths, dtype=torch.int32),
-            num_heads=self.heads,
-            head_dim_ckv=self.fmt.kv_lora_rank,
-            head_dim_kpe=self.fmt.qk_rope_head_dim,
-            page_size=1,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-        )
+        try:
+            self.wrapper.plan(
+                qo_indptr=query_bounds.int(),
+                kv_indptr=bounds(lengths).int(),
+                kv_indices=rows.to(self.workspace.device, non_blocking=True),
+                kv_len_arr=torch.tensor(lengths, dtype=torch.int32),
+                num_heads=self.heads,
+                head_dim_ckv=self.fmt.kv_lora_rank,
+                head_dim_kpe=self.fmt.qk_rope_head_dim,
+                page_size=1,
+                causal=True,
+                sm_scale=scale,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+            )
+        except ValueError as refusal:  # FlashInfer's way to say that no kernel takes it; CUDA errors go on
+            if not self._refusal_logged:
+                logger.warning("sgl-kvpool: FlashInfer refuses a prefill, which goes by pieces: %s", refusal)
+                self._refusal_logged = True
+            return False
+        return True
+
+    def require(self, tokens: int) -> None:
+        """Refuse batches of more new tokens than SGLang's prefill kernel finds with 32-bit offsets."""
+        most = (2**31 - 1) // (self.heads * self.fmt.head_dim)
+        if tokens > most:
+            raise ValueError(
+                f"batches of prefill of up to {tokens} tokens of {self.heads} heads, and SGLang's kernel "
+                f"takes {most}; set --chunked-prefill-size to {most} or less"
+            )
 
     def attend(
         self,
         q: torch.Tensor,
+        q_rope: torch.Tensor,
         chunk: torch.Tensor,
         rows: torch.Tensor,
         batch: ExtendBatch,
@@ -165,8 +187,8 @@ class ExtendReader:
 
         Parameters
         ----------
-        q : torch.Tensor
-            `[query_tokens, heads, R + P]`.
+        q, q_rope : torch.Tensor
+            `[query_tokens, heads, R]` and `[query_tokens, heads, P]`.
         chunk : torch.Tensor
             `[query_tokens, R + P]` keys of the new tokens, in q's dtype.
         rows : torch.Tensor
@@ -180,7 +202,9 @@ class ExtendReader:
             `[query_tokens, heads, R]` in q's dtype.
         """
         if batch.one_call:
-            return self._in_one_call(q, chunk, rows, batch, k_scale)
+            return self._in_one_call(q, q_rope, chunk, rows, batch, k_scale)
+        self.require(len(q))
+        q = torch.cat([q, q_rope], dim=-1)
         *earlier, last = batch.pieces
         kv = self._decode(rows, batch, earlier[0] if earlier else last, k_scale)
         if not earlier:
@@ -201,7 +225,7 @@ class ExtendReader:
         gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
         return kv
 
-    def _in_one_call(self, q, chunk, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
+    def _in_one_call(self, q, q_rope, chunk, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
         rank = self.fmt.kv_lora_rank
         stored, queries = batch.prefix_tokens, batch.query_tokens
         kv = self.workspace[: stored + queries]
@@ -210,8 +234,8 @@ class ExtendReader:
         pages = kv.unsqueeze(1)  # [tokens, 1, R + P]: pages of one token
         out = torch.empty((queries, self.heads, rank), dtype=q.dtype, device=q.device)
         self.wrapper.run(
-            q_nope=q[..., :rank],
-            q_pe=q[..., rank:],
+            q_nope=q,
+            q_pe=q_rope,
             ckv_cache=pages[..., :rank],
             kpe_cache=pages[..., rank:],
             out=out,

@@ -72,22 +72,27 @@ class QueryCounts:
     def of(self, forward_batch: ForwardBatch) -> FewQueries:
         """Where the counts of a batch are; nothing is computed, and no length is looked at.
 
+        Replaying a graph, SGLang gives a padded number of requests beside tensors that are not, so how many
+        queries a request has is taken from the batch's own declaration.
+
         Raises
         ------
         ValueError
-            Requests with different numbers of queries, or more of them than there is room for.
+            More queries than there is room for.
         """
-        requests = forward_batch.batch_size
-        if forward_batch.forward_mode.is_decode_or_idle():
-            # A batch of a draft's steps has the slots of all of them, but one query at a time.
-            tokens = requests
-        else:
-            tokens = forward_batch.out_cache_loc.numel()
-        queries = tokens // requests if requests else 1
-        if queries * requests != tokens or queries > len(self._ordinals) or tokens > len(self.buffer):
+        requests, mode, declared = forward_batch.batch_size, forward_batch.forward_mode, 1
+        if not mode.is_decode_or_idle():
+            spec = forward_batch.spec_info
+            if spec is None:  # a warm-up
+                declared = len(self._ordinals)
+            else:
+                declared = spec.draft_token_num if mode.is_target_verify() else spec.num_tokens_per_req
+        queries = int(declared)
+        tokens = requests * queries
+        if not 1 <= queries <= len(self._ordinals) or tokens > len(self.buffer):
             raise ValueError(
-                f"{tokens} queries for {requests} requests in {forward_batch.forward_mode.name}: expected "
-                f"the same number for each, at most {len(self._ordinals)}, and {len(self.buffer)} in all"
+                f"{requests} requests of {queries} queries in {forward_batch.forward_mode.name}: this server "
+                f"was sized for {len(self._ordinals)} per request and {len(self.buffer)} in all"
             )
         if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
             return FewQueries(forward_batch.seq_lens[:requests], queries)

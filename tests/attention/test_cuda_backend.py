@@ -57,6 +57,8 @@ class CudaCase(Case):
             # SGLang's lengths do not count what is verified, and it sets nothing else.
             batch.seq_lens = torch.tensor(self.prefixes)
             batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = batch.extend_prefix_lens = None
+        if mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+            batch.spec_info = SimpleNamespace(draft_token_num=4, num_tokens_per_req=4)
         batch.seq_lens_cpu = (
             None if mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2") else batch.seq_lens
         )
@@ -121,7 +123,7 @@ def test_prefill_in_other_modes_and_pieces(mode, split, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
 def test_k_scale(mode, monkeypatch):
-    case = CudaCase("fp8", [20, 14], [17, 11], monkeypatch, reads_rows=True, k_scale=0.25)
+    case = CudaCase("fp8", [20, 14], [16, 10], monkeypatch, reads_rows=True, k_scale=0.25)
     if mode == "DECODE":
         case = CudaCase("fp8", [20, 14], [19, 13], monkeypatch, k_scale=0.25)
     close(case.run(mode), case.wanted(fresh_as_computed=False))
@@ -269,6 +271,68 @@ def test_prefill_does_not_wait_for_what_a_step_needs_not(monkeypatch):
         case.backend.init_forward_metadata(batch)
 
 
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+@pytest.mark.parametrize(
+    ("requests", "bucket", "width"), [(5, 8, 4), (3, 4, 4), (3, 4, 2), (7, 8, 2), (1, 8, 3)]
+)
+def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
+    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:639): a
+    padded number of requests, buffers as they are, slots of real tokens alone."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    case = CudaCase("bf16", [4], [0], monkeypatch)
+    view = SimpleNamespace(
+        forward_mode=ForwardMode[mode],
+        batch_size=bucket,
+        seq_lens=torch.ones(8, dtype=torch.int64),
+        req_pool_indices=torch.zeros(8, dtype=torch.int64),
+        out_cache_loc=torch.zeros(requests * width, dtype=torch.int64),
+        spec_info=SimpleNamespace(draft_token_num=width, num_tokens_per_req=width),
+    )
+    case.backend.init_forward_metadata_out_graph(view)
+    few = case.backend.forward_metadata
+    assert (few.queries_per_request, few.row_counts.numel()) == (width, bucket * width)
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+@pytest.mark.parametrize("split", [False, True])
+def test_tokens_padded_after_planning(mode, split, monkeypatch):
+    """Data-parallel attention: more queries than were planned. The rest gives zeros and reads nothing."""
+    lengths = ([30, 7], [29, 6]) if mode == "DECODE" else ([30, 7], [26, 3])
+    case = CudaCase("fp4", *lengths, monkeypatch)
+    wanted = case.run(mode, split=split)
+    batch = case.batch(mode)
+    case.backend.init_forward_metadata(batch)
+    tokens, padded = len(wanted), len(wanted) + 3
+    q = torch.full((padded, HEADS, RANK + ROPE), float("nan"))
+    q[:tokens] = case.q
+    keys = torch.cat([k[p:] for k, p in zip(case.keys, case.prefixes, strict=True)])
+    keys = torch.cat([keys, torch.zeros(3, 1, RANK + ROPE, dtype=keys.dtype)])
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.int64)])
+    extra, k = {}, keys
+    if split:
+        extra = {"q_rope": q[..., RANK:], "k_rope": keys[..., RANK:]}
+        q, k = q[..., :RANK], keys[..., :RANK]
+    found = case.backend.forward(q.flatten(1) if not split else q, k, k, case.layer, batch, **extra)
+    assert torch.equal(found[:tokens], wanted)
+    assert (found[tokens:] == 0).all()
+
+
+def test_an_idle_rank(monkeypatch):
+    """Without requests, and with those that data-parallel attention pads it with."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    case = CudaCase("bf16", [4], [0], monkeypatch)
+    for requests in (0, 4):
+        none = torch.zeros(requests, dtype=torch.int64)
+        view = SimpleNamespace(
+            forward_mode=ForwardMode.IDLE, batch_size=requests, seq_lens=none, req_pool_indices=none,
+            out_cache_loc=none[:0], spec_info=None,
+        )  # fmt: skip
+        case.backend.init_forward_metadata(view)
+        assert case.backend.forward_metadata.row_counts.numel() == requests
+
+
 def test_when_the_request_table_may_change(monkeypatch):
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -290,8 +354,10 @@ def test_what_cannot_be_served_is_said(monkeypatch):
     with pytest.raises(NotImplementedError, match="attends causally"):
         case.backend.init_forward_metadata(batch)
     batch = case.batch("TARGET_VERIFY")
-    batch.out_cache_loc = batch.out_cache_loc[:7]
-    with pytest.raises(ValueError, match="7 queries for 2 requests in TARGET_VERIFY"):
+    batch.spec_info.draft_token_num = 5
+    with pytest.raises(
+        ValueError, match="2 requests of 5 queries in TARGET_VERIFY.* sized for 4 per request"
+    ):
         case.backend.init_forward_metadata(batch)
     with pytest.raises(ValueError, match="CUDA graphs of 1000 tokens, but 32 queries"):
         case.backend.init_cuda_graph_state(250, 1000)

@@ -49,7 +49,8 @@ class Batch:
     def attend(self, reader, k_scale=1.0):
         reader.workspace.fill_(float("nan"))
         batch = plan_extend(self.prefix_lens, self.query_lens, self.list_rows, reader, SCALE)
-        return reader.attend(self.q, self.chunk, self.pool, batch, SCALE, k_scale=k_scale)
+        q, q_rope = self.q.split([self.rank, self.q.shape[-1] - self.rank], dim=-1)
+        return reader.attend(q, q_rope, self.chunk, self.pool, batch, SCALE, k_scale=k_scale)
 
     def wanted(self, k_scale=1.0):
         out = []
@@ -139,6 +140,32 @@ def test_what_fits_is_one_call(layout, monkeypatch):
     reader = reader_of(batch, 35, wrapper=Paged())
     monkeypatch.setattr(ExtendReader, "_over_piece", None)
     close(batch.attend(reader), batch.wanted())
+
+
+class Refusing(Paged):
+    """What FlashInfer 0.7.2 does for some lengths, where 12, 20 or 40 heads do not divide its tile."""
+
+    def plan(self, **arguments):
+        raise ValueError("causal tile bound")
+
+
+def test_what_flashinfer_refuses_goes_by_pieces(monkeypatch, caplog):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    batch = Batch("fp4", [0, 23, 2, 0], [4, 3, 1, 2])
+    reader = reader_of(batch, 35, wrapper=Refusing())
+    for _ in range(2):
+        close(batch.attend(reader), batch.wanted())
+    assert [record.message for record in caplog.records] == [
+        "sgl-kvpool: FlashInfer refuses a prefill, which goes by pieces: causal tile bound"
+    ]
+
+
+def test_batches_beyond_32_bit_offsets_are_refused():
+    fmt = oracle.row_format("fp4", 512, 64)
+    reader = ExtendReader(fmt, 128, extend_workspace(fmt, torch.float32, "cpu", 4))
+    reader.require(29127)
+    with pytest.raises(ValueError, match=r"up to 29128 tokens of 128 heads.*--chunked-prefill-size to 29127"):
+        reader.require(29128)
 
 
 def test_one_row_more_goes_by_pieces():

@@ -107,6 +107,7 @@ class Case:
             out_cache_loc=torch.cat(fresh),
             seq_lens_sum=None,
         )
+        batch.spec_info = SimpleNamespace(draft_token_num=4, num_tokens_per_req=4)
         if mode == "EXTEND":
             batch.extend_prefix_lens_cpu = list(self.prefixes)
             batch.extend_seq_lens_cpu = list(map(len, fresh))
