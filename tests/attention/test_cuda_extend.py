@@ -119,7 +119,17 @@ class Paged:
         assert (page_size, causal, sm_scale) == (1, True, SCALE)
         assert (num_heads, head_dim_ckv, head_dim_kpe) == (HEADS, RANK, ROPE)
         assert q_data_type == kv_data_type == torch.float32
-        assert kv_len_arr.tolist() == kv_indptr.diff().tolist()
+        # What FlashInfer itself looks at before a batch goes to the GPU.
+        from flashinfer.mla._batch_mla._planning import _validate_csr_metadata
+
+        _validate_csr_metadata(
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_len_arr=kv_len_arr,
+            page_size=page_size,
+            device=kv_indices.device,
+        )
         self.qo, self.kv, self.indices = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
 
     def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache, out):
