@@ -31,6 +31,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sgl_kvpool import env
+from sgl_kvpool.attention import decode_checks
 from sgl_kvpool.attention.cuda_extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.few_queries import QueryCounts, decode_workspace_bytes, has_few_queries
@@ -99,6 +100,9 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def _attach(self, model_runner, pool: LayoutMLATokenToKVPool) -> None:
         """What this class has beyond the base class."""
         self.fmt = pool.row_format
+        for buffer in pool.kv_buffer[:1]:  # a pipeline stage may have no layer
+            if buffer.is_cuda:
+                decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)

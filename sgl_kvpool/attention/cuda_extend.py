@@ -74,7 +74,7 @@ def plan_extend(
     pieces = cut_into_pieces(prefix_bounds, query_bounds, reader.workspace_tokens)
     fits = reader.wrapper is not None and stored + queries <= reader.workspace_tokens
     # One copy to the device for all small integers of the batch; a pinned source makes it asynchronous.
-    parts = [query_bounds, torch.tensor(prefix_lens), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
+    parts = [query_bounds, prefix_bounds.diff(), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
     host = torch.cat([part.int() for part in parts])
     on_device = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     split = on_device.split([len(part) for part in parts])

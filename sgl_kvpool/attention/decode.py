@@ -119,7 +119,8 @@ def mla_decode(
     row_ids : Tensor [N, M], int32 or int64
         Row numbers, any strides. Negative ones, anywhere, are none.
     row_counts : Tensor [T], int32 or int64
-        Entries beyond are not looked at. Below 0 is 0 and above M is M.
+        Entries beyond are not looked at. Below 0 is 0 and above M is M. Queries that share a list share its
+        rows too: a NaN in one that any of them sees reaches all.
     fmt : RowFormat
     scale : float
     k_scale : float
@@ -165,6 +166,8 @@ def mla_decode(
     decode_checks.lists(row_ids, list_index, groups, pool)
     decode_checks.counts(row_counts, tokens, pool)
     page = decode_checks.page(page)
+    if max_rows is not None:
+        decode_checks.whole("max_rows", max_rows)
     scale = decode_checks.scale(scale)
     k_scale = checks.scale(k_scale, fmt)
     if out is None:

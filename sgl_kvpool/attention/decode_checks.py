@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -76,6 +77,7 @@ def queries(
 
 def tokens_per_list(queries_per_list: int, tokens: int) -> int:
     """Number of groups of queries."""
+    whole("queries_per_list", queries_per_list)
     if queries_per_list < 1 or tokens % queries_per_list:
         raise ValueError(
             f"queries_per_list={queries_per_list} does not divide the {tokens} queries; pass whole groups, "
@@ -110,7 +112,8 @@ def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
     """(page_size_tokens, rows_per_page), None where slots are row numbers."""
     if value is None:
         return None
-    page_size_tokens, rows_per_page = (int(number) for number in value)
+    pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_whole, value))
+    page_size_tokens, rows_per_page = value if pair else (0, 0)
     if page_size_tokens < 1 or rows_per_page < page_size_tokens:
         raise ValueError(
             f"page={value!r}, expected (page_size_tokens, rows_per_page) with 1 <= page_size_tokens <= "
@@ -119,10 +122,22 @@ def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
     return None if page_size_tokens == rows_per_page else (page_size_tokens, rows_per_page)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def whole(name: str, value: object) -> None:
+    """Refuse what is no integer."""
+    if not _is_whole(value):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}, expected int; convert it first")
+
+
 def scale(value: float) -> float:
-    value = float(value)
-    if not math.isfinite(value):
-        raise ValueError(f"scale={value!r} is not finite; pass the softmax scale, head_dim ** -0.5 as a rule")
+    """The softmax scale, as a kernel sees it (float32)."""
+    if not math.isfinite(ctypes.c_float(value).value):
+        raise ValueError(
+            f"scale={value!r} is not finite in float32; pass the softmax scale, head_dim ** -0.5 as a rule"
+        )
     return value
 
 
@@ -141,6 +156,14 @@ def output(
             f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate it so"
         )
     checks.same_device(pool, "pool", tensor, name)
+    extent = 1
+    for stride, size in sorted((abs(tensor.stride(i)), n) for i, n in enumerate(shape) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for shape {shape}, so that a write to one "
+                "value would change another; allocate it without overlap"
+            )
+        extent += stride * (size - 1)
 
 
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:

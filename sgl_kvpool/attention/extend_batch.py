@@ -106,7 +106,7 @@ def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> t
 
     The workspace holds the stored rows of all requests first, then the chunk.
     """
-    prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
+    prefix, query = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prefix_lens, query_lens))
     length = prefix + query
     total = int(length.sum())
     begin = (length.cumsum(0) - length).repeat_interleave(length)

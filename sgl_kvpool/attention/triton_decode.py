@@ -48,7 +48,7 @@ def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr
     else:
         rows = entries
     # A row beyond the pool would be other memory.
-    is_row = (entries >= 0) & (rows < row_count)
+    is_row = (entries >= 0) & (rows >= 0) & (rows < row_count)  # entries near 2**63 wrap around
     return tl.where(is_row, rows, 0), is_row
 
 
@@ -315,8 +315,8 @@ def decode_kernel(
             )
     top, total, accumulators = state
 
-    # A pair that saw no row has total 0: result 0, lse -inf.
-    normal = value_scale / tl.where(total > 0, total, 1.0)
+    # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
+    normal = value_scale / tl.where(total == 0, 1.0, total)
     at = out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride
     for c in tl.static_range(R // CHUNK):
         values = c * CHUNK + tl.arange(0, CHUNK)[:, None]

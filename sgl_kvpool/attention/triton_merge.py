@@ -55,7 +55,7 @@ def merge_kernel(
     top = tl.max(lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
-    normal = 1.0 / tl.where(total > 0, total, 1.0)
+    normal = 1.0 / tl.where(total == 0, 1.0, total)  # 0 where no split saw a row; NaN stays NaN
 
     at = out_ptr + token * out_token_stride + head * out_head_stride
     first = tl.program_id(1) * CHUNK
@@ -73,4 +73,4 @@ def merge_kernel(
     tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
     if first == 0:
         at = lse_ptr + token * lse_token_stride + head * lse_head_stride
-        tl.store(at, shift + tl.where(total > 0, tl.log2(total) * _LN_2, float("-inf")))
+        tl.store(at, shift + tl.where(total == 0, float("-inf"), tl.log2(total) * _LN_2))

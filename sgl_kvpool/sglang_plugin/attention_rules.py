@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
 from sgl_kvpool.attention.readers import (
     KVPOOL_BACKEND,
     KVPOOL_DEVICES,
@@ -31,6 +32,8 @@ __all__ = [
     "BackendFeature",
     "backends_in_use",
     "check_backends",
+    "check_draft",
+    "check_model",
     "check_named",
     "is_chosen",
 ]
@@ -143,6 +146,7 @@ _DRAFT_FEATURES = (
 #: Fields of ServerArgs that the rules of speculative decoding read.
 SPECULATIVE_FIELDS = (
     *("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend"),
+    *("speculative_draft_model_path", "model_path"),
     *(feature.field for feature in _DRAFT_FEATURES),
 )
 
@@ -186,6 +190,12 @@ def check_named(
         raise ValueError(_unreadable("--attention-backend", common, layout, arrangement, None))
 
 
+def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
+    """Refuse a backend named for a draft that cannot read its pool in every phase: it serves all of them."""
+    for phase in PHASES:
+        _check_reader("--speculative-draft-attention-backend", backend, layout, arrangement, phase)
+
+
 def _check_reader(
     flag: str, backend: str | None, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str
 ) -> None:
@@ -226,6 +236,13 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         _check_device(layout, arrangement, view)
         _check_features(BACKEND_FEATURES, view)
     _check_speculation(in_use, view)
+    if view.speculative_algorithm is None:
+        return
+    draft = view.speculative_draft_attention_backend
+    if view.speculative_draft_model_path in (None, view.model_path):
+        # The draft is a layer of the same checkpoint, with a pool of the same rows. Another model's pool is
+        # looked at when it is built.
+        check_draft(layout, arrangement, draft)
 
 
 # -------------------------------------------------------------------- our backend
@@ -252,6 +269,37 @@ def _is_rocm() -> bool:
     import torch
 
     return torch.version.hip is not None
+
+
+def check_model(model_config: Any, view: Any) -> None:
+    """Refuse models that our backend's kernels on CUDA do not compute.
+
+    Parameters
+    ----------
+    model_config : ModelConfig
+        SGLang's, of the target.
+    view
+        A resolving view of the server's arguments.
+
+    Raises
+    ------
+    ValueError
+        A longer latent, or a dtype other than 16 bits.
+    """
+    if view.device == "cpu" or KVPOOL_BACKEND not in backends_in_use(view):
+        return
+    rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
+    if rank > MAX_LATENT_RANK:
+        raise ValueError(
+            f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
+            f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or bf16 with a stock "
+            "--attention-backend"
+        )
+    if dtype not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"--dtype {dtype} does not work with attention backend {KVPOOL_BACKEND} on CUDA, whose kernels "
+            "multiply 16-bit numbers; use --dtype bfloat16 or float16"
+        )
 
 
 def _check_features(features: tuple[BackendFeature, ...], view: Any) -> None:
@@ -298,7 +346,7 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
             f"has {in_use[0]} and decode {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
         )
     topk = view.speculative_eagle_topk
-    if topk is not None and topk > 1:
+    if topk not in (None, 1):
         raise ValueError(
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
             "verifies chains, and the masks of trees are not computed; use --speculative-eagle-topk 1"

@@ -10,7 +10,7 @@ from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import attention, disaggregation, host_tier, seams
-from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
+from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
@@ -78,6 +78,10 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         )
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
+    if self.is_draft_worker:
+        from sglang.srt.runtime_context import get_spec
+
+        check_draft(layout, _arrangement(self), get_spec().speculative_draft_attention_backend)
     return LayoutMLATokenToKVPool.bind(
         layout,
         _checked_k_scales(self, layout),

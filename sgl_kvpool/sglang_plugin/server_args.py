@@ -216,6 +216,7 @@ def _finish(server_args, previous):
     if refusals.has_host_tier(view):
         refusals.check_host_layout(layout, host_tier_of(server_args), model_config_of(server_args))
     attention_rules.check_backends(layout, arrangement, view)
+    attention_rules.check_model(model_config_of(server_args), view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=False)
     if view.kv_cache_dtype != shown:
         raise ValueError(

@@ -164,6 +164,28 @@ def test_counts_and_lists_that_mean_nothing():
         assert not out.any()
 
 
+def test_entries_that_wrap_around_are_none_in_the_kernel():
+    """int64 slots times rows per page leave 64 bits; the row number is negative then."""
+    case = make_case("bf16", rank=128, arrangement="page_major", counts=((9,),))
+    ids = case.row_ids.long()
+    plain = case.but(row_ids=ids.clone())
+    plain.row_ids[0, :2] = -1
+    ids[0, :2] = torch.tensor([4611686018427387904, 6148914691236517206])
+    found, wanted = run(case.but(row_ids=ids)), run(plain)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_query_of_nans_is_no_query_without_rows(splits):
+    case = make_case("fp4", rank=128, heads=2, counts=((200,), (150,)))
+    case.q[0, 1] = float("nan")
+    out, lse = run(case, splits)
+    assert bool(out[0, 1].isnan().all())
+    assert bool(lse[0, 1].isnan())
+    assert bool(out[1].isfinite().all())
+
+
 @pytest.mark.parametrize("page", [None, (4, 12)])
 def test_rows_beyond_the_pool_are_none_in_the_kernel(page):
     case = make_case("bf16", rank=128, arrangement="page_major" if page else "layer_major", counts=((9,),))

@@ -202,6 +202,36 @@ def test_features_exist_in_sglang():
     assert used <= {field.name for field in record_fields(ServerArgs)}
 
 
+def test_models_beyond_the_kernels(serve):
+    with pytest.raises(ValueError, match="--dtype float32 does not work .* on CUDA.*use --dtype bfloat16 or"):
+        serve("cuda", "fp4", "--dtype", "float32")
+    assert serve("cpu", "fp4", "--dtype", "float32") == (OURS, OURS)
+    assert serve("cuda", "fp4", "--dtype", "float16") == (OURS, OURS)
+    from sgl_kvpool.sglang_plugin import attention_rules
+
+    view = SimpleNamespace(device="cuda", attention_backend=OURS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
+        attention_rules.check_model(SimpleNamespace(kv_lora_rank=512, dtype="torch.bfloat16"), view)
+        with pytest.raises(ValueError, match="kv_lora_rank=640, .* up to 512 on CUDA"):
+            attention_rules.check_model(SimpleNamespace(kv_lora_rank=640, dtype="torch.bfloat16"), view)
+
+
+def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
+    draft = "--speculative-draft-attention-backend"
+    for layout, name, words in (
+        ("fp4", "triton", "cannot read rows of --kv-cache-layout fp4"),
+        ("fp8", "flashmla", "would cast the whole pool of a layer in every call of prefill"),
+    ):
+        with pytest.raises(ValueError, match=f"^{draft} {name} {words}"):
+            serve("cuda", layout, *SPECULATIVE, draft, name)
+    with pytest.raises(ValueError, match="--speculative-eagle-topk 0 does not work"):
+        serve(
+            "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",
+            *("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
+        )  # fmt: skip
+
+
 # -------------------------------------------------------------------- speculative decoding
 
 
