@@ -14,14 +14,14 @@ from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 
-__all__ = ["CHUNK_VALUES", "decode_constants", "launch", "merge_constants"]
+__all__ = ["CHUNK_VALUES", "MERGE_WARPS", "decode_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
 #: Latent values per accumulator: what every rank is a multiple of, and the tile of `fp8_block_scale`.
 CHUNK_VALUES = 128
 #: Partial results that a program of the merge kernel reads at a time, and its warps.
 _MERGE_TOGETHER = 32
-_MERGE_WARPS = 4
+MERGE_WARPS = 4
 
 
 @cache
@@ -159,6 +159,6 @@ def launch(
             lse.stride(1),
             **merge_constants(fmt, config, heads, queries_per_list),
             NATIVE=native,
-            num_warps=_MERGE_WARPS,
+            num_warps=MERGE_WARPS,
         )
     return None

@@ -10,6 +10,9 @@ The latent goes in chunks of `CHUNK` values, each with an accumulator of its own
 chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead
 of into its values.
 
+Tuples grow by `t + (x,)` in place: in a function of its own, Triton 3.6 would take a tuple of tensors for a
+tuple of tuples, which it spells alike in names.
+
 Everything that depends on the batch is found on the device from the counts, so a captured CUDA graph can be
 replayed for other lists.
 """
@@ -31,12 +34,6 @@ from sgl_kvpool.codec.triton_scalars import fp32_to
 __all__ = ["decode_kernel"]
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _with(parts, part):
-    """A tuple and one more."""
-    return parts + (part,)  # noqa: RUF005
 
 
 @triton.jit
@@ -88,9 +85,9 @@ def _load_block(
     stored = ()
     for first in tl.static_range(0, R, CHUNK):
         part = load_stored(rows, live, first, CHUNK, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, NATIVE)
-        stored = _with(stored, part)
+        stored = stored + (part,)  # noqa: RUF005
     if P > 0:
-        stored = _with(stored, load_stored(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE))
+        stored = stored + (load_stored(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE),)  # noqa: RUF005
     return stored, live
 
 
@@ -107,9 +104,9 @@ def _operands_of(
     """Operands [BLOCK, CHUNK] of every chunk, then [BLOCK, P] of the rope, if any."""
     operands = ()
     for c in tl.static_range(R // CHUNK):
-        operands = _with(operands, operand_of(stored[c], NOPE, NATIVE))
+        operands = operands + (operand_of(stored[c], NOPE, NATIVE),)  # noqa: RUF005
     if P > 0:
-        operands = _with(operands, operand_of(stored[R // CHUNK], ROPE, NATIVE))
+        operands = operands + (operand_of(stored[R // CHUNK], ROPE, NATIVE),)  # noqa: RUF005
     return operands
 
 
@@ -119,7 +116,7 @@ def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.con
     scales = ()
     if TILE_SCALES:
         for c in tl.static_range(R // CHUNK):
-            scales = _with(scales, stored[c][1])
+            scales = scales + (stored[c][1],)  # noqa: RUF005
     return scales
 
 
@@ -174,7 +171,7 @@ def _attend_block(
         else:
             factor = rounded_operand(weights, NATIVE)
         sum_c = tl.dot(tl.trans(operands[c]), factor, accumulators[c] * decay[None, :])
-        sums = _with(sums, sum_c)
+        sums = sums + (sum_c,)  # noqa: RUF005
     return new_top, total, sums
 
 
@@ -258,17 +255,17 @@ def decode_kernel(
     at = (q_ptr + token * q_token_stride + head * q_head_stride)[None, :]
     for first in tl.static_range(0, R, CHUNK):
         part = load_queries(at, exists[None, :], first, CHUNK, NOPE, 1.0, NATIVE)
-        q_nope = _with(q_nope, part)
+        q_nope = q_nope + (part,)  # noqa: RUF005
     q_rope = ()
     if P > 0:
         at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
         # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
         part = load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE)
-        q_rope = _with(q_rope, part)
+        q_rope = q_rope + (part,)  # noqa: RUF005
 
     accumulators = ()
     for _first in tl.static_range(0, R, CHUNK):
-        accumulators = _with(accumulators, tl.zeros([CHUNK, PAIRS], tl.float32))
+        accumulators = accumulators + (tl.zeros([CHUNK, PAIRS], tl.float32),)  # noqa: RUF005
     top = tl.full([PAIRS], float("-inf"), tl.float32)  # largest score so far, in powers of two
     total = tl.zeros([PAIRS], tl.float32)
     ids = ids_ptr + list_index * ids_list_stride

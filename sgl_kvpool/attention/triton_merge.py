@@ -71,6 +71,7 @@ def merge_kernel(
         x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
         sums += tl.sum(x * weight[:, None], 0)
     tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
-    if first == 0:
-        at = lse_ptr + token * lse_token_stride + head * lse_head_stride
-        tl.store(at, shift + tl.where(total == 0, float("-inf"), tl.log2(total) * _LN_2))
+    # Every chunk's program finds the same lse; one writes it.
+    lse_at = lse_ptr + token * lse_token_stride + head * lse_head_stride
+    merged = shift + tl.where(total == 0, float("-inf"), tl.log2(total) * _LN_2)
+    tl.store(lse_at, merged, mask=first == 0)

@@ -57,6 +57,29 @@ def compile_decode(layout, pairs, heads, rank=512, rope=64, queries=1, ids="*i32
     )
 
 
+def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
+    """`merge_kernel` behind the decode of a batch of eight lists."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sgl_kvpool import MLAKVCacheLayout
+    from sgl_kvpool.attention.decode_config import decode_config
+    from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
+    from sgl_kvpool.attention.triton_merge import merge_kernel as fn
+
+    fmt = MLAKVCacheLayout(layout).row_format(rank, 64)
+    constants = dict(merge_constants(fmt, decode_config(fmt, heads, queries, 8, 100_000), heads, queries))
+    constants |= {"NATIVE": True, "lse_head_stride": 1}
+    signature = dict.fromkeys(fn.arg_names, "i32") | {"out_ptr": out, "counts_ptr": "*i64"}
+    signature |= dict.fromkeys(["partial_ptr", "partial_lse_ptr", "lse_ptr"], "*fp32")
+    signature |= {"list_index_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
+    return compile(
+        ASTSource(fn, signature, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": MERGE_WARPS},
+    )
+
+
 def facts(compiled, sass, usage):
     """As the codec's, and what matters to this kernel."""
 
@@ -78,7 +101,9 @@ def main():
     assert os.environ.get("TRITON_INTERPRET", "0") == "0"
     found = []
     for job in json.loads(sys.argv[1]):
-        compiled = compile_decode(**job)
+        job = dict(job)
+        merge = job.pop("merge", False)
+        compiled = compile_merge(**job) if merge else compile_decode(**job)
         sass, usage = compile_kernels.machine_code(compiled)
         found.append(facts(compiled, sass, usage))
         if len(sys.argv) > 2:

@@ -21,6 +21,11 @@ OTHERS = [
     {"layout": "fp8_block_scale", "pairs": 16, "heads": 8, "queries": 2, "splits": 1},
     {"layout": "fp8", "pairs": 16, "heads": 16, "rank": 128, "rope": 0},
 ]
+#: What the interpreter lets pass and the compiler does not has happened here before.
+MERGES = [
+    {"merge": True, "layout": "fp4", "heads": 16},
+    {"merge": True, "layout": "bf16", "heads": 5, "queries": 3, "rank": 128, "out": "*fp16"},
+]
 #: Largest shared memory of a program on sm_90.
 SHARED_BYTES = 227 * 1024
 #: Tiles for which the compiler may spill a little, in bytes per thread.
@@ -35,10 +40,10 @@ def compiled(tmp_path_factory):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
     program = os.path.join(os.path.dirname(__file__), "compile_decode.py")
-    command = [sys.executable, program, json.dumps(TABLE + OTHERS)]
+    command = [sys.executable, program, json.dumps(TABLE + OTHERS + MERGES)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(map(str, TABLE + OTHERS), json.loads(done.stdout), strict=True))
+    return dict(zip(map(str, TABLE + OTHERS + MERGES), json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("job", TABLE + OTHERS, ids=lambda job: "-".join(map(str, job.values())))
@@ -49,6 +54,14 @@ def test_registers_and_memory(compiled, job):
     assert found["stack_bytes"] <= SPILLS.get((job["layout"], job["pairs"]), 0)
     assert found["wgmma"] > 0
     assert found["mma_sync"] == 0
+
+
+@pytest.mark.parametrize("job", MERGES, ids=lambda job: "-".join(map(str, job.values())))
+def test_the_merge(compiled, job):
+    found = compiled[str(job)]
+    assert found["target"] == "sm_90a"
+    assert found["stack_bytes"] == 0
+    assert found["registers"] <= 128
 
 
 @pytest.mark.parametrize("job", TABLE, ids=lambda job: "-".join(map(str, job.values())))
