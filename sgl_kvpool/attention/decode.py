@@ -23,7 +23,7 @@ from sgl_kvpool.attention.host import merge
 from sgl_kvpool.codec import checks, gather_rows
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["DecodeWorkspace", "mla_decode", "workspace_bytes"]
+__all__ = ["DecodeWorkspace", "mla_decode", "sm_count_of", "workspace_bytes"]
 
 #: Rows that the CPU path decodes at a time: 9 MB of float32.
 _PIECE_ROWS = 4096
@@ -190,7 +190,7 @@ def mla_decode(
 
     decode_checks.pool_on_cuda(pool, fmt)
     bound = row_ids.shape[1] if max_rows is None else min(max_rows, row_ids.shape[1])
-    config = decode_config(fmt, heads, queries_per_list, groups, bound, _sm_count(pool.device))
+    config = decode_config(fmt, heads, queries_per_list, groups, bound, sm_count_of(pool.device))
     partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
     launch(
         q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list, page,
@@ -200,7 +200,10 @@ def mla_decode(
 
 
 @cache
-def _sm_count(device: torch.device) -> int:
+def sm_count_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; `DEFAULT_SM_COUNT` for another device."""
+    if device.type != "cuda":
+        return DEFAULT_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

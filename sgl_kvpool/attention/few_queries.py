@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sgl_kvpool.attention.decode import workspace_bytes
-from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT
+from sgl_kvpool.attention.decode import sm_count_of, workspace_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -138,14 +137,8 @@ def decode_workspace_bytes(
     device : torch.device or str
         Its multiprocessors decide how a list is split.
     """
-    sms = _multiprocessors(torch.device(device))
+    sms = sm_count_of(torch.device(device))
     return max(
         workspace_bytes(fmt, heads, requests * queries, max_rows, queries_per_list=queries, sm_count=sms)
         for queries in range(1, most_queries + 1)
     )
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_SM_COUNT
-    return torch.cuda.get_device_properties(device).multi_processor_count
