@@ -1,0 +1,322 @@
+"""Which numbers DSA's indexer hands to attention: slots of the pool, or places in gathered rows. A table.
+
+SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each query and then either
+
+* **PAGED** translates them into slots of the pool, from which the attention kernel reads rows, or
+* **RAGGED** leaves them places in one tensor of 16-bit keys: those of the batch itself if no request has a
+  prefix, else all rows of its requests, gathered and decoded before the kernel.
+
+Metadata, indexer, forward pass and the seeds of drafts have to agree, and a kernel must be able to read what
+it is then given. SGLang 0.5.23 decides by a dtype and two names, for `EXTEND` alone; this is the whole
+table, from what each kernel reads (`docs/sparse.md` cites the lines). Pure: no state, no model, no SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = [
+    "DECODE_MODES",
+    "EXTEND_MODES",
+    "IDLE_MODES",
+    "IMPLEMENTATIONS",
+    "KVPOOL_DECODE",
+    "SPARSE_BF16",
+    "TopkTransform",
+    "UnsupportedCombination",
+    "check_combination",
+    "select_topk_transform",
+    "working_pairs",
+]
+
+
+class TopkTransform(Enum):
+    """What the top-k selection of a batch is turned into; names as in SGLang's `TopkTransformMethod`."""
+
+    PAGED = "paged"
+    RAGGED = "ragged"
+
+
+class UnsupportedCombination(ValueError):
+    """Layout, implementations and mode of which a kernel would be handed what it cannot read."""
+
+
+#: Our own decode, by the name it has in this table. SGLang knows it as `SPARSE_BF16`, which it stands in for.
+KVPOOL_DECODE = "kvpool_mla"
+#: SGLang's kernel over 16-bit keys.
+SPARSE_BF16 = "flashmla_sparse"
+
+#: `ForwardMode` members in which the prefill implementation attends.
+EXTEND_MODES = ("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
+#: Those in which the decode implementation does: decoding, and what drafts add to it.
+DECODE_MODES = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
+#: Those in which nothing is attended; SGLang asks all the same.
+IDLE_MODES = ("IDLE", "PREBUILT")
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    """What one of SGLang's `--dsa-prefill-backend` and `--dsa-decode-backend` needs, or our own.
+
+    Attributes
+    ----------
+    stored : frozenset of MLAKVCacheLayout
+        Rows that it reads where they are stored: PAGED.
+    gathered : frozenset of MLAKVCacheLayout
+        Rows that are gathered and decoded before it, in extends: RAGGED.
+    ragged_modes : tuple of str
+        In which gathering is wired up.
+    prefill, decode : bool
+        Whether there is such a prefill, such a decode.
+    alone : frozenset of MLAKVCacheLayout
+        Rows with which nothing else than itself, or our decode, may be the other side.
+    """
+
+    stored: frozenset[MLAKVCacheLayout] = frozenset()
+    gathered: frozenset[MLAKVCacheLayout] = frozenset()
+    ragged_modes: tuple[str, ...] = EXTEND_MODES
+    prefill: bool = True
+    decode: bool = True
+    alone: frozenset[MLAKVCacheLayout] = frozenset()
+
+
+_BF16 = MLAKVCacheLayout.BF16
+_RAW = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+_SCALED = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+_FP4 = MLAKVCacheLayout.FP4
+
+
+def _of(*layouts: MLAKVCacheLayout) -> frozenset[MLAKVCacheLayout]:
+    return frozenset(layouts)
+
+
+#: By SGLang's names. Lines are of srt/layers/attention/dsa_backend.py in 0.5.23.
+IMPLEMENTATIONS: dict[str, _Implementation] = {
+    # :2805, a kernel over 16-bit keys. :2442 gathers scaled rows for it; for fp4 our hook does.
+    SPARSE_BF16: _Implementation(stored=_of(_BF16), gathered=_of(_SCALED, _FP4)),
+    # :3011, casts keys to fp8 as it gathers them, whatever they are stored as (:3164). Only EXTEND gets
+    # there: SGLang refuses it with mixed chunks (:466), and raises in the other modes (:2280).
+    "flashmla_sparse_q8": _Implementation(
+        gathered=_of(_BF16, _SCALED), ragged_modes=EXTEND_MODES[:1], decode=False
+    ),
+    # :3309. 16-bit rows are quantised before, a whole layer's in every call (:3342).
+    "flashmla_kv": _Implementation(stored=_of(_BF16, _SCALED)),
+    # :4039, a choice between the two above, made per batch on Blackwell, where SGLang asks with the chosen
+    # name. On Hopper flashmla_kv for scaled rows and flashmla_sparse for 16-bit ones. forward_decode has no
+    # such branch (:2600).
+    "flashmla_auto": _Implementation(stored=_of(_BF16, _SCALED), decode=False),
+    # :2737, takes the last dimension of rows for 16-bit values.
+    "fa3": _Implementation(stored=_of(_BF16)),
+    # :3440; arg_groups/overrides.py:571 wants raw fp8 rows to have no other reader.
+    "tilelang": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
+    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3437).
+    "trtllm": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
+    # :3245, as flashmla_sparse; forward_decode has no such branch.
+    "triton_sparse_mla": _Implementation(stored=_of(_BF16), gathered=_of(_SCALED), decode=False),
+    # :3280, SM120 and scaled rows alone (flash_mla_sm120.py:694).
+    "flashinfer_sparse_mla": _Implementation(stored=_of(_SCALED)),
+    # attention/decode.py: decodes in registers whatever is stored.
+    KVPOOL_DECODE: _Implementation(stored=_of(*MLAKVCacheLayout), prefill=False),
+}
+
+#: Prefills over pools of pooled index keys for which SGLang selects RAGGED in EXTEND.
+_KPOOL_RAGGED = {SPARSE_BF16: _of(_SCALED), "triton_sparse_mla": _of(_SCALED)}
+_KPOOL_RAGGED["flashmla_sparse_q8"] = _of(*MLAKVCacheLayout)
+#: What kpool's tail of recent tokens is attended by (dsa/dsa_backend_kpool.py:55); flashmla_sparse is
+#: replaced by the first of them, or on Blackwell by the last.
+_KPOOL_READERS = ("fa3", "tilelang", "trtllm")
+
+
+def select_topk_transform(
+    layout: MLAKVCacheLayout | str,
+    prefill_impl: str | None,
+    decode_impl: str | None,
+    forward_mode: Any,
+    *,
+    index_kpool: int = 1,
+) -> TopkTransform:
+    """What DSA's top-k selection has to be turned into for one batch.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout or str
+        Of the pool's rows.
+    prefill_impl, decode_impl : str or None
+        SGLang's DSA implementations, or `kvpool_mla` for our decode. None for a side that the server does
+        not have: disaggregated servers have one.
+    forward_mode : ForwardMode, str or None
+        Member or name of the mode. None, as SGLang asks outside of a batch, is a mode that attends nothing.
+    index_kpool : int
+        Tokens per index key. Above 1 SGLang's own rule is kept: its kernels for such models are others.
+
+    Returns
+    -------
+    TopkTransform
+
+    Raises
+    ------
+    UnsupportedCombination
+        One side cannot read the rows, the two do not go together, or the mode is not wired up. Says which,
+        and names the nearest pair that works.
+    ValueError
+        A name that is no layout, implementation or mode, or an `index_kpool` below 1.
+    """
+    mode = getattr(forward_mode, "name", forward_mode)
+    return _select(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl, mode, index_kpool)
+
+
+@cache
+def _select(
+    layout: MLAKVCacheLayout, prefill: str | None, decode: str | None, mode: str | None, index_kpool: int
+) -> TopkTransform:
+    _check_names(prefill, decode, mode, index_kpool)
+    if index_kpool > 1:
+        _check_kpool_layout(layout, prefill, decode)
+        ragged = mode == "EXTEND" and layout in _KPOOL_RAGGED.get(prefill or "", ())
+        return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
+    problem = _problem(layout, prefill, decode)
+    if problem is not None:
+        raise UnsupportedCombination(f"{problem}; {_nearest(layout, prefill, decode)}")
+    if prefill is None or mode not in EXTEND_MODES:
+        return TopkTransform.PAGED
+    implementation = IMPLEMENTATIONS[prefill]
+    if layout not in implementation.gathered:
+        return TopkTransform.PAGED
+    if mode not in implementation.ragged_modes:
+        modes = ", ".join(implementation.ragged_modes)
+        raise UnsupportedCombination(
+            f"DSA prefill {prefill} gathers keys in {modes} batches only, and this one is {mode}; leave out "
+            f"what makes such batches ({_MAKERS[mode]}), or {_nearest(layout, None, decode)}"
+        )
+    return TopkTransform.RAGGED
+
+
+#: What makes SGLang form batches of a mode.
+_MAKERS = {
+    "MIXED": "--enable-mixed-chunk",
+    "SPLIT_PREFILL": "--enable-pdmux",
+    "DLLM_EXTEND": "--dllm-algorithm",
+}
+
+
+def check_combination(
+    layout: MLAKVCacheLayout | str,
+    prefill_impl: str | None,
+    decode_impl: str | None,
+    modes: tuple[str, ...] = (EXTEND_MODES[0], *DECODE_MODES),
+    *,
+    index_kpool: int = 1,
+) -> None:
+    """Refuse what some batch of a server would fail with; arguments as of `select_topk_transform`.
+
+    Parameters
+    ----------
+    modes : tuple of str
+        Those that the server forms batches of.
+
+    Raises
+    ------
+    UnsupportedCombination, ValueError
+        As `select_topk_transform`; with pooled index keys also for what SGLang itself refuses at the first
+        batch, or reads wrongly.
+    """
+    for mode in modes:
+        select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
+    if index_kpool > 1:
+        _check_kpool_readers(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl)
+
+
+def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
+    """Every (prefill, decode) of implementations that works with a layout, in the order of the table."""
+    for prefill in IMPLEMENTATIONS:
+        for decode in IMPLEMENTATIONS:
+            if _problem(layout, prefill, decode) is None:
+                yield prefill, decode
+
+
+# -------------------------------------------------------------------- what does not work
+
+
+def _check_names(prefill: str | None, decode: str | None, mode: str | None, index_kpool: int) -> None:
+    for side, name in (("prefill", prefill), ("decode", decode)):
+        if name is not None and name not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"DSA {side} implementation {name!r} is not in the table; those that are: "
+                f"{', '.join(IMPLEMENTATIONS)}"
+            )
+    known = (*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES)
+    if mode is not None and mode not in known:
+        raise ValueError(f"forward mode {mode!r} is not in the table; those that are: {', '.join(known)}")
+    if index_kpool < 1:
+        raise ValueError(f"index_kpool={index_kpool} is no number of tokens; 1 means an index key per token")
+
+
+def _problem(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> str | None:
+    """Why a pair does not work with a layout; None if it does."""
+    for side, name in (("prefill", prefill), ("decode", decode)):
+        if name is None:
+            continue
+        implementation = IMPLEMENTATIONS[name]
+        if not (implementation.prefill if side == "prefill" else implementation.decode):
+            other = "decode" if side == "prefill" else "prefill"
+            return f"DSA implementation {name} is a {other} and was given as {side}"
+        readable = implementation.stored
+        if side == "prefill":
+            readable |= implementation.gathered
+        if layout not in readable:
+            return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
+    for one, other in ((prefill, decode), (decode, prefill)):
+        if one is None or other in (None, one, KVPOOL_DECODE):
+            continue
+        if layout in IMPLEMENTATIONS[one].alone:
+            return f"with rows of KV cache layout {layout}, {one} has to be both DSA prefill and decode"
+    return None
+
+
+def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> None:
+    if layout is _FP4 or KVPOOL_DECODE in (prefill, decode):
+        raise UnsupportedCombination(
+            f"KV cache layout {layout} with {KVPOOL_DECODE} does not work for models with pooled index keys "
+            "(index_kpool above 1): SGLang attends their tail by fa3, tilelang or trtllm; use bf16"
+        )
+
+
+def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> None:
+    """What `_check_kpool_tail_backend` of SGLang raises at the first batch, and readers of other rows."""
+    for side, name in (("prefill", prefill), ("decode", decode)):
+        # On Hopper; on Blackwell by trtllm.
+        reader = "fa3" if name == SPARSE_BF16 else name
+        if reader is None or (side == "prefill" and name == "flashmla_sparse_q8" and layout is _BF16):
+            continue
+        if reader not in _KPOOL_READERS or layout not in IMPLEMENTATIONS[reader].stored:
+            attended = "" if reader == name else f" (attended by {reader} for such models)"
+            raise UnsupportedCombination(
+                f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
+                "keys (index_kpool above 1); use bf16 with --dsa-prefill-backend fa3 --dsa-decode-backend fa3"
+            )
+    if layout is _RAW and None not in (prefill, decode) and prefill != decode:
+        raise UnsupportedCombination(
+            f"with rows of KV cache layout {layout}, {prefill} has to be both DSA prefill and decode"
+        )
+
+
+def _nearest(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> str:
+    """What to use instead: of the pairs that a user can name, the one nearest to what was asked for."""
+    if layout is _FP4:
+        return (
+            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, the default for it, "
+            f"which stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
+        )
+    pairs = [
+        pair
+        for pair in working_pairs(layout)
+        if KVPOOL_DECODE not in pair and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
+    ]
+    best = max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
+    return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
