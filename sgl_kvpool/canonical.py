@@ -16,7 +16,7 @@ Needs torch alone; `from_pool` imports SGLang through `sgl_kvpool.pool.regions`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -179,6 +179,14 @@ class CanonicalKVCaches:
             if group.name == name:
                 return group
         raise KeyError(f"no group {name!r}; there are: {', '.join(g.name for g in self.groups)}")
+
+    def only(self, part: str) -> CanonicalKVCaches:
+        """The same groups with one part of each layer alone, for a transfer that leaves out the others."""
+        groups = (
+            replace(group, layers=tuple(layer for layer in group.layers if layer.part == part))
+            for group in self.groups
+        )
+        return CanonicalKVCaches(self.tensors, tuple(groups))
 
     def view(self, group: CanonicalGroup, runs: PageRuns) -> torch.Tensor:
         """Bytes of some runs in all pages of a group: `[num_pages, run_count, run_bytes]` int8, no copy."""

@@ -38,6 +38,9 @@ CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"
 #: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show
 #: what the layout costs. Without it the rows of the current chunk are attended as they were computed.
 PREFILL_READS_ROWS = "SGL_KVPOOL_PREFILL_READS_ROWS"
+#: 1: choose the top-k transform of sparse attention (DSA) from our table, with SGLang's own pool too. With a
+#: layout it is chosen so anyway.
+FIX_TOPK = "SGL_KVPOOL_FIX_TOPK"
 #: 1: try an SGLang version outside the tested range; the seams are still checked.
 ALLOW_UNTESTED = "SGL_KVPOOL_ALLOW_UNTESTED"
 #: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.

@@ -39,6 +39,10 @@ KV_LORA_RANK_MULTIPLE = 128
 #: Rope widths the codecs know. 0 is a model without rotary embedding on its keys.
 QK_ROPE_HEAD_DIMS = (0, 64)
 
+#: Rows of a pool are padded to a multiple of this, so that kernels move whole rows in 16-byte accesses; those
+#: of DSA pools are not, because SGLang's own rows there are not.
+POOL_ALIGN_BYTES, DSA_POOL_ALIGN_BYTES = 16, 1
+
 #: What rows may be padded to. Kernels move at most 16 bytes at a time, so more would buy nothing.
 ALIGNMENTS_BYTES = (1, 2, 4, 8, 16)
 
@@ -104,6 +108,8 @@ class _LayoutRow:
     #: `kv_cache_dtype` SGLang is shown for dense MLA models and for DSA models.
     sglang_dtype: str = "bfloat16"
     sglang_dtype_dsa: str = "bfloat16"
+    #: Whether kernels of SGLang's DSA backend read the rows.
+    sglang_dsa_reads: bool = True
 
 
 #: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
@@ -158,11 +164,23 @@ class MLAKVCacheLayout(str, Enum):
         """The ``kv_cache_dtype`` that SGLang is shown while this layout is in use."""
         return self._row.sglang_dtype_dsa if is_dsa else self._row.sglang_dtype
 
+    @property
+    def is_read_by_sglang_dsa(self) -> bool:
+        """True if kernels of SGLang's sparse attention read the rows as they are stored; else ours do."""
+        return self._row.sglang_dsa_reads
+
     def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
         """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
         return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
 
-    def row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, align_bytes: int = 16) -> RowFormat:
+    def pool_row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, is_dsa: bool = False) -> RowFormat:
+        """`row_format` with the padding of a pool's rows: of a dense MLA model's, or of a DSA model's."""
+        align_bytes = DSA_POOL_ALIGN_BYTES if is_dsa else POOL_ALIGN_BYTES
+        return self.row_format(kv_lora_rank, qk_rope_head_dim, align_bytes=align_bytes)
+
+    def row_format(
+        self, kv_lora_rank: int, qk_rope_head_dim: int, *, align_bytes: int = POOL_ALIGN_BYTES
+    ) -> RowFormat:
         """Byte table of a row for one geometry.
 
         Parameters
@@ -173,7 +191,7 @@ class MLAKVCacheLayout(str, Enum):
             Rotary values per token, 0 or 64.
         align_bytes : int
             Rows are padded with zeros to a multiple of this. 16 lets every kernel move whole rows in
-            16-byte accesses; DSA pools pass 1, because SGLang's own rows there are not padded.
+            16-byte accesses. `pool_row_format` knows what a pool has.
 
         Returns
         -------
@@ -210,6 +228,7 @@ _TABLE: dict[MLAKVCacheLayout, _LayoutRow] = {
         rope=Encoding.BF16,
         scale=Encoding.UE5M3,
         scale_block_values=16,
+        sglang_dsa_reads=False,
     ),
 }
 

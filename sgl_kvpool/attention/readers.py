@@ -12,6 +12,7 @@ from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = [
+    "DSA_BACKEND",
     "KVPOOL_BACKEND",
     "KVPOOL_DEVICES",
     "PHASES",
@@ -29,7 +30,11 @@ __all__ = [
 #: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 
-#: Values of --device on which it runs.
+#: SGLang's backend for models with sparse attention (DSA); which of its implementations read which rows is
+#: `sgl_kvpool.attention.topk_transform`'s.
+DSA_BACKEND = "dsa"
+
+#: Values of --device on which ours runs.
 KVPOOL_DEVICES = ("cpu", "cuda")
 
 #: For which a backend can be named on its own; the second is decoding, drafts and their verification.

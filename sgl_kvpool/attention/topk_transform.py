@@ -271,10 +271,10 @@ def _problem(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
             readable |= implementation.gathered
         if layout not in readable:
             return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
-    for one, other in ((prefill, decode), (decode, prefill)):
-        if one is None or other in (None, one, KVPOOL_DECODE):
-            continue
-        if layout in IMPLEMENTATIONS[one].alone:
+    if prefill is None or decode in (None, prefill, KVPOOL_DECODE):
+        return None
+    for one in (prefill, decode):
+        if one is not None and layout in IMPLEMENTATIONS[one].alone:
             return f"with rows of KV cache layout {layout}, {one} has to be both DSA prefill and decode"
     return None
 
@@ -310,8 +310,8 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
     """What to use instead: of the pairs that a user can name, the one nearest to what was asked for."""
     if layout is _FP4:
         return (
-            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, the default for it, "
-            f"which stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
+            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "
+            f"stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
         )
     pairs = [
         pair

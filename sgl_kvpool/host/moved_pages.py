@@ -17,7 +17,7 @@ __all__ = ["MovedPagesPool", "kv_group"]
 
 
 def kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
-    """The one group of a dense MLA pool."""
+    """The one group of an MLA pool."""
     (group,) = caches.groups
     return group
 

@@ -125,7 +125,8 @@ class HierarchicalMLAHostPool(MovedPagesPool):
         self._k_scales = [
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
-        self._device_views = [CanonicalKVCaches.from_pool(pool, page_size) for pool in pools]
+        # The rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under its pages.
+        self._device_views = [CanonicalKVCaches.from_pool(pool, page_size).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(

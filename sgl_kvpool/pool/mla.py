@@ -62,12 +62,14 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
     Raises
     ------
     ValueError
-        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA pool, a
+        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA model, a
         k_scale that is not finite and positive, a reader that cannot read such rows, or slots that are no
         whole number of pages where the arrangement has pages.
     """
 
     kv_cache_layout: MLAKVCacheLayout
+    #: Whether the class is for models with sparse attention.
+    serves_dsa = False
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
         self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
         self.host_tier = host_tier or HostTierOptions()
-        check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
+        self._check_readers(readers)
         self._k_scales = dict(k_scales or {})
         env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
         for layer_id, k_scale in self._k_scales.items():
@@ -96,6 +98,9 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
                     "the checkpoint's KV scales are damaged, or choose a layout that uses none"
                 )
         super().__init__(*args, **kwargs)
+
+    def _check_readers(self, readers: Sequence[str]) -> None:
+        check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
 
     @classmethod
     def bind(
@@ -126,18 +131,20 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
     # ---------------------------------------------------------------- construction
 
     def _create_buffers(self) -> None:
-        if self.use_dsa:
+        if self.use_dsa != self.serves_dsa:
             raise ValueError(
-                f"{type(self).__name__} serves dense MLA; DSA models are not supported with "
-                "--kv-cache-layout yet, serve this one without it"
+                f"{type(self).__name__} serves models {'with' if self.serves_dsa else 'without'} sparse "
+                "attention (DSA); LayoutMLATokenToKVPool is for dense MLA, LayoutDSATokenToKVPool for DSA"
             )
-        shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype()]
+        shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
         if self.dtype != shown:
             raise ValueError(
                 f"layout {self.kv_cache_layout} is shown to SGLang as {shown}, but the pool was built "
                 f"with {self.dtype}; leave --kv-cache-dtype and --speculative-draft-kv-cache-dtype unset"
             )
-        self.row_format = self.kv_cache_layout.row_format(self.kv_lora_rank, self.qk_rope_head_dim)
+        self.row_format = self.kv_cache_layout.pool_row_format(
+            self.kv_lora_rank, self.qk_rope_head_dim, is_dsa=self.use_dsa
+        )
         if self.kv_cache_layout.is_packed:
             # One element is one byte, so the base class's shapes, sizes and item lengths are in bytes.
             self.kv_cache_dim = self.row_format.row_bytes
@@ -204,8 +211,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         if self.kv_cache_layout.is_packed:
             raise TypeError(
                 f"{method} on a {self.kv_cache_layout} pool: its rows are bytes with scales inside, which "
-                "only a reader that knows the layout can use; call get_row_buffer(layer_id), or serve "
-                "with --attention-backend kvpool_mla"
+                "only a reader that knows the layout can use; call get_row_buffer(layer_id)"
+                f"{'' if self.use_dsa else ', or serve with --attention-backend kvpool_mla'}"
             )
 
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:

@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList, byte_pages
 from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.pool.dsa import LayoutDSATokenToKVPool
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.sizes import whole_number
 
@@ -149,18 +150,26 @@ class _Regions:
             replace(reference, content=f"{pool.row_format.tag} k_scale {pool.k_scale(own)}")
             for own, reference in zip(pool.model_layer_ids, references, strict=True)
         ]
+        if isinstance(pool, LayoutDSATokenToKVPool):
+            references += self._index_references(pool, layer_ids, page)
         self._group(pool, name, references, page)
 
     def _dsa(self, pool: DSATokenToKVPool, name: str, layer_ids: _LayerIds) -> None:
+        page = self._page_tokens(pool)
+        references = self._mla_references(pool, layer_ids, page)
+        if pool.dsa_kv_cache_store_fp8:
+            references = [replace(r, content=f"{r.content} packed {pool.kv_cache_dim}") for r in references]
+        self._group(pool, name, references + self._index_references(pool, layer_ids, page), page)
+
+    def _index_references(
+        self, pool: DSATokenToKVPool, layer_ids: _LayerIds, page: int
+    ) -> list[LayerReference]:
         if pool.kpool_use_compress:
             raise TypeError(
                 f"{type(pool).__name__} with compressed index keys keeps tails per request, which are not "
                 "described"
             )
-        page = self._page_tokens(pool)
-        references = self._mla_references(pool, layer_ids, page)
-        if pool.dsa_kv_cache_store_fp8:
-            references = [replace(r, content=f"{r.content} packed {pool.kv_cache_dim}") for r in references]
+        references = []
         ids = _mapped(pool.model_layer_ids, layer_ids)
         content = (
             f"index keys of {pool.index_kpool} x {pool.index_head_dim} in pages of {pool.index_page_size}"
@@ -179,7 +188,7 @@ class _Regions:
                     "which is not described"
                 )
             references.append(self._reference(rows, layer_id, "indexer", content, page, pool.page_size))
-        self._group(pool, name, references, page)
+        return references
 
     def _swa(self, pool: SWAKVPool, name: str, layer_ids: _LayerIds) -> None:
         for part, child, is_window in (

@@ -2,7 +2,7 @@
 
 SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds its
 arguments and changes nothing. A scheduler process learns from the environment that its server was asked
-for a layout, and only then hooks the pools.
+for a layout, and only then hooks the pools; or for SGL_KVPOOL_FIX_TOPK=1, and hooks the DSA backend alone.
 """
 
 from __future__ import annotations
@@ -59,12 +59,20 @@ def _install() -> None:
 
     # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
     # an Engine: hooking the pools there does nothing, since it builds none.
-    if _exported(LAYOUT) and "sglang.srt.mem_cache.memory_pool" in sys.modules:
+    if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
+        return
+    if _exported(LAYOUT):
         from sgl_kvpool.sglang_plugin import pools
 
         stop_if(seams.check(seams.SCHEDULER))
         pools.install()
         stop_if(seams.check(seams.SCHEDULER, applied=True))
+    elif env.flag(env.FIX_TOPK):
+        from sgl_kvpool.sglang_plugin import dsa
+
+        stop_if(seams.check(seams.SPARSE_ATTENTION))
+        dsa.install()
+        stop_if(seams.check(seams.SPARSE_ATTENTION, applied=True))
 
 
 def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
@@ -95,7 +103,7 @@ def _asked_for() -> str | None:
         ]
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
-    return None
+    return f"{env.FIX_TOPK}=1" if env.flag(env.FIX_TOPK) else None
 
 
 def _exported(option: Option) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import attention, disaggregation, host_tier, seams
+from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.sglang_plugin import attention, disaggregation, dsa, host_tier, seams
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.launching import build_server_info
+from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
@@ -36,6 +37,7 @@ def install() -> None:
     host_tier.install()
     disaggregation.install()
     attention.install()
+    dsa.install()
 
 
 def _layout(configurator: Any) -> MLAKVCacheLayout | None:
@@ -58,9 +60,8 @@ def _arrangement(configurator: Any) -> KVArrangement:
     return arrangement_of(configurator.server_args)
 
 
-def _row_format(configurator: Any, layout: MLAKVCacheLayout):
-    config = configurator.model_config
-    return layout.row_format(config.kv_lora_rank, config.qk_rope_head_dim)
+def _row_format(configurator: Any, layout: MLAKVCacheLayout) -> RowFormat:
+    return row_format_of(configurator.model_config, layout)
 
 
 # -------------------------------------------------------------------- the pool
@@ -69,20 +70,19 @@ def _row_format(configurator: Any, layout: MLAKVCacheLayout):
 def _resolve_kv_pool_class(original, self, *, kind, default):
     pool_class = original(self, kind=kind, default=default)
     layout = _layout(self)
-    if layout is None or kind != "mla":
+    if layout is None or kind not in ("mla", "dsa"):
         return pool_class
     if pool_class is not default:
         raise ValueError(
             f"this platform brings its own MLA pool ({pool_class.__name__}), which cannot store "
             f"--kv-cache-layout {layout}; leave the argument out"
         )
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
+    sparse = kind == "dsa"
     if self.is_draft_worker:
-        from sglang.srt.runtime_context import get_spec
-
-        check_draft(layout, _arrangement(self), get_spec().speculative_draft_attention_backend)
-    return LayoutMLATokenToKVPool.bind(
+        _check_draft(self, layout, sparse)
+    return (LayoutDSATokenToKVPool if sparse else LayoutMLATokenToKVPool).bind(
         layout,
         _checked_k_scales(self, layout),
         arrangement=_arrangement(self),
@@ -91,10 +91,27 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     )
 
 
+def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> None:
+    """Refuse a draft whose pool cannot have the rows of its target."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.runtime_context import get_spec
+
+    if sparse != is_dsa(model_config_of(configurator.server_args)):
+        raise ValueError(
+            f"{model_name(configurator.model_config)}, the draft model, {'has' if sparse else 'has no'} "
+            f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: SGLang is shown their "
+            "pools differently; leave out --kv-cache-layout, or use a draft of the target's kind"
+        )
+    if not sparse:
+        check_draft(layout, _arrangement(configurator), get_spec().speculative_draft_attention_backend)
+
+
 def _readers(configurator: Any) -> tuple[str, ...]:
     """Names of the attention backends that read the pool of a KVCacheConfigurator."""
     from sglang.srt.runtime_context import attention_backends, get_spec
 
+    if is_dsa(configurator.model_config):
+        return (DSA_BACKEND,)  # by whatever name SGLang was given it
     # As model_runner.resolve_draft_attention_backend: one for all phases of a draft, if the user named it.
     draft = get_spec().speculative_draft_attention_backend if configurator.is_draft_worker else None
     if draft is not None:
@@ -109,10 +126,11 @@ def _checked_k_scales(self, layout: MLAKVCacheLayout) -> dict[int, float]:
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
     stock = sorted({name for name in _readers(self) if name != KVPOOL_BACKEND})
     if scaled and stock:
+        ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
         raise ValueError(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
             f"{', '.join(stock)} does not apply it to what it reads in both prefill and decode; use "
-            f"--attention-backend {KVPOOL_BACKEND}, or --kv-cache-layout bf16"
+            f"{ours}--kv-cache-layout bf16"
         )
     return k_scales
 

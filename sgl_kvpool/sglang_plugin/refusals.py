@@ -18,6 +18,7 @@ from sgl_kvpool.host.labels import (
     HostTierOptions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.models import model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 
 __all__ = [
@@ -129,12 +130,13 @@ FEATURES = (
 )
 
 
-def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str) -> None:
+def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) -> None:
     """Refuse a `--kv-cache-dtype` that contradicts the layout, with the table of what does not."""
-    if kv_cache_dtype in layout.accepted_kv_cache_dtypes():
+    if kv_cache_dtype in layout.accepted_kv_cache_dtypes(is_dsa=is_dsa):
         return
     table = "; ".join(
-        f"{member}: {', '.join(member.accepted_kv_cache_dtypes())}" for member in MLAKVCacheLayout
+        f"{member}: {', '.join(member.accepted_kv_cache_dtypes(is_dsa=is_dsa))}"
+        for member in MLAKVCacheLayout
     )
     raise ValueError(
         f"--kv-cache-dtype {kv_cache_dtype} contradicts --kv-cache-layout {layout}; leave it out, or use "
@@ -235,28 +237,23 @@ def check_host_layout(layout: MLAKVCacheLayout, options: HostTierOptions, model_
     """Refuse a layout of the host tier whose rows are not narrower than the device's."""
     from sgl_kvpool.host.conversion import host_layout_problem
 
-    rows = layout.row_format(model_config.kv_lora_rank, model_config.qk_rope_head_dim)
+    rows = row_format_of(model_config, layout)
     problem = host_layout_problem(rows, options.host_layout(layout))
     if problem is not None:
         raise ValueError(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
 
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
-    """Refuse models whose KV cache is not dense MLA, or whose geometry no layout stores."""
+    """Refuse models whose KV cache is not MLA, or whose geometry no layout stores."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+    from sglang.srt.configs.model_config import AttentionArch
 
-    name = (getattr(model_config.hf_config, "architectures", None) or ["this model"])[0]
+    name = model_name(model_config)
     remedy = "serve it without --kv-cache-layout"
     if model_config.attention_arch != AttentionArch.MLA:
         raise ValueError(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
             f"uses {model_config.attention_arch.name}; {remedy}"
-        )
-    if is_deepseek_dsa(model_config.hf_config):
-        raise ValueError(
-            f"{name} uses sparse attention (DSA), which --kv-cache-layout {layout} does not support yet; "
-            f"{remedy}"
         )
     if mambaish_config(model_config) is not None:
         raise ValueError(
@@ -268,4 +265,4 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support; "
             f"{remedy}"
         )
-    layout.row_format(model_config.kv_lora_rank, model_config.qk_rope_head_dim)
+    row_format_of(model_config, layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
 from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
 
@@ -18,6 +19,7 @@ __all__ = [
     "LAUNCHER",
     "SCHEDULER",
     "SERVER_ARGS",
+    "SPARSE_ATTENTION",
     "STEPS",
     "Seam",
 ]
@@ -73,6 +75,7 @@ FIELDS = (
     *SPECULATIVE_FIELDS,
     *(feature.field for feature in BACKEND_FEATURES),
     *(feature.field for feature in FEATURES),
+    *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
 )
 
 #: Used in every process that loads plugins.
@@ -274,6 +277,42 @@ ATTENTION = (
     ),
 )
 
+_DSA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+
+#: Used in schedulers for models with sparse attention; those that are hooked in this order.
+SPARSE_ATTENTION = (
+    Seam(f"{_DSA}.__init__", ("self", "model_runner")),
+    Seam(f"{_DSA}.set_dsa_prefill_impl", ("self", "forward_batch")),
+    Seam(f"{_DSA}.get_topk_transform_method", ("self", "forward_mode")),
+    Seam(
+        f"{_DSA}._forward_flashmla_sparse",
+        (
+            *("self", "q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale", "topk_length"),
+            "attn_sink",
+        ),
+    ),
+    Seam(
+        "sglang.kernels.ops.attention.dsa.dequant_k_cache.dequantize_k_cache_paged_dsa",
+        ("quant_k_cache", "page_table_1_flattened"),
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa.dsa_topk_backend.TopkTransformMethod.__members__",
+        hooked=False,
+        members=("PAGED", "RAGGED"),
+    ),
+    # `IntEnum` members by their names, which the table knows.
+    Seam(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode.__members__",
+        hooked=False,
+        members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
+    ),
+    Seam("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", hooked=False),
+    Seam("sglang.srt.runtime_context.get_disagg", hooked=False),
+    Seam("sglang.srt.runtime_context.max_speculative_num_draft_tokens", hooked=False),
+)
+
+_DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
+
 #: Used in the scheduler processes of such a server.
 SCHEDULER = (
     Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
@@ -312,6 +351,8 @@ SCHEDULER = (
     *HOST_TIER,
     *DISAGGREGATION,
     *ATTENTION,
+    *SPARSE_ATTENTION,
+    Seam(f"{_DSA_POOL}.__init__", ("self", "size", "kv_cache_dim", "index_kpool"), hooked=False),
     Seam("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",

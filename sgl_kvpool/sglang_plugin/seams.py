@@ -20,6 +20,7 @@ from sgl_kvpool.sglang_plugin.seam_list import (
     LAUNCHER,
     SCHEDULER,
     SERVER_ARGS,
+    SPARSE_ATTENTION,
     STEPS,
     Seam,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "LAUNCHER",
     "SCHEDULER",
     "SERVER_ARGS",
+    "SPARSE_ATTENTION",
     "STEPS",
     "Seam",
     "check",

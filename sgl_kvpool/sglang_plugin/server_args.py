@@ -12,7 +12,8 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import attention_rules, launching, refusals, seams
+from sgl_kvpool.sglang_plugin import attention_rules, dsa_rules, launching, refusals, seams
+from sgl_kvpool.sglang_plugin.models import is_dsa
 from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
 
 __all__ = ["install", "require_decided"]
@@ -116,7 +117,7 @@ def _engine_server_args(previous):
 
 
 def _decide(server_args, previous):
-    """First step: fix layout, arrangement and the `kv_cache_dtype` that SGLang is shown."""
+    """First step: fix layout and arrangement."""
     requested = {option: option.requested(server_args) for option in OPTIONS}
     for option, value in requested.items():
         setattr(server_args, option.attribute, value)
@@ -132,12 +133,9 @@ def _decide(server_args, previous):
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         # A value that is neither yes nor no is an error now, not in a scheduler.
-        for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE):
+        for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE, env.FIX_TOPK):
             env.flag(name)
-        refusals.check_dtype(layout, server_args.kv_cache_dtype)
         refusals.check_features(layout, arrangement_of(server_args), server_args)
-        # Never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
-        declare_resolution(server_args, _SOURCE, kv_cache_dtype=layout.sglang_kv_cache_dtype(is_dsa=False))
         if refusals.has_host_tier(server_args) and server_args.page_size is None:
             # SGLang's default is 1 with most backends: host pages of one row, a key and a digest for each.
             declare_resolution(server_args, _SOURCE, page_size=HOST_TIER_PAGE_SIZE)
@@ -145,12 +143,23 @@ def _decide(server_args, previous):
 
 
 def _check_model(server_args, previous):
-    """Before SGLang adjusts anything to the model: it must be one whose rows we store."""
+    """Before SGLang adjusts anything to the model: it must be one whose rows we store.
+
+    Fixes the `kv_cache_dtype` that SGLang is shown, and for sparse attention its implementations.
+    """
     layout = layout_of(server_args)
     if layout is not None:
-        from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
 
-        refusals.check_model(layout, model_config_of(server_args))
+        model_config = model_config_of(server_args)
+        refusals.check_model(layout, model_config)
+        if is_dsa(model_config):
+            declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
+        else:
+            refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
+            declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
+        # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
+        declare_resolution(server_args, _SOURCE, **declared)
     previous(server_args)
 
 
@@ -160,7 +169,7 @@ def _choose_backend(server_args, previous):
     Decided from the record's fields, which hold what the user wrote; by now the resolving view already
     holds SGLang's defaults for the platform.
     """
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     named = {
@@ -177,6 +186,9 @@ def _choose_backend(server_args, previous):
                     f"({', '.join(LAYOUT.values)})"
                 )
         previous(server_args)
+        return
+    if is_dsa(model_config_of(server_args)):
+        previous(server_args)  # SGLang has one backend for sparse attention
         return
     common, *phases = named.values()
     attention_rules.check_named(layout, arrangement, common, *phases)
@@ -206,18 +218,26 @@ def _finish(server_args, previous):
     """Last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
     previous(server_args)
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
-    if layout is None:
+    if layout is None and not env.flag(env.FIX_TOPK):
         return
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    view = resolving_view(server_args)
+    view, model_config = resolving_view(server_args), model_config_of(server_args)
+    sparse = is_dsa(model_config)
+    if layout is None:
+        if sparse:
+            dsa_rules.check_stock(model_config, view)
+        return
     refusals.check_features(layout, arrangement, view)
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if refusals.has_host_tier(view):
-        refusals.check_host_layout(layout, host_tier_of(server_args), model_config_of(server_args))
-    attention_rules.check_backends(layout, arrangement, view)
-    attention_rules.check_model(model_config_of(server_args), view)
-    shown = layout.sglang_kv_cache_dtype(is_dsa=False)
+        refusals.check_host_layout(layout, host_tier_of(server_args), model_config)
+    if sparse:
+        dsa_rules.check_resolved(layout, model_config, view)
+    else:
+        attention_rules.check_backends(layout, arrangement, view)
+        attention_rules.check_model(model_config, view)
+    shown = layout.sglang_kv_cache_dtype(is_dsa=sparse)
     if view.kv_cache_dtype != shown:
         raise ValueError(
             f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "

@@ -7,12 +7,13 @@ from typing import Any
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
+from sgl_kvpool.sglang_plugin.models import is_dsa
 
 __all__ = ["attention_workspace_bytes"]
 
 
 def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
-    """Bytes that our attention backend allocates once; 0 if it is not in use.
+    """Bytes that our attention allocates once; 0 if it is not in use.
 
     Parameters
     ----------
@@ -23,28 +24,46 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(kvc.server_args)
+    if is_dsa(kvc.model_config):
+        return 0 if fmt.layout.is_read_by_sglang_dsa else _sparse_bytes(kvc, fmt, view.device)
     if KVPOOL_BACKEND not in backends_in_use(view):
         return 0
     if view.device == "cpu":
         from sgl_kvpool.attention.host import RowReader
 
         return RowReader.workspace_bytes(fmt)
-    from sglang.srt import runtime_context
-
     from sgl_kvpool.attention.cuda_extend import extend_workspace_bytes
     from sgl_kvpool.attention.few_queries import decode_workspace_bytes
 
-    config = kvc.model_config
     decode = decode_workspace_bytes(
-        fmt,
-        config.num_attention_heads // runtime_context.get_parallel().attn_tp_size,
-        _MOST_REQUESTS,
-        config.context_len,
-        runtime_context.max_speculative_num_draft_tokens() or 1,
-        view.device,
+        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
     )
     # Target and draft share both.
     return extend_workspace_bytes(fmt) + decode
+
+
+def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
+    """Of models with sparse attention, whose rows SGLang's kernels cannot read."""
+    from sglang.srt.configs.model_config import get_dsa_index_topk
+
+    from sgl_kvpool.attention.sparse import sparse_workspace_bytes
+
+    top_k = get_dsa_index_topk(kvc.model_config.hf_config)
+    return sparse_workspace_bytes(fmt, _heads(kvc), _MOST_REQUESTS * _most_queries(), top_k, device)
+
+
+def _heads(kvc: Any) -> int:
+    """Query heads of this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size
+
+
+def _most_queries() -> int:
+    """Queries of a request in a batch that is no prefill."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return max_speculative_num_draft_tokens() or 1
 
 
 #: SGLang fixes the number of requests after the pool. With more lists than the GPU runs programs at a time a

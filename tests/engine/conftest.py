@@ -211,6 +211,13 @@ def printed(model_path, folder):
         return {"line": line, "info": server.info(), "answer": answer}
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
     names = [n for item in session.items for marker in item.iter_markers("engine") for n in marker.args]
@@ -222,8 +229,10 @@ def pytest_collection_finish(session):
         """Servers that have to have ended before this one."""
         return 1 + steps(host_tier.AFTER[name]) if name in host_tier.AFTER else 0
 
-    # Jobs that start several servers one after the other come first; what others wait for comes before them.
-    names.sort(key=lambda name: (name not in JOBS, steps(name)))
+    # Jobs that start several servers one after the other come first, then the servers that have to end before
+    # others start: were those last, a test that waits for one would wait for all.
+    chained = {*host_tier.AFTER, *host_tier.AFTER.values()}
+    names.sort(key=lambda name: (name not in JOBS, name not in chained, steps(name)))
     session.config._kvpool_names = list(dict.fromkeys(names))
 
 

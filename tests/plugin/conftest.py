@@ -24,6 +24,14 @@ def checkpoints(tmp_path_factory):
         (folder / "config.json").write_text(json.dumps({**base, **changes}))
         return str(folder)
 
+    dsa = {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "q_lora_rank": 128,
+        "index_topk": 64,
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+    }
     return {
         "mla": str(mla),
         "mla3": variant("mla3", num_hidden_layers=3, first_k_dense_replace=3),
@@ -31,15 +39,11 @@ def checkpoints(tmp_path_factory):
         "rank256": variant("rank256", kv_lora_rank=256),
         "rank448": variant("rank448", kv_lora_rank=448),
         "rope32": variant("rope32", qk_rope_head_dim=32),
-        "dsa": variant(
-            "dsa",
-            architectures=["DeepseekV32ForCausalLM"],
-            model_type="deepseek_v32",
-            q_lora_rank=128,
-            index_topk=64,
-            index_head_dim=128,
-            index_n_heads=4,
-        ),
+        "dsa": variant("dsa", **dsa),
+        "dsa-norope": variant("dsa-norope", **dsa, qk_rope_head_dim=0),
+        "dsa-rank256": variant("dsa-rank256", **dsa, kv_lora_rank=256, qk_rope_head_dim=0),
+        "dsa-kpool": variant("dsa-kpool", **dsa, index_kpool=4),
+        "dsa-sinks": variant("dsa-sinks", **dsa, learnable_sink=True),
         "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),
         "hybrid": variant(
             "hybrid",
@@ -61,8 +65,7 @@ def checkpoints(tmp_path_factory):
 def resolve(monkeypatch):
     """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
-    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
-    for name in ("KV_CACHE_ARRANGEMENT", "KV_HOST_LAYOUT", "KV_HOST_ENGINE"):
+    for name in ("KV_CACHE_LAYOUT", "FIX_TOPK", "KV_CACHE_ARRANGEMENT", "KV_HOST_LAYOUT", "KV_HOST_ENGINE"):
         monkeypatch.delenv(f"SGL_KVPOOL_{name}", raising=False)
     from sgl_kvpool.sglang_plugin import record
 

@@ -1,0 +1,293 @@
+"""What a server of a model with sparse attention (DSA) is started with: implementations, dtype, refusals.
+
+SGLang has one attention backend for such models and, in it, implementations for prefill and decode. Which of
+them go with a layout is `sgl_kvpool.attention.topk_transform`'s; here it is looked at once, after SGLang has
+made its own choices, and what a user did not name is chosen where SGLang would choose wrongly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.attention.readers import DSA_BACKEND
+from sgl_kvpool.attention.topk_transform import (
+    DECODE_MODES,
+    IMPLEMENTATIONS,
+    KVPOOL_DECODE,
+    SPARSE_BF16,
+    UnsupportedCombination,
+    check_combination,
+)
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import refusals
+from sgl_kvpool.sglang_plugin.models import model_name
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
+
+__all__ = [
+    "check_pair",
+    "check_resolved",
+    "check_stock",
+    "layout_of_pool",
+    "modes_in_use",
+    "prepare",
+    "sides",
+    "stock_layout",
+]
+
+#: SGLang's names of the backend; the second is the old one.
+_NAMES = (DSA_BACKEND, "nsa")
+_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+_IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
+
+#: What our readers are not used with: (field, flag, in use, reason).
+_READER_FEATURES = (
+    ("enable_torch_compile", "--enable-torch-compile", bool, "its kernels have not been traced"),
+    ("enable_prefill_cp", "--enable-prefill-cp", bool, "it does not gather the rows of other ranks"),
+    ("attn_cp_size", "--attn-cp-size", lambda size: (size or 1) > 1, "it does not gather the rows of others"),
+)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+# -------------------------------------------------------------------- before SGLang resolves
+
+
+def prepare(
+    layout: MLAKVCacheLayout, arrangement: KVArrangement, model_config: Any, server_args: Any
+) -> dict:
+    """What to declare for a DSA model, from what the user wrote.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    arrangement : KVArrangement
+    model_config : ModelConfig
+        SGLang's.
+    server_args : ServerArgs
+        Whose fields still hold what the user wrote.
+
+    Returns
+    -------
+    dict
+        Fields of ServerArgs.
+
+    Raises
+    ------
+    ValueError
+        What does not go with the layout, with a way out.
+    """
+    name = model_name(model_config)
+    if arrangement is not KVArrangement.LAYER_MAJOR:
+        raise ValueError(
+            f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
+            "take rows without those of other layers between them; leave it out"
+        )
+    for field in (*_BACKEND_FIELDS, "speculative_draft_attention_backend"):
+        value = getattr(server_args, field)
+        if value is not None and value not in _NAMES:
+            raise ValueError(
+                f"{_flag(field)} {value} does not attend what {name} selects (it has sparse attention, DSA); "
+                f"leave it out, SGLang takes {DSA_BACKEND}"
+            )
+    refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
+    declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
+    if layout.is_read_by_sglang_dsa:
+        return declared
+    _check_reader(layout, model_config)
+    for field in _IMPLEMENTATION_FIELDS:
+        value = getattr(server_args, field)
+        if value not in (None, SPARSE_BF16):
+            raise UnsupportedCombination(
+                f"{_flag(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out: "
+                f"{SPARSE_BF16} is taken for prefill, over decoded rows, and {KVPOOL_DECODE} for decode, "
+                f"which SGLang knows as {SPARSE_BF16} too"
+            )
+        # On Hopper SGLang would take fa3 for decode, which attends the stored rows.
+        declared[field] = SPARSE_BF16
+    return declared
+
+
+def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
+    """Refuse models that our readers do not compute."""
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+
+    name = model_name(model_config)
+    if getattr(model_config.hf_config, "learnable_sink", False):
+        raise ValueError(
+            f"{name} has learnable attention sinks, which are not computed over rows of {LAYOUT.flag} "
+            f"{layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+        )
+    kpool = get_dsa_index_kpool(model_config.hf_config)
+    if kpool > 1:
+        raise UnsupportedCombination(
+            f"{name} has pooled index keys (index_kpool={kpool}), whose tail SGLang attends by kernels that "
+            f"cannot read rows of {LAYOUT.flag} {layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+        )
+
+
+# -------------------------------------------------------------------- after SGLang has resolved
+
+
+def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+    """Refuse what some batch of a server with a layout would fail with, or would read wrongly.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    model_config : ModelConfig
+    view
+        A resolving view of the server's arguments.
+
+    Raises
+    ------
+    UnsupportedCombination, ValueError
+    """
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    name = model_name(model_config)
+    device = "ROCm" if view.device == "cuda" and _is_rocm() else view.device
+    if device != "cuda":
+        raise ValueError(
+            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on GPUs of NVIDIA "
+            f"only, and the device is {device}; serve it without {LAYOUT.flag}"
+        )
+    if env.flag(env.PREFILL_READS_ROWS):
+        raise ValueError(
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
+        )
+    for backend in attention_backends_of(view):
+        if backend not in _NAMES:
+            raise ValueError(
+                f"attention backend {backend} does not attend what {name} selects (it has sparse attention, "
+                f"DSA); leave it out, SGLang takes {DSA_BACKEND}"
+            )
+    _check_modes(layout, model_config, view)
+    if not layout.is_read_by_sglang_dsa:
+        for field, flag, in_use, reason in _READER_FEATURES:
+            if in_use(getattr(view, field)):
+                raise ValueError(
+                    f"{flag} does not work with {LAYOUT.flag} {layout}: {reason}; leave out one of the two"
+                )
+    if layout is MLAKVCacheLayout.BF16:
+        for field in _IMPLEMENTATION_FIELDS:
+            if getattr(view, field) == "flashmla_kv":
+                raise ValueError(
+                    f"{_flag(field)} flashmla_kv would quantise the whole pool of a layer in every call with "
+                    f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or use "
+                    f"{LAYOUT.flag} {MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE}"
+                )
+
+
+def check_stock(model_config: Any, view: Any) -> None:
+    """As `check_resolved` for SGLang's own pool, with SGL_KVPOOL_FIX_TOPK=1 alone."""
+    layout = stock_layout(view)
+    known = {view.dsa_prefill_backend, view.dsa_decode_backend} <= set(IMPLEMENTATIONS)
+    if layout is not None and known and not view.enable_hisparse:
+        _check_modes(layout, model_config, view)
+
+
+def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+
+    check_pair(
+        layout,
+        view.dsa_prefill_backend,
+        view.dsa_decode_backend,
+        modes=modes_in_use(view),
+        role=view.disaggregation_mode,
+        index_kpool=get_dsa_index_kpool(model_config.hf_config),
+    )
+
+
+def check_pair(
+    layout: MLAKVCacheLayout,
+    prefill: str,
+    decode: str,
+    *,
+    modes: tuple[str, ...] = (),
+    role: str | None = None,
+    index_kpool: int = 1,
+) -> None:
+    """`check_combination` of SGLang's names.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    prefill, decode : str
+        As SGLang knows them.
+    modes : tuple of str
+        Of batches, besides those that every server has.
+    role : str, optional
+        Of --disaggregation-mode; the running server's if it is None.
+    index_kpool : int
+    """
+    own, other = sides(layout, prefill, decode, role=role)
+    check_combination(layout, own, other, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
+
+
+def modes_in_use(view: Any) -> tuple[str, ...]:
+    """Forward modes that a server forms batches of besides prefill, decode and what drafts add."""
+    return tuple(
+        mode
+        for mode, on in (
+            ("MIXED", view.enable_mixed_chunk),
+            ("SPLIT_PREFILL", view.enable_pdmux),
+            ("DLLM_EXTEND", view.dllm_algorithm is not None),
+        )
+        if on
+    )
+
+
+def sides(
+    layout: MLAKVCacheLayout, prefill: str, decode: str, *, role: str | None = None
+) -> tuple[str | None, str | None]:
+    """SGLang's pair of implementations as the table knows it.
+
+    For a layout that its kernels cannot read, SGLang's name on the decode side stands for our decode. A
+    disaggregated server has one side; SGLang resolves the other all the same, for another role's pool.
+    """
+    if role is None:
+        from sglang.srt.runtime_context import get_disagg
+
+        role = get_disagg().disaggregation_mode
+    if not layout.is_read_by_sglang_dsa and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
+        decode = KVPOOL_DECODE
+    return (None if role == "decode" else prefill), (None if role == "prefill" else decode)
+
+
+# -------------------------------------------------------------------- which rows
+
+
+def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
+    """Layout of the rows of a pool, ours or SGLang's; None for rows that are none of ours."""
+    layout = getattr(pool, "kv_cache_layout", None)
+    if layout is not None:
+        return layout
+    # SGLang's own pool says it by a flag and a dtype.
+    if pool.dsa_kv_cache_store_fp8:
+        return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+    name = str(pool.dtype).removeprefix("torch.")
+    return {"bfloat16": MLAKVCacheLayout.BF16, "float8_e4m3fn": MLAKVCacheLayout.FP8_NOPE_FP8_ROPE}.get(name)
+
+
+def stock_layout(view: Any) -> MLAKVCacheLayout | None:
+    """Layout that SGLang itself will store, from its resolved arguments (`calculate_mla_kv_cache_dim`)."""
+    if view.kv_cache_dtype == "bfloat16":
+        return MLAKVCacheLayout.BF16
+    if view.kv_cache_dtype != "fp8_e4m3":
+        return None
+    prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
+    here = {"prefill": (prefill,), "decode": (decode,)}.get(view.disaggregation_mode, (prefill, decode))
+    if "trtllm" in here or (prefill, decode) == ("tilelang", "tilelang"):
+        return MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+    return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+
+
+def _is_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None

@@ -1,0 +1,28 @@
+"""What kind of model a server has, and what its rows are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+__all__ = ["is_dsa", "model_name", "row_format_of"]
+
+
+def is_dsa(model_config: Any) -> bool:
+    """Whether SGLang serves a model (its ModelConfig) with sparse attention."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return is_deepseek_dsa(model_config.hf_config)
+
+
+def model_name(model_config: Any) -> str:
+    """Name of its class, for messages."""
+    return (getattr(model_config.hf_config, "architectures", None) or ["this model"])[0]
+
+
+def row_format_of(model_config: Any, layout: MLAKVCacheLayout) -> RowFormat:
+    """Rows of a model's pool; ValueError for a geometry that no layout stores."""
+    return layout.pool_row_format(
+        model_config.kv_lora_rank, model_config.qk_rope_head_dim, is_dsa=is_dsa(model_config)
+    )

@@ -1,0 +1,208 @@
+"""Servers of models with sparse attention: what SGLang's own resolution makes of a layout, and what is refused.
+
+The resolution asks for the GPU's compute capability and for nothing else of it, so this machine answers for
+one: Hopper, or Blackwell.
+"""
+
+import pytest
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "fp8_e4m3", "fp4": "bfloat16"}
+
+
+def pair(prefill, decode):
+    return ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
+
+
+@pytest.fixture
+def serve(resolve, checkpoints, monkeypatch):
+    """`serve(layout, argv)`: a resolving view of a server of the DSA checkpoint."""
+    import torch
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    def run(layout, *argv, capability=(9, 0), model="dsa"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        return resolving_view(resolve(checkpoints[model], *asked, *argv, device="cuda"))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("layout", "argv", "expected"),
+    [
+        ("bf16", (), ("flashmla_sparse", "fa3")),
+        ("fp8_block_scale", (), ("flashmla_kv", "flashmla_kv")),
+        ("fp8", pair("tilelang", "tilelang"), ("tilelang", "tilelang")),
+        ("fp4", (), ("flashmla_sparse", "flashmla_sparse")),
+    ],
+)
+def test_choice(serve, layout, argv, expected):
+    view = serve(layout, *argv)
+    assert view.kv_cache_dtype == SHOWN[layout]
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == expected
+    assert view.attention_backend == "dsa"
+    assert view.page_size == 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "argv"),
+    [
+        ("bf16", pair("flashmla_sparse", "flashmla_sparse")),
+        ("bf16", pair("tilelang", "fa3")),
+        ("bf16", pair("flashmla_sparse_q8", "fa3")),
+        ("bf16", ("--kv-cache-dtype", "bfloat16")),
+        ("fp8_block_scale", pair("flashmla_sparse", "flashmla_kv")),
+        ("fp8_block_scale", (*pair("flashmla_sparse", "flashmla_kv"), "--enable-mixed-chunk")),
+        ("fp8_block_scale", pair("triton_sparse_mla", "flashmla_kv")),
+        ("fp8_block_scale", pair("flashmla_auto", "flashmla_kv")),
+        ("fp8_block_scale", ("--kv-cache-dtype", "fp8_e4m3")),
+        ("fp4", ("--enable-mixed-chunk",)),
+        ("fp4", pair("flashmla_sparse", "flashmla_sparse")),
+        ("fp4", ("--attention-backend", "dsa")),
+    ],
+)
+def test_accepted(serve, layout, argv):
+    serve(layout, *argv)
+
+
+def test_blackwell_would_store_other_rows(serve):
+    """There SGLang's choice for fp8_e4m3 is trtllm, which reads raw rows."""
+    view = serve("fp8", capability=(10, 0))
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("trtllm", "trtllm")
+    with pytest.raises(
+        ValueError, match="trtllm cannot read rows of KV cache layout fp8_block_scale; use --dsa"
+    ):
+        serve("fp8_block_scale", capability=(10, 0))
+
+
+REFUSED = [
+    # The decode side, which 0.5.23 takes: packed bytes for a kernel over 16-bit keys.
+    ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse"), "decode flashmla_sparse cannot read"),
+    ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
+    ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
+    ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is a prefill"),
+    # Raw rows: SGLang's choice on Hopper, and one side of trtllm, which would make both sides' rows raw.
+    (
+        "fp8",
+        (),
+        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --dsa-prefill-backend tilel",
+    ),
+    ("fp8", pair("flashmla_sparse", "trtllm"), "prefill flashmla_sparse cannot read"),
+    ("fp8", pair("trtllm", "flashmla_kv"), "decode flashmla_kv cannot read"),
+    ("fp8", pair("fa3", "fa3"), "prefill fa3 cannot read"),
+    ("fp8", pair("flashmla_auto", "trtllm"), "prefill flashmla_auto cannot read"),
+    ("fp8_block_scale", pair("trtllm", "trtllm"), "prefill trtllm cannot read"),
+    ("bf16", pair("flashmla_kv", "fa3"), "would quantise the whole pool"),
+    ("bf16", pair("flashmla_sparse", "flashmla_kv"), "would quantise the whole pool"),
+    (
+        "fp8_block_scale",
+        (*pair("flashmla_sparse_q8", "flashmla_kv"), "--enable-mixed-chunk"),
+        "EXTEND batches only, and this one is MIXED; leave out what makes such batches .--enable-mixed-chunk.",
+    ),
+    ("fp4", pair("flashmla_sparse", "fa3"), "--dsa-decode-backend fa3 cannot read"),
+    ("fp4", pair("flashmla_kv", "flashmla_kv"), "--dsa-prefill-backend flashmla_kv cannot read"),
+    ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
+    ("fp4", ("--enable-deterministic-inference",), "--enable-deterministic-inference"),
+    # What is not read by SGLang's backend for sparse attention.
+    ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend what"),
+    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not attend what"),
+    ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer does not"),
+    ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
+    ("fp4", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 contradicts .*fp4: auto, bfloat16"),
+    ("fp8_block_scale", ("--kv-cache-dtype", "bfloat16"), "contradicts .*fp8_block_scale: auto, fp8_e4m3"),
+    ("fp4", ("--enable-hisparse",), "--enable-hisparse"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "argv", "message"), REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
+)
+def test_refused(serve, layout, argv, message):
+    with pytest.raises(ValueError, match=message):
+        serve(layout, *argv)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("dsa-kpool", "pooled index keys .index_kpool=4"), ("dsa-sinks", "learnable attention sinks")],
+)
+def test_models_that_fp4_is_not_for(serve, model, message):
+    with pytest.raises(ValueError, match=f"{message}.*use --kv-cache-layout bf16"):
+        serve("fp4", model=model)
+    serve("bf16", model=model)
+
+
+def test_rows_that_prefill_does_not_read(serve, monkeypatch):
+    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    with pytest.raises(
+        ValueError, match="SGL_KVPOOL_PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"
+    ):
+        serve("fp4")
+
+
+def test_not_on_a_cpu(resolve, checkpoints, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with pytest.raises(ValueError, match="GPUs of NVIDIA only, and the device is cpu"):
+        resolve(checkpoints["dsa"], "--kv-cache-layout", "fp4")
+
+
+# -------------------------------------------------------------------- the fix alone
+
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+WRONG = [
+    (*FP8, *pair("flashmla_sparse", "flashmla_sparse")),
+    (*FP8, *pair("flashmla_kv", "fa3")),
+    (*FP8, *pair("flashmla_sparse", "trtllm")),
+]
+
+
+@pytest.mark.parametrize("argv", WRONG)
+def test_the_fix_alone_refuses_what_stock_servers_fail_with(serve, argv, monkeypatch):
+    serve(None, *argv)  # SGLang as it is finds nothing wrong with it
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    with pytest.raises(
+        ValueError, match="cannot read rows of KV cache layout fp8.*; use --dsa-prefill-backend"
+    ):
+        serve(None, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        FP8,
+        (*FP8, *pair("flashmla_sparse", "flashmla_kv"), "--enable-mixed-chunk"),
+        (*FP8, *pair("tilelang", "tilelang")),
+        ("--kv-cache-dtype", "bfloat16", *pair("flashmla_sparse", "flashmla_kv")),  # slow, not wrong
+    ],
+)
+def test_the_fix_alone_changes_no_argument(serve, argv, monkeypatch):
+    fields = ("kv_cache_dtype", "dsa_prefill_backend", "dsa_decode_backend", "attention_backend", "page_size")
+    before = [getattr(serve(None, *argv), field) for field in fields]
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    assert [getattr(serve(None, *argv), field) for field in fields] == before
+
+
+def test_a_disaggregated_server_has_one_side(serve, monkeypatch):
+    """SGLang resolves the other role's implementation too, which reads another server's pool."""
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    argv = (*FP8, *pair("flashmla_sparse", "trtllm"))
+    with pytest.raises(ValueError, match="cannot read"):
+        serve(None, *argv)
+    serve(None, *argv, "--disaggregation-mode", "prefill")
+    serve("fp8_block_scale", *pair("flashmla_sparse", "fa3"), "--disaggregation-mode", "prefill")
+    serve("fp8_block_scale", *pair("fa3", "flashmla_kv"), "--disaggregation-mode", "decode")
+
+
+def test_dense_models_do_not_mind_the_fix(serve, monkeypatch):
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    assert serve(None, model="mla").kv_cache_dtype == "auto"
+
+
+def test_a_fix_that_is_neither_yes_nor_no(serve, monkeypatch):
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "maybe")
+    with pytest.raises(ValueError, match="SGL_KVPOOL_FIX_TOPK='maybe'"):
+        serve("bf16")
