@@ -82,11 +82,12 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     sparse = kind == "dsa"
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
+    readers = (DSA_BACKEND,) if sparse else _readers(self)
     return (LayoutDSATokenToKVPool if sparse else LayoutMLATokenToKVPool).bind(
         layout,
-        _checked_k_scales(self, layout),
+        _checked_k_scales(self, layout, readers),
         arrangement=_arrangement(self),
-        readers=_readers(self),
+        readers=readers,
         host_tier=host_tier_of(self.server_args),
     )
 
@@ -110,8 +111,6 @@ def _readers(configurator: Any) -> tuple[str, ...]:
     """Names of the attention backends that read the pool of a KVCacheConfigurator."""
     from sglang.srt.runtime_context import attention_backends, get_spec
 
-    if is_dsa(configurator.model_config):
-        return (DSA_BACKEND,)  # by whatever name SGLang was given it
     # As model_runner.resolve_draft_attention_backend: one for all phases of a draft, if the user named it.
     draft = get_spec().speculative_draft_attention_backend if configurator.is_draft_worker else None
     if draft is not None:
@@ -119,12 +118,12 @@ def _readers(configurator: Any) -> tuple[str, ...]:
     return tuple(name for name in attention_backends() if name is not None)
 
 
-def _checked_k_scales(self, layout: MLAKVCacheLayout) -> dict[int, float]:
+def _checked_k_scales(self, layout: MLAKVCacheLayout, readers: tuple[str, ...]) -> dict[int, float]:
     if not layout.uses_k_scale:
         return {}
     k_scales = collect_k_scales(self.model)
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
-    stock = sorted({name for name in _readers(self) if name != KVPOOL_BACKEND})
+    stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
     if scaled and stock:
         ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Servers of models with sparse attention: what SGLang's own resolution makes of a layout, and what is refused.
+"""Servers of models with sparse attention: what SGLang's own resolution makes of a layout; what is refused.
 
 The resolution asks for the GPU's compute capability and for nothing else of it, so this machine answers for
 one: Hopper, or Blackwell.
@@ -86,7 +86,7 @@ REFUSED = [
     (
         "fp8",
         (),
-        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --dsa-prefill-backend tilel",
+        "prefill flashmla_kv cannot read rows of KV cache layout fp8; use --dsa-prefill-backend til",
     ),
     ("fp8", pair("flashmla_sparse", "trtllm"), "prefill flashmla_sparse cannot read"),
     ("fp8", pair("trtllm", "flashmla_kv"), "decode flashmla_kv cannot read"),
@@ -103,7 +103,7 @@ REFUSED = [
     ("fp4", pair("flashmla_sparse", "fa3"), "--dsa-decode-backend fa3 cannot read"),
     ("fp4", pair("flashmla_kv", "flashmla_kv"), "--dsa-prefill-backend flashmla_kv cannot read"),
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
-    ("fp4", ("--enable-deterministic-inference",), "--enable-deterministic-inference"),
+    ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
     # What is not read by SGLang's backend for sparse attention.
     ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend what"),
     ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not attend what"),
@@ -135,9 +135,7 @@ def test_models_that_fp4_is_not_for(serve, model, message):
 
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):
     monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
-    with pytest.raises(
-        ValueError, match="SGL_KVPOOL_PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"
-    ):
+    with pytest.raises(ValueError, match="PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"):
         serve("fp4")
 
 
