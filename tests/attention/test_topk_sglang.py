@@ -1,0 +1,306 @@
+"""The table of DSA's top-k transform beside SGLang 0.5.23's own rule, and models with pooled index keys.
+
+SGLang's answers are computed by its own methods, on an object that has the attributes they read and no more.
+"""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from topk_table import EXTENDS, IMPLEMENTATIONS, LAYOUTS, MODES, REFUSED, cells, expected, lines
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.topk_transform import (
+    TopkTransform,
+    UnsupportedCombination,
+    check_combination,
+    select_topk_transform,
+)
+
+pytestmark = pytest.mark.usefixtures("published")
+
+#: Layouts that SGLang has.
+STOCK = ("bf16", "fp8", "fp8_block_scale")
+
+
+def sglang(layout, prefill, **attributes):
+    """Its backend over a pool of that layout; `dsa_kv_cache_store_fp8` is true of 656-byte rows alone."""
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    method = DeepseekSparseAttnBackend.get_topk_transform_method
+    # A hook of ours in its place would be compared with itself.
+    assert Path(method.__code__.co_filename).name == "dsa_backend.py"
+    assert not hasattr(method, "__wrapped__")
+    backend = object.__new__(DeepseekSparseAttnBackend)
+    backend.dsa_kv_cache_store_fp8 = layout == "fp8_block_scale"
+    backend.dsa_prefill_impl = prefill
+    for name, value in attributes.items():
+        setattr(backend, name, value)
+    return backend
+
+
+def sglangs_answer(layout, prefill, mode):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return sglang(layout, prefill).get_topk_transform_method(mode and ForwardMode[mode]).name
+
+
+# -------------------------------------------------------------------- names that SGLang may add to
+
+
+def test_every_mode_is_in_the_table():
+    """Who attends in a new mode, and with what, has to be found out before it is served."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    new = {mode.name for mode in ForwardMode} - set(MODES)
+    assert not new, f"SGLang's ForwardMode has {sorted(new)}: add them to topk_transform and to topk_table"
+    gone = set(MODES) - {mode.name for mode in ForwardMode}
+    assert not gone, f"SGLang's ForwardMode has no {sorted(gone)} any more"
+    extends = {mode.name for mode in ForwardMode if mode.is_extend_without_speculative()}
+    assert extends == set(EXTENDS)
+
+
+def test_every_implementation_is_in_the_table():
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {flag: action.choices for action in parser._actions for flag in action.option_strings}
+    other_platforms = {"triton", "aiter", "intel_xpu"}  # ROCm, ROCm and XPU
+    ours = {"kvpool_mla"}
+    assert set(flags["--dsa-prefill-backend"]) == set(IMPLEMENTATIONS) - ours | other_platforms
+    assert set(flags["--dsa-decode-backend"]) <= set(IMPLEMENTATIONS) | other_platforms
+    # Named by refusals of flashmla_sparse_q8.
+    assert {"--enable-mixed-chunk", "--enable-pdmux", "--dllm-algorithm"} <= set(flags)
+
+
+def test_answers_are_called_as_in_sglang():
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+
+    assert {member.name for member in TopkTransformMethod} == {member.name for member in TopkTransform}
+
+
+# -------------------------------------------------------------------- where SGLang is wrong
+
+#: Layout, prefill, decode, and the modes in which SGLang says PAGED where the kernel needs gathered rows.
+SGLANG_IS_WRONG = """
+fp8_block_scale  flashmla_sparse    flashmla_kv            MIXED SPLIT_PREFILL DLLM_EXTEND
+fp8_block_scale  flashmla_sparse    flashinfer_sparse_mla  MIXED SPLIT_PREFILL DLLM_EXTEND
+fp8_block_scale  flashmla_sparse    kvpool_mla             MIXED SPLIT_PREFILL DLLM_EXTEND
+fp8_block_scale  triton_sparse_mla  flashmla_kv            MIXED SPLIT_PREFILL DLLM_EXTEND
+fp8_block_scale  triton_sparse_mla  flashinfer_sparse_mla  MIXED SPLIT_PREFILL DLLM_EXTEND
+fp8_block_scale  triton_sparse_mla  kvpool_mla             MIXED SPLIT_PREFILL DLLM_EXTEND
+"""
+
+
+def test_sglang_is_wrong_in_these_cells_and_in_no_other():
+    wrong = {(*pair, mode) for *pair, m, s, d in lines(SGLANG_IS_WRONG) for mode in (m, s, d)}
+    differs = {
+        (layout, prefill, decode, mode)
+        for layout, prefill, decode, mode in cells(STOCK, sides=IMPLEMENTATIONS)
+        if expected(layout, prefill, decode, mode) != REFUSED
+        and sglangs_answer(layout, prefill, mode) != select_topk_transform(layout, prefill, decode, mode).name
+    }
+    assert differs == wrong
+    for layout, prefill, decode, mode in wrong:
+        assert sglangs_answer(layout, prefill, mode) == "PAGED"
+        assert select_topk_transform(layout, prefill, decode, mode).name == "RAGGED"
+
+
+@pytest.mark.parametrize(
+    ("layout", "blackwell", "mode", "chosen", "transform"),
+    [
+        ("bf16", False, "EXTEND", "flashmla_sparse", "PAGED"),
+        ("bf16", True, "EXTEND", "flashmla_sparse", "PAGED"),
+        ("fp8_block_scale", False, "EXTEND", "flashmla_kv", "PAGED"),
+        ("fp8_block_scale", False, "MIXED", "flashmla_kv", "PAGED"),
+        ("fp8_block_scale", True, "MIXED", "flashmla_kv", "PAGED"),
+        ("fp8_block_scale", True, "EXTEND", "flashmla_sparse", "RAGGED"),
+    ],
+)
+def test_what_flashmla_auto_stands_for(layout, blackwell, mode, chosen, transform):
+    """SGLang chooses before it asks (:1130), so that both names have to have the right answer."""
+    backend = choose(layout, blackwell=blackwell, mode=mode)
+    assert backend.dsa_prefill_impl == chosen
+    assert select_topk_transform(layout, chosen, "kvpool_mla", mode).name == transform
+    if not blackwell:
+        assert select_topk_transform(layout, "flashmla_auto", "kvpool_mla", mode).name == transform
+
+
+def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
+    """SGLang's backend after its choice for flashmla_auto, of a short batch in a prefill graph."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    backend = sglang(
+        layout,
+        "flashmla_auto",
+        enable_auto_select_prefill_impl=True,
+        _is_in_breakable_cuda_graph=lambda: True,
+        _is_in_tc_piecewise_cuda_graph=lambda: False,
+        _get_device_sm=None,
+        _is_blackwell=lambda: blackwell,
+        **attributes,
+    )
+    batch = SimpleNamespace(forward_mode=ForwardMode[mode], seq_lens_sum=100, extend_num_tokens=100)
+    backend.set_dsa_prefill_impl(batch)
+    return backend
+
+
+#: Pairs of which both sides read the rows, and that SGLang refuses all the same when a server starts: what
+#: stands for kvpool_mla is no tilelang, and flashinfer_sparse_mla comes with itself or triton_sparse_mla.
+REFUSED_AT_START = """
+fp8              tilelang               kvpool_mla
+fp8_block_scale  flashmla_sparse        flashinfer_sparse_mla
+fp8_block_scale  flashmla_sparse_q8     flashinfer_sparse_mla
+fp8_block_scale  flashmla_kv            flashinfer_sparse_mla
+fp8_block_scale  flashmla_auto          flashinfer_sparse_mla
+fp8_block_scale  flashinfer_sparse_mla  flashmla_kv
+fp8_block_scale  flashinfer_sparse_mla  kvpool_mla
+"""
+
+
+def test_pairs_that_sglang_refuses_when_it_starts(monkeypatch):
+    """By its own checks, for a model and a GPU that have them; the table is about rows alone."""
+    import torch
+    from sglang.kernels.ops.attention.flash_mla_sm120 import _validate_flashinfer_sparse_mla_backend
+    from sglang.srt.arg_groups.overrides import _check_dsa_backend_constraints
+    from sglang.srt.layers.attention.dsa_backend import _validate_flashmla_sparse_q8_backend
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    refused = set()
+    for layout, prefill, decode, _ in cells(STOCK, ["EXTEND"], IMPLEMENTATIONS):
+        if expected(layout, prefill, decode, "EXTEND") == REFUSED:
+            continue
+        shown = "flashmla_sparse" if decode == "kvpool_mla" else decode
+        names = {"prefill_impl": prefill, "decode_impl": shown}
+        dtype = MLAKVCacheLayout(layout).sglang_kv_cache_dtype(is_dsa=True)
+        torch_dtype = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[dtype]
+        try:
+            _check_dsa_backend_constraints(dtype, prefill, shown, hip=False)
+            _validate_flashmla_sparse_q8_backend(
+                **names,
+                kv_cache_dtype=torch_dtype,
+                kv_cache_store_fp8=layout == "fp8_block_scale",
+                qk_rope_head_dim=64,
+                device_sm_major=9,
+            )
+            _validate_flashinfer_sparse_mla_backend(
+                **names,
+                model_arch="GlmMoeDsaForCausalLM",
+                device_sm_major=12 if "flashinfer_sparse_mla" in (prefill, decode) else 9,
+                kv_cache_dtype=torch_dtype,
+            )
+        except ValueError:
+            refused.add((layout, prefill, decode))
+    assert refused == {tuple(line) for line in lines(REFUSED_AT_START)}
+
+
+# -------------------------------------------------------------------- pooled index keys
+
+#: Prefills for which SGLang gathers with pooled index keys, in EXTEND alone.
+KPOOL_RAGGED = """
+bf16             flashmla_sparse_q8
+fp8              flashmla_sparse_q8
+fp8_block_scale  flashmla_sparse_q8
+fp8_block_scale  flashmla_sparse
+fp8_block_scale  triton_sparse_mla
+"""
+
+
+def test_pooled_index_keys_keep_sglangs_rule():
+    ragged = {tuple(line) for line in lines(KPOOL_RAGGED)}
+    for layout, prefill, decode, mode in cells(STOCK):
+        if "kvpool_mla" in (prefill, decode):
+            continue
+        said = select_topk_transform(layout, prefill, decode, mode, index_kpool=4).name
+        by_hand = (layout, prefill) in ragged and mode == "EXTEND"
+        assert said == ("RAGGED" if by_hand else "PAGED"), (layout, prefill, decode, mode)
+        if prefill is not None:
+            assert said == sglangs_answer(layout, prefill, mode), (layout, prefill, decode, mode)
+
+
+def test_pooled_index_keys_refuse_what_is_ours():
+    for layout, prefill, decode, mode in cells(LAYOUTS):
+        if layout == "fp4" or "kvpool_mla" in (prefill, decode):
+            with pytest.raises(UnsupportedCombination, match="index_kpool"):
+                select_topk_transform(layout, prefill, decode, mode, index_kpool=2)
+            with pytest.raises(UnsupportedCombination, match="index_kpool"):
+                check_combination(layout, prefill, decode, index_kpool=2)
+
+
+#: What attends the tail of such models on Hopper, where flashmla_sparse is replaced by fa3
+#: (dsa/dsa_backend_kpool.py:77): "works", or "misreads" rows, as in `topk_table`. The rest SGLang raises for.
+KPOOL_SIDES = """
+bf16             prefill  works     flashmla_sparse flashmla_sparse_q8 flashmla_auto fa3 tilelang trtllm
+bf16             decode   works     flashmla_sparse fa3 tilelang trtllm
+fp8              prefill  works     tilelang trtllm
+fp8              prefill  misreads  flashmla_sparse flashmla_sparse_q8 flashmla_auto fa3
+fp8              decode   works     tilelang trtllm
+fp8              decode   misreads  flashmla_sparse fa3
+fp8_block_scale  prefill  misreads  flashmla_sparse fa3 tilelang trtllm
+fp8_block_scale  decode   misreads  flashmla_sparse fa3 tilelang trtllm
+"""
+
+
+def kpool_sides(verdict):
+    return {
+        (layout, side, name)
+        for layout, side, word, *names in lines(KPOOL_SIDES)
+        for name in names
+        if word == verdict
+    }
+
+
+def sglang_raises(layout, side, name):
+    """Whether SGLang's guard does at the first batch."""
+    attributes = {"dsa_index_kpool": 4, "device_sm_major": 9}
+    backend = choose(layout, **attributes) if name == "flashmla_auto" else sglang(layout, name, **attributes)
+    # Decoding, no choice is made.
+    attending = backend.dsa_prefill_impl if side == "prefill" else name
+    topk_indices = object()  # asked for its presence alone
+    attending = backend._resolve_kpool_tail_backend(topk_indices, attending)
+    try:
+        backend._check_kpool_tail_backend(topk_indices, attending, side)
+    except NotImplementedError:
+        return True
+    return False
+
+
+def test_what_sglang_raises_for_with_pooled_index_keys():
+    passes = kpool_sides("works") | kpool_sides("misreads")
+    for layout in STOCK:
+        for side in ("prefill", "decode"):
+            for name in set(IMPLEMENTATIONS) - {"kvpool_mla"}:
+                assert sglang_raises(layout, side, name) == ((layout, side, name) not in passes)
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        *(name for name in (*IMPLEMENTATIONS, None) if name not in ("flashmla_auto", "kvpool_mla")),
+        pytest.param(
+            "flashmla_auto",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="refused over bf16, where SGLang attends by fa3 in place of flashmla_sparse",
+            ),
+        ),
+    ],
+)
+def test_servers_with_pooled_index_keys(prefill):
+    works = kpool_sides("works")
+    for layout, _, decode, _ in cells(STOCK, [None]):
+        if decode == "kvpool_mla":
+            continue
+        good = all(
+            name is None or (layout, side, name) in works
+            for side, name in (("prefill", prefill), ("decode", decode))
+        )
+        if layout == "fp8" and None not in (prefill, decode):
+            good = good and prefill == decode
+        if good:
+            check_combination(layout, prefill, decode, index_kpool=4)
+        else:
+            with pytest.raises(UnsupportedCombination):
+                check_combination(layout, prefill, decode, index_kpool=4)
