@@ -75,7 +75,7 @@ class _Implementation:
     prefill, decode : bool
         Whether there is such a prefill, such a decode.
     alone : frozenset of MLAKVCacheLayout
-        Rows with which nothing else than itself, or our decode, may be the other side.
+        Rows with which, as a prefill, it has to be the decode too.
     """
 
     stored: frozenset[MLAKVCacheLayout] = frozenset()
@@ -115,7 +115,8 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     "fa3": _Implementation(stored=_of(_BF16)),
     # :3440; arg_groups/overrides.py:571 wants raw fp8 rows to have no other reader.
     "tilelang": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
-    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3437).
+    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3437), and its
+    # model leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
     "trtllm": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
     # :3245, as flashmla_sparse; forward_decode has no such branch.
     "triton_sparse_mla": _Implementation(stored=_of(_BF16), gathered=_of(_SCALED), decode=False),
@@ -185,15 +186,9 @@ def _select(
         raise UnsupportedCombination(f"{problem}; {_nearest(layout, prefill, decode)}")
     if prefill is None or mode not in EXTEND_MODES:
         return TopkTransform.PAGED
-    implementation = IMPLEMENTATIONS[prefill]
-    if layout not in implementation.gathered:
+    if layout not in IMPLEMENTATIONS[prefill].gathered:
         return TopkTransform.PAGED
-    if mode not in implementation.ragged_modes:
-        modes = ", ".join(implementation.ragged_modes)
-        raise UnsupportedCombination(
-            f"DSA prefill {prefill} gathers keys in {modes} batches only, and this one is {mode}; leave out "
-            f"what makes such batches ({_MAKERS[mode]}), or {_nearest(layout, None, decode)}"
-        )
+    _check_ragged_modes(layout, prefill, (mode,), decode)
     return TopkTransform.RAGGED
 
 
@@ -229,7 +224,7 @@ def check_combination(
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
     if index_kpool > 1:
-        _check_kpool_readers(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl)
+        _check_kpool_readers(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl, modes)
 
 
 def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
@@ -241,6 +236,20 @@ def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
 
 
 # -------------------------------------------------------------------- what does not work
+
+
+def _check_ragged_modes(
+    layout: MLAKVCacheLayout, prefill: str, modes: tuple[str, ...], decode: str | None = None
+) -> None:
+    """Refuse modes of extends in which gathering is not wired up."""
+    wired = IMPLEMENTATIONS[prefill].ragged_modes
+    for mode in modes:
+        if mode in EXTEND_MODES and mode not in wired:
+            raise UnsupportedCombination(
+                f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
+                f"{mode}; leave out what makes such batches ({_MAKERS[mode]}), or "
+                f"{_nearest(layout, None, decode)}"
+            )
 
 
 def _check_names(prefill: str | None, decode: str | None, mode: str | None, index_kpool: int) -> None:
@@ -271,11 +280,10 @@ def _problem(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
             readable |= implementation.gathered
         if layout not in readable:
             return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
-    if prefill is None or decode in (None, prefill, KVPOOL_DECODE):
+    if prefill is None or decode in (None, prefill):
         return None
-    for one in (prefill, decode):
-        if one is not None and layout in IMPLEMENTATIONS[one].alone:
-            return f"with rows of KV cache layout {layout}, {one} has to be both DSA prefill and decode"
+    if layout in IMPLEMENTATIONS[prefill].alone:
+        return f"with rows of KV cache layout {layout}, {prefill} has to be both DSA prefill and decode"
     return None
 
 
@@ -287,12 +295,18 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str | None, decode: s
         )
 
 
-def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> None:
+def _check_kpool_readers(
+    layout: MLAKVCacheLayout, prefill: str | None, decode: str | None, modes: tuple[str, ...]
+) -> None:
     """What `_check_kpool_tail_backend` of SGLang raises at the first batch, and readers of other rows."""
     for side, name in (("prefill", prefill), ("decode", decode)):
-        # On Hopper; on Blackwell by trtllm.
-        reader = "fa3" if name == SPARSE_BF16 else name
-        if reader is None or (side == "prefill" and name == "flashmla_sparse_q8" and layout is _BF16):
+        if side == "prefill" and name == "flashmla_sparse_q8" and layout is _BF16:
+            _check_ragged_modes(layout, name, modes)
+            continue
+        # On Hopper; on Blackwell by trtllm. With 16-bit rows flashmla_auto is flashmla_sparse.
+        sparse = name == SPARSE_BF16 or (side == "prefill" and name == "flashmla_auto" and layout is _BF16)
+        reader = "fa3" if sparse else name
+        if reader is None:
             continue
         if reader not in _KPOOL_READERS or layout not in IMPLEMENTATIONS[reader].stored:
             attended = "" if reader == name else f" (attended by {reader} for such models)"
@@ -316,7 +330,10 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
     pairs = [
         pair
         for pair in working_pairs(layout)
-        if KVPOOL_DECODE not in pair and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
+        if KVPOOL_DECODE not in pair
+        and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
+        # SM120, where SGLang takes it for both sides or not at all (flash_mla_sm120.py:706).
+        and pair.count("flashinfer_sparse_mla") != 1
     ]
     best = max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
     return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"

@@ -80,7 +80,16 @@ def prepare(
     ValueError
         What does not go with the layout, with a way out.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     name = model_name(model_config)
+    device = resolving_view(server_args).device
+    device = "ROCm" if device == "cuda" and _is_rocm() else device
+    if device != "cuda":
+        raise ValueError(
+            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on GPUs of NVIDIA "
+            f"only, and the device is {device}; serve it without {LAYOUT.flag}"
+        )
     if arrangement is not KVArrangement.LAYER_MAJOR:
         raise ValueError(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
@@ -149,12 +158,6 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     name = model_name(model_config)
-    device = "ROCm" if view.device == "cuda" and _is_rocm() else view.device
-    if device != "cuda":
-        raise ValueError(
-            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on GPUs of NVIDIA "
-            f"only, and the device is {device}; serve it without {LAYOUT.flag}"
-        )
     if env.flag(env.PREFILL_READS_ROWS):
         raise ValueError(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"

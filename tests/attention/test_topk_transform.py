@@ -55,7 +55,7 @@ def test_the_table_by_hand_says_what_it_is_meant_to_say():
     assert expected("bf16", "flashmla_sparse_q8", "fa3", "SPLIT_PREFILL") == REFUSED
     assert expected("bf16", "flashmla_sparse", "trtllm", "EXTEND") == PAGED
     assert expected("fp8", "tilelang", "trtllm", "DECODE") == REFUSED
-    assert expected("fp8", "trtllm", "kvpool_mla", None) == PAGED
+    assert expected("fp8", None, "kvpool_mla", None) == PAGED
     assert expected("fp4", "flashmla_sparse", "kvpool_mla", "DLLM_EXTEND") == RAGGED
     assert expected("fp4", None, "flashmla_sparse", "DECODE") == REFUSED
     pairs = {

@@ -116,12 +116,11 @@ fp4              kvpool_mla             yes | ours
 """
 
 #: Sides that can read the rows go together, but for these rows, of which SGLang wants one reader
-#: (arg_groups/overrides.py:571, mem_cache/kv_cache_configurator.py:3434). Ours reads whatever is stored.
+#: (arg_groups/overrides.py:571, mem_cache/kv_cache_configurator.py:3434). Beside ours, trtllm would also
+#: leave out the rotary embedding (forward_mla.py:972).
 FP8_PAIRS = """
 tilelang  tilelang
-tilelang  kvpool_mla
 trtllm    trtllm
-trtllm    kvpool_mla
 """
 
 PAGED, RAGGED, REFUSED = "PAGED", "RAGGED", "REFUSED"

@@ -131,14 +131,20 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
     model[0].k_scale_float = 0.5
     kvc = SimpleNamespace(model=model, is_draft_worker=False)
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
+
+    def checked(layout):
+        return pools._checked_k_scales(kvc, MLAKVCacheLayout(layout), pools._readers(kvc))
+
     with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0.*flashmla.*kvpool_mla"):
-        pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8"))
-    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("bf16")) == {}
+        checked("fp8")
+    with pytest.raises(ValueError, match=r"k_scale=0\.5.*backend dsa does not.*use --kv-cache-layout bf16"):
+        pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8"), ("dsa",))
+    assert checked("bf16") == {}
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
-    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 0.5}
+    assert checked("fp8") == {0: 0.5}
     model[0].k_scale_float = 1.0
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("flashmla", "flashmla"))
-    assert pools._checked_k_scales(kvc, MLAKVCacheLayout("fp8")) == {0: 1.0}
+    assert checked("fp8") == {0: 1.0}
 
 
 def on_a_gpu(real):

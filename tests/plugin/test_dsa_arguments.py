@@ -70,9 +70,7 @@ def test_blackwell_would_store_other_rows(serve):
     """There SGLang's choice for fp8_e4m3 is trtllm, which reads raw rows."""
     view = serve("fp8", capability=(10, 0))
     assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("trtllm", "trtllm")
-    with pytest.raises(
-        ValueError, match="trtllm cannot read rows of KV cache layout fp8_block_scale; use --dsa"
-    ):
+    with pytest.raises(ValueError, match="trtllm cannot read rows of KV cache layout fp8_block_scale; use"):
         serve("fp8_block_scale", capability=(10, 0))
 
 
@@ -98,7 +96,7 @@ REFUSED = [
     (
         "fp8_block_scale",
         (*pair("flashmla_sparse_q8", "flashmla_kv"), "--enable-mixed-chunk"),
-        "EXTEND batches only, and this one is MIXED; leave out what makes such batches .--enable-mixed-chunk.",
+        "in EXTEND batches only, and this one is MIXED; leave out .*--enable-mixed-chunk",
     ),
     ("fp4", pair("flashmla_sparse", "fa3"), "--dsa-decode-backend fa3 cannot read"),
     ("fp4", pair("flashmla_kv", "flashmla_kv"), "--dsa-prefill-backend flashmla_kv cannot read"),
@@ -139,10 +137,8 @@ def test_rows_that_prefill_does_not_read(serve, monkeypatch):
         serve("fp4")
 
 
-def test_not_on_a_cpu(resolve, checkpoints, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def test_not_on_a_cpu(resolve, checkpoints):
+    """Before SGLang asks for a GPU that is not there."""
     with pytest.raises(ValueError, match="GPUs of NVIDIA only, and the device is cpu"):
         resolve(checkpoints["dsa"], "--kv-cache-layout", "fp4")
 
