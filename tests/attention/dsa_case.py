@@ -1,0 +1,242 @@
+"""SGLang's real DSA backend on the CPU: its metadata, its dispatch, real pools, request tables and batches.
+
+Its constructor asks for a GPU, so it is made without; what runs on one alone, FlashMLA's kernel over 16-bit
+keys, is a float64 attention over what the kernel was given.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import torch
+
+RANK, ROPE, HEADS, LAYER, SCALE = 512, 64, 4, 6, 0.05
+TOP_K, PAGE, TOKENS = 16, 64, 256
+DRAFTS = 3
+
+
+def make_pool(layout, *, stock=False):
+    """Of two layers, full of NaN; SGLang's own class with `stock`."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+
+    scaled = layout == "fp8_block_scale"
+    arguments = {
+        "dtype": torch.float8_e4m3fn if layout.startswith("fp8") else torch.bfloat16,
+        "kv_cache_dim": RANK + 4 * RANK // 128 + 2 * ROPE if scaled else RANK + ROPE,
+        "kv_lora_rank": RANK,
+        "qk_rope_head_dim": ROPE,
+        "layer_num": 2,
+        "device": "cpu",
+        "enable_memory_saver": False,
+        "start_layer": LAYER - 1,
+        "end_layer": LAYER,
+        "index_head_dim": 128,
+    }
+    kind = DSATokenToKVPool if stock else LayoutDSATokenToKVPool.bind(layout)
+    pool = kind(TOKENS, PAGE, **arguments)
+    for tensor in pool.kv_buffer:
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: nobody may read it
+    return pool
+
+
+def make_backend(pool, prefill, decode, **attributes):
+    """With the attributes that SGLang's constructor would give it on Hopper, and ours."""
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from sgl_kvpool.sglang_plugin import dsa
+
+    backend = object.__new__(DeepseekSparseAttnBackend)
+    table = ReqToTokenPool(8, 128, "cpu", False)
+    values = {
+        "device": "cpu",
+        "token_to_kv_pool": pool,
+        "req_to_token_pool": table,
+        "req_to_token": table.req_to_token,
+        "dsa_kv_cache_store_fp8": pool.dsa_kv_cache_store_fp8,
+        "kv_cache_dim": pool.kv_cache_dim,
+        "dsa_prefill_impl": prefill,
+        "dsa_decode_impl": decode,
+        "enable_auto_select_prefill_impl": prefill == "flashmla_auto",
+        "dsa_index_topk": TOP_K,
+        "dsa_index_kpool": 1,
+        "physical_page_size": PAGE,
+        "num_q_heads": HEADS,
+        "speculative_num_draft_tokens": DRAFTS,
+        "dsa_topk_backend": DSATopKBackend.TORCH,
+        "use_fused_topk": False,
+        "device_sm_major": 9,
+        "num_splits": 0,
+        "dcp_size": 1,
+        "hisparse_coordinator": None,
+        "_kv_shard_pool": None,
+        "supports_mha_one_shot": True,
+        "use_mha": False,
+        "_sink_pad_cache": {},
+        "_arange_buf": torch.arange(1024, dtype=torch.int32),
+        "_is_in_breakable_cuda_graph": lambda: True,  # no dense attention for short prompts
+        "_is_in_tc_piecewise_cuda_graph": lambda: False,
+        "_get_device_sm": lambda: 90,
+        "_is_blackwell": lambda: False,
+    }
+    for name, value in (values | attributes).items():
+        setattr(backend, name, value)
+    dsa.attach(backend)
+    return backend
+
+
+class SparseKernel:
+    """In place of FlashMLA's `flash_mla_sparse_fwd`: attends in float64 and notes the dtype of its keys."""
+
+    def __init__(self, monkeypatch):
+        self.dtypes = []
+        # The module itself loads CUDA's libraries.
+        name = "sglang.kernels.ops.attention.flash_mla_interface"
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_mla_sparse_fwd=self))
+
+    def __call__(self, q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
+        self.dtypes.append(kv.dtype)
+        if kv.dtype != torch.bfloat16 or kv.shape[-1] != q.shape[-1]:
+            raise TypeError(f"16-bit keys of {q.shape[-1]} values, not {kv.shape[-1]} of {kv.dtype}")
+        out = torch.zeros(*q.shape[:2], d_v, dtype=torch.float64)
+        for t, places in enumerate(indices[:, 0].tolist()):
+            if topk_length is not None:
+                places = places[: int(topk_length[t])]
+            chosen = [p for p in places if p >= 0]
+            out[t] = attend(q[t].double(), kv[chosen, 0].double(), d_v, sm_scale)
+        return out.to(q.dtype), None, None
+
+
+def attend(q, keys, rank, scale):
+    """One query's heads over some keys; 0 without keys."""
+    if not len(keys):
+        return q.new_zeros(len(q), rank)
+    return torch.softmax(scale * q @ keys.T, -1) @ keys[:, :rank]
+
+
+class Case:
+    """Requests with random keys at random slots; of `lengths`, the first `prefixes` are stored before.
+
+    A batch attends, for each of its tokens, a random choice of the tokens up to it, at most `TOP_K`.
+    """
+
+    def __init__(self, layout, lengths, prefixes, prefill, decode, *, stock=False, **attributes):
+        self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
+        self.pool = make_pool(layout, stock=stock)
+        self.backend = make_backend(self.pool, prefill, decode, **attributes)
+        self.layer = radix_attention()
+        generator = torch.Generator().manual_seed(7)
+        slots = (
+            torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + PAGE
+        )  # the first page is reserved
+        self.slots = list(slots.split(lengths))
+        self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        for row, own in zip(self.rows, self.slots, strict=True):
+            self.backend.req_to_token[row, : len(own)] = own.int()
+        for own, keys, prefix in zip(self.slots, self.keys, prefixes, strict=True):
+            if prefix:
+                self.store(own[:prefix], keys[:prefix])
+
+    def store(self, slots, keys):
+        self.pool.set_mla_kv_buffer(self.layer, slots, keys[..., :RANK], keys[..., RANK:])
+
+    def batch(self, mode):
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
+        # Of a verification SGLang's lengths do not count what is verified.
+        lengths = torch.tensor(self.prefixes if mode == "TARGET_VERIFY" else self.lengths)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode],
+            batch_size=len(self.lengths),
+            input_ids=torch.zeros(sum(map(len, fresh)), dtype=torch.int64),
+            req_pool_indices=torch.tensor(self.rows),
+            seq_lens=lengths,
+            out_cache_loc=torch.cat(fresh),
+            seq_lens_sum=int(lengths.sum()),
+            seq_lens_cpu=lengths,
+            extend_num_tokens=sum(map(len, fresh)),
+        )
+        if mode not in ("DECODE", "IDLE"):
+            batch.extend_prefix_lens_cpu = list(self.prefixes)
+            batch.extend_prefix_lens = torch.tensor(self.prefixes)
+            batch.extend_seq_lens_cpu = list(map(len, fresh))
+            batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
+        return batch
+
+    def chosen(self):
+        """`[tokens, TOP_K]` places of a request's own tokens, the rest -1."""
+        generator = torch.Generator().manual_seed(9)
+        lists = []
+        for length, prefix in zip(self.lengths, self.prefixes, strict=True):
+            for position in range(prefix, length):
+                places = torch.randperm(position + 1, generator=generator)[:TOP_K]
+                lists.append(torch.nn.functional.pad(places, (0, TOP_K - len(places)), value=-1))
+        return torch.stack(lists).int()
+
+    def run(self, mode):
+        """Output `[tokens, HEADS, RANK]` of one layer."""
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
+        generator = torch.Generator().manual_seed(8)
+        self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16()
+        forward = self.backend.forward_decode if mode == "DECODE" else self.backend.forward_extend
+        out = forward(
+            self.q[..., :RANK].reshape(len(keys), -1),
+            keys[..., :RANK],
+            keys[..., :RANK],
+            self.layer,
+            batch,
+            q_rope=self.q[..., RANK:],
+            k_rope=keys[..., RANK:],
+            topk_indices=self.chosen(),
+        )
+        return out.view(len(keys), HEADS, RANK)
+
+    def stored(self, keys):
+        """Values of keys after a trip through the pool, by the oracle."""
+        nope, rope = keys[:, 0, :RANK], keys[:, 0, RANK:]
+        row_bytes = self.pool.kv_buffer[0][0].nbytes
+        rows = oracle.encode(nope, rope, self.layout, RANK, ROPE, row_bytes, 1.0)
+        return torch.from_numpy(oracle.decode(rows, self.layout, RANK, ROPE, 1.0).astype(np.float64))
+
+    def in_pool(self, slots):
+        """Values of the bytes that some slots hold now, by the oracle."""
+        rows = self.pool.kv_buffer[1][slots, 0].view(torch.uint8).numpy()
+        return torch.from_numpy(oracle.decode(rows, self.layout, RANK, ROPE, 1.0).astype(np.float64))
+
+    def wanted(self, *, fresh_as_computed=False, from_pool=False):
+        """In float64: rows as stored, or those of this batch as they were computed.
+
+        With `from_pool` by what is in the pool: SGLang's own writer is not ours to test, and is interpreted.
+        """
+        out, chosen, t = [], self.chosen(), 0
+        for keys, slots, prefix in zip(self.keys, self.slots, self.prefixes, strict=True):
+            values = keys[:, 0].double() if fresh_as_computed else self.stored(keys)
+            values = self.in_pool(slots) if from_pool else values
+            for _ in range(len(keys) - prefix):
+                places = [p for p in chosen[t].tolist() if p >= 0]
+                out.append(attend(self.q[t].double(), values[places], RANK, SCALE))
+                t += 1
+        return torch.stack(out)
+
+
+def radix_attention():
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return RadixAttention(
+        num_heads=HEADS, head_dim=RANK + ROPE, scaling=SCALE, num_kv_heads=1, layer_id=LAYER, v_head_dim=RANK
+    )
+
+
+def in_forward(backend):
+    """SGLang's context of a running forward pass."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    return forward_context(ForwardContext(SimpleNamespace(token_to_kv_pool=backend.token_to_kv_pool)))

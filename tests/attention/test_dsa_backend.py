@@ -1,0 +1,221 @@
+"""SGLang's real DSA backend with our hooks: consumers of the top-k transform, and readers of every layout."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from dsa_case import DRAFTS, RANK, TOP_K, Case, SparseKernel, in_forward, make_backend, make_pool
+
+pytestmark = pytest.mark.usefixtures("published", "hooked")
+
+EXTENDS = ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
+#: Implementations by layout, as SGLang knows them, of which FlashMLA's 16-bit kernel or ours attends.
+PAIRS = {
+    "bf16": ("flashmla_sparse", "flashmla_sparse"),
+    "fp8_block_scale": ("flashmla_sparse", "flashmla_kv"),
+    "fp4": ("flashmla_sparse", "flashmla_sparse"),
+}
+RAGGED = ("fp8_block_scale", "fp4")
+PREFIXES = {"none": [0, 0, 0], "some": [0, 29, 6], "all": [8, 29, 6]}
+LENGTHS = [9, 40, 7]
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """Our hooks in this process, `torch.cat` uncompiled, and in torch what asserts that it is on a GPU."""
+    from sglang.srt.layers.attention import dsa_backend
+
+    from sgl_kvpool.sglang_plugin import dsa
+
+    dsa.install()
+    monkeypatch.setattr(dsa_backend, "_compiled_cat", torch.cat)
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", seen_lengths)
+
+
+def seen_lengths(extend_seq_lens, seq_lens, total_len, max_q_len):
+    """How much of its request each new token sees."""
+    pairs = zip(extend_seq_lens.tolist(), seq_lens.tolist(), strict=True)
+    seen = torch.cat([torch.arange(n - new + 1, n + 1, dtype=torch.int32) for new, n in pairs])
+    assert len(seen) == total_len
+    return seen
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    return SparseKernel(monkeypatch)
+
+
+def case_of(layout, prefixes, **more):
+    return Case(layout, LENGTHS, PREFIXES[prefixes], *PAIRS[layout], **more)
+
+
+def run(case, mode):
+    with in_forward(case.backend):
+        return case.run(mode)
+
+
+def close(found, wanted):
+    """Queries and keys are bfloat16, and Triton's interpreter cuts off SGLang's decoded ones."""
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(found.double().numpy(), wanted.numpy(), rtol=0.03, atol=0.012)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+@pytest.mark.parametrize("mode", EXTENDS)
+@pytest.mark.parametrize("prefixes", PREFIXES)
+def test_extends(layout, mode, prefixes, kernel):
+    """Without a prefix keys are attended as they were computed, with any they are read back."""
+    case = case_of(layout, prefixes)
+    found = run(case, mode)
+    close(found, case.wanted(fresh_as_computed=prefixes == "none" and layout in RAGGED))
+    assert kernel.dtypes == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+@pytest.mark.parametrize("mode", EXTENDS)
+@pytest.mark.parametrize("prefixes", PREFIXES)
+def test_consumers_agree(layout, mode, prefixes, kernel):
+    case = case_of(layout, prefixes)
+    run(case, mode)
+    batch, metadata = case.batch(mode), case.backend.forward_metadata
+    ragged = layout in RAGGED
+    indexer = case.backend.get_indexer_metadata(0, batch)
+    assert indexer.topk_transform_method.name == ("RAGGED" if ragged else "PAGED")
+    assert (metadata.topk_indices_offset is not None) == ragged
+    assert (metadata.page_table_1_flattened is not None) == (ragged and prefixes != "none")
+    if ragged:
+        # Where each token's request begins among all keys of the batch.
+        starts = np.cumsum([0, *LENGTHS[:-1]])
+        fresh = [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]
+        assert metadata.topk_indices_offset.tolist() == np.repeat(starts, fresh).tolist()
+    if metadata.page_table_1_flattened is not None:
+        assert metadata.page_table_1_flattened.tolist() == torch.cat(case.slots).tolist()
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+@pytest.mark.parametrize("prefixes", PREFIXES)
+@pytest.mark.parametrize("mode", EXTENDS)
+def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
+    """Whatever prefill selected, a draft's decode is given places in the pool."""
+    case = case_of(layout, prefixes, use_fused_topk=True)
+    case.backend.init_forward_metadata(case.batch(mode))
+    method = case.backend.get_topk_transform_method(case.batch(mode).forward_mode).name
+    local, owners = (
+        case.chosen(),
+        np.repeat(range(3), [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]),
+    )
+    slots = torch.stack(
+        [
+            torch.where(row >= 0, case.slots[r][row.clamp(min=0).long()], -1)
+            for r, row in zip(owners, local, strict=True)
+        ]
+    )
+    starts = torch.tensor([0, *np.cumsum(LENGTHS)[:-1]])[owners][:, None]
+    selected = slots.int() if method == "PAGED" else torch.where(local >= 0, local + starts, -1).int()
+    seeds = case.backend.prepare_mtp_seed_indices(selected, case.batch(mode).forward_mode)
+    assert seeds.tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_decode(layout, kernel):
+    case = Case(layout, LENGTHS, [8, 39, 6], *PAIRS[layout])
+    close(run(case, "DECODE"), case.wanted())
+    assert kernel.dtypes == ([] if layout == "fp4" else [torch.bfloat16])
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+def test_what_drafts_add(layout, mode, kernel):
+    lengths = [n + DRAFTS for n in (1, 37, 20)]
+    case = Case(layout, lengths, [1, 37, 20], *PAIRS[layout])
+    close(run(case, mode), case.wanted())
+    assert kernel.dtypes == ([] if layout == "fp4" else [torch.bfloat16])
+    assert case.backend.forward_metadata.topk_indices_offset is None
+
+
+@pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.parametrize("mode", EXTENDS[1:])
+def test_unhooked_sglang_hands_packed_rows_to_a_16_bit_kernel(mode, stock, kernel, monkeypatch):
+    """The defect of 0.5.23, and that the hook mends it, over SGLang's own pool too."""
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    case = case_of("fp8_block_scale", "some", stock=stock)
+    close(run(case, mode), case.wanted(from_pool=stock))
+    own = inspect.unwrap(DeepseekSparseAttnBackend.get_topk_transform_method)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "get_topk_transform_method", own)
+    with pytest.raises(TypeError, match=r"16-bit keys of 576 values, not 656 of torch\.float8_e4m3fn"):
+        run(case, mode)
+
+
+def test_a_batch_without_keys_reads_nothing(kernel):
+    """An idle rank's; its tokens have empty lists."""
+    case = Case("fp4", [1, 1], [0, 0], *PAIRS["fp4"])
+    q = torch.randn(2, 4, 576).bfloat16()
+    rows = case.pool.get_key_buffer(6)
+    none = torch.full((2, TOP_K), -1, dtype=torch.int32)
+    out = case.backend._forward_flashmla_sparse(
+        q_all=q, kv_cache=rows, v_head_dim=RANK, page_table_1=none, sm_scale=1.0, topk_length=None
+    )
+    assert (out == 0).all()
+    assert out.shape == (2, 4, RANK)
+
+
+# -------------------------------------------------------------------- a choice per batch
+
+
+@pytest.mark.parametrize("blackwell", [False, True])
+def test_a_choice_does_not_leak_into_the_next_batch(blackwell, kernel):
+    """SGLang leaves the last batch's where the next takes dense attention, which then transforms by it."""
+    dense = [False]
+    case = Case(
+        "fp8_block_scale", LENGTHS, PREFIXES["some"], "flashmla_auto", "flashmla_kv",
+        _is_in_breakable_cuda_graph=lambda: not dense[0], _is_blackwell=lambda: blackwell,
+    )  # fmt: skip
+    choices = []
+    for mode, takes_dense in (("EXTEND", False), ("EXTEND", True), ("MIXED", False), ("EXTEND", False)):
+        dense[0] = takes_dense
+        batch = case.batch(mode)
+        case.backend.set_dsa_prefill_impl(batch)
+        assert case.backend.use_mha == takes_dense
+        method = case.backend.get_topk_transform_method(batch.forward_mode).name
+        choices.append((case.backend.dsa_prefill_impl, method))
+    sparse = ("flashmla_sparse", "RAGGED") if blackwell else ("flashmla_kv", "PAGED")
+    assert choices == [sparse, ("flashmla_auto", "PAGED"), ("flashmla_kv", "PAGED"), sparse]
+
+
+# -------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize(
+    ("layout", "pair"),
+    [
+        ("fp8_block_scale", ("flashmla_sparse", "flashmla_sparse")),
+        ("fp8_block_scale", ("fa3", "flashmla_kv")),
+        ("fp8", ("flashmla_kv", "flashmla_kv")),
+        ("fp4", ("flashmla_sparse", "fa3")),
+        ("fp4", ("fa3", "flashmla_sparse")),
+    ],
+)
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_backend_that_cannot_read_its_pool(layout, pair, stock):
+    if stock and layout == "fp4":
+        pytest.skip("SGLang has no such pool")
+    with pytest.raises(ValueError, match="cannot read rows of KV cache layout"):
+        make_backend(make_pool(layout, stock=stock), *pair)
+
+
+def test_what_has_no_reader_of_ours(kernel):
+    case = Case("fp4", [3], [2], *PAIRS["fp4"])
+    with pytest.raises(ValueError, match="attention sinks are not computed over rows of KV cache layout fp4"):
+        case.backend._forward_flashmla_sparse(
+            q_all=torch.zeros(1, 4, 576).bfloat16(), kv_cache=case.pool.get_key_buffer(6), v_head_dim=RANK,
+            page_table_1=torch.zeros(1, TOP_K, dtype=torch.int32), sm_scale=1.0, attn_sink=torch.zeros(4),
+        )  # fmt: skip
+
+
+def test_the_workspace_is_shared(kernel):
+    """Backends of target, draft and steps run one after the other."""
+    pool = make_pool("fp4")
+    one, other = (make_backend(pool, *PAIRS["fp4"]) for _ in range(2))
+    assert one._kvpool_sparse_reader._workspace is other._kvpool_sparse_reader._workspace
