@@ -22,15 +22,15 @@ __all__ = [
 
 PAGE_SIZE = 64
 OURS = "kvpool"
-#: Peers of dense lists and of top-k lists, all on BF16 rows but the last of the latter.
+#: Peers of dense lists and of top-k lists, all on BF16 rows but the last two of the latter.
 DENSE_PEERS = ("sglang_triton", "flashinfer", "flashinfer_page64", "flashmla")
-SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8")
+SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8", "gather_flashmla")
 #: Dequantises the whole pool, then attends BF16 rows.
 WHOLE_POOL_PEER = "sglang_fp4"
-PEERS = (*DENSE_PEERS, SPARSE_PEERS[-1], WHOLE_POOL_PEER)
+PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
 GROUPS = ("dense", "sparse", "whole_pool", "mtp", "arrangement")
 
-_LAYOUT_OF_PEER = {"flashmla_sparse_fp8": "fp8_block_scale"}
+_LAYOUT_OF_PEER = {"flashmla_sparse_fp8": "fp8_block_scale", "gather_flashmla": "fp4"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from attention_inputs import RANK, ROPE, SCALE, Problem
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
+from sgl_kvpool.codec import gather_rows
 
 __all__ = ["Prepared", "Runner", "runners"]
 
@@ -285,6 +286,31 @@ class FlashmlaSparseFp8(Flashmla):
         return Prepared(self.scheduled(call, problem.row_ids), [], problem, {"padded_heads": padded})
 
 
+class GatherFlashmla(FlashmlaSparseFp8):
+    """What could be done with FP4 rows instead of ours: gather and decode a batch's, then FlashMLA over them.
+
+    The lists of a decode are gathered into 16-bit keys, one run per query, which then are what is attended.
+    """
+
+    def prepare(self, problem: Problem) -> Prepared:
+        w, where = problem.workload, problem.q.device
+        padded = 64 if w.heads <= 64 else 128
+        q = problem.q.new_zeros(w.batch, padded, RANK + ROPE)
+        q[:, : w.heads] = problem.q
+        keys = torch.empty(w.batch * w.rows_per_list, RANK + ROPE, dtype=torch.bfloat16, device=where)
+        places = torch.arange(len(keys), dtype=torch.int32, device=where).view(w.batch, 1, w.rows_per_list)
+
+        def call(indices: torch.Tensor) -> torch.Tensor:
+            gather_rows(problem.pool, indices.reshape(-1), problem.fmt, out=keys)
+            out, _, _ = self.module.flash_mla_sparse_fwd(
+                q, keys[:, None], places, SCALE, d_v=RANK, use_legacy=True
+            )
+            return out[:, : w.heads]
+
+        calls = [lambda ids=ids: call(ids) for ids in problem.row_ids]
+        return Prepared(calls, [keys], problem, {"padded_heads": padded, "workspace_bytes": keys.nbytes})
+
+
 def runners() -> dict[str, Runner]:
     """Everyone, by name; nothing is imported yet."""
     return {
@@ -294,6 +320,7 @@ def runners() -> dict[str, Runner]:
         "flashinfer_page64": Flashinfer(PAGE_SIZE),
         "flashmla": Flashmla(),
         "flashmla_sparse_fp8": FlashmlaSparseFp8(),
+        "gather_flashmla": GatherFlashmla(),
         "sglang_fp4": SglangFp4(),
     }
 
