@@ -69,6 +69,11 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name}={value!r} is neither of {_TRUE[:2]} nor of {_FALSE[1:3]}")
 
 
+def is_asked(name: str) -> bool:
+    """Whether a yes/no variable says anything but no, even what `flag` refuses."""
+    return os.environ.get(name, "").strip().lower() not in _FALSE
+
+
 def plugin_list_problem() -> str | None:
     """Why SGLANG_PLUGINS keeps SGLang from loading the plugin; None if it does not."""
     allowed = os.environ.get(SGLANG_PLUGINS, "")

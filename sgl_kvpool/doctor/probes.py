@@ -108,7 +108,7 @@ def plugin() -> Finding:
     if problem:
         finding.problems.append(problem)
     options = {option.env: option for option in OPTIONS}
-    for name in (*options, env.PREFILL_READS_ROWS, env.ALLOW_UNTESTED, env.CHECK_FINITE):
+    for name in (*options, env.PREFILL_READS_ROWS, env.FIX_TOPK, env.ALLOW_UNTESTED, env.CHECK_FINITE):
         value = env.text(name)
         if value is None:
             continue

@@ -42,6 +42,7 @@ def _install() -> None:
     from sgl_kvpool.sglang_plugin import seams
 
     asked = _asked_for()
+    fixes_topk = env.flag(env.FIX_TOPK)
     problem = seams.version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         if asked:
@@ -67,7 +68,7 @@ def _install() -> None:
         stop_if(seams.check(seams.SCHEDULER))
         pools.install()
         stop_if(seams.check(seams.SCHEDULER, applied=True))
-    elif env.flag(env.FIX_TOPK):
+    elif fixes_topk:
         from sgl_kvpool.sglang_plugin import dsa
 
         stop_if(seams.check(seams.SPARSE_ATTENTION))
@@ -103,7 +104,7 @@ def _asked_for() -> str | None:
         ]
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
-    return f"{env.FIX_TOPK}=1" if env.flag(env.FIX_TOPK) else None
+    return f"the top-k fix ({env.FIX_TOPK})" if env.is_asked(env.FIX_TOPK) else None
 
 
 def _exported(option: Option) -> bool:

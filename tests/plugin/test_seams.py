@@ -222,6 +222,37 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     assert done.stdout == "0 27 3 False\n"
     done = run_in_scheduler(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
+    # The five on sparse attention alone.
+    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK="1")
+    assert done.stdout == "0 22 3 False\n", done.stderr
+    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK="0")
+    assert done.stdout == "0 27 3 False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("breakage", "value", "text"),
+    [
+        ("", "maybe", "SGL_KVPOOL_FIX_TOPK='maybe' is neither"),
+        (
+            "import sglang.srt.layers.attention.dsa_backend as d;"
+            "del d.DeepseekSparseAttnBackend.get_topk_transform_method;",
+            "1",
+            "get_topk_transform_method: not there",
+        ),
+    ],
+)
+def test_a_fix_that_cannot_be_had_stops_a_scheduler(run_in_scheduler, breakage, value, text):
+    code = breakage + LOAD.format(argv=["x"]) + "print('went on')"
+    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK=value)
+    assert done.returncode == 1, done.stderr
+    assert "went on" not in done.stdout
+    assert text in done.stderr
+
+
+def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
+    done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, SGL_KVPOOL_FIX_TOPK="1")
+    assert done.returncode == 1
+    assert "the top-k fix (SGL_KVPOOL_FIX_TOPK) was asked for, but SGLang 0.6.1 is not" in done.stderr
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
