@@ -189,7 +189,7 @@ def check_stock(model_config: Any, view: Any) -> None:
     """As `check_resolved` for SGLang's own pool, with SGL_KVPOOL_FIX_TOPK=1 alone."""
     layout = stock_layout(view)
     known = {view.dsa_prefill_backend, view.dsa_decode_backend} <= set(IMPLEMENTATIONS)
-    if layout is not None and known and not view.enable_hisparse:
+    if layout is not None and known and not view.enable_hisparse and not _is_rocm():
         _check_modes(layout, model_config, view)
 
 

@@ -197,12 +197,10 @@ def test_a_choice_does_not_leak_into_the_next_batch(blackwell, kernel):
         ("fp4", ("fa3", "flashmla_sparse")),
     ],
 )
-@pytest.mark.parametrize("stock", [True, False])
-def test_a_backend_that_cannot_read_its_pool(layout, pair, stock):
-    if stock and layout == "fp4":
-        pytest.skip("SGLang has no such pool")
-    with pytest.raises(ValueError, match="cannot read rows of KV cache layout"):
-        make_backend(make_pool(layout, stock=stock), *pair)
+def test_a_backend_that_cannot_read_its_pool(layout, pair):
+    for stock in (True, False) if layout != "fp4" else (False,):  # SGLang has no such pool
+        with pytest.raises(ValueError, match="cannot read rows of KV cache layout"):
+            make_backend(make_pool(layout, stock=stock), *pair)
 
 
 def test_what_has_no_reader_of_ours(kernel):
