@@ -1,31 +1,66 @@
-"""Checkpoints of the shapes of DeepSeek-V3 and Kimi-K2, small and random, with a layer for MTP.
+"""Checkpoints of the shapes of DeepSeek-V3 and V3.2, Kimi-K2 and GLM-5, small and random, with an MTP layer.
 
-Written by transformers' own class, so that names and shapes are those SGLang loads. Weights are large enough
-for attention to decide something: with the usual 0.02 all keys look alike.
+Written by transformers' own classes, so that names and shapes are those SGLang loads
+(`tests/attention/test_random_checkpoints.py` loads them into SGLang's classes). Weights are large enough for
+attention to decide something: with the usual 0.02 all keys look alike. All weights are bf16, the indexer's
+too: SGLang's indexer quantises its queries and keys itself, its weights only where a checkpoint has FP8.
 """
 
+import json
 from pathlib import Path
 
 import torch
 
 VOCAB = 512
 LAYERS = 3
-#: What differs between the two: heads, groups of experts.
-SHAPES = {
+#: Tokens that an indexer selects. No other number works with SGLang's defaults: where the top-k list of a
+#: prefill is of slots (BF16 rows, or 656-byte rows read by flashmla_kv), `fast_topk_transform_fused` of
+#: sgl_kernel asserts 2048. So prompts have to be longer for a selection to matter.
+INDEX_TOPK = 2048
+
+#: What differs between shapes: heads, groups of experts.
+DENSE = {
     "deepseek_v3": {"num_attention_heads": 16, "n_group": 2, "topk_group": 1, "n_routed_experts": 8},
     "kimi_k2": {"num_attention_heads": 64, "n_group": 1, "topk_group": 1, "n_routed_experts": 12},
 }
+#: Every token goes to every expert: a selection that jumps is enough, for the comparison of two servers.
+ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 8}
+#: Heads have to divide 64 or be a multiple of it (flashmla_sparse; flashmla_kv pads to 64 or 128, tilelang
+#: wants 16 at least); heads of an indexer have to be 32 or 64, of 128 values (DeepGEMM's fp8_mqa_logits).
+SPARSE = {
+    "deepseek_v32": {**ALL_EXPERTS, "num_attention_heads": 16, "index_n_heads": 64},
+    # Its indexer rotates interleaved pairs, for which SGLang has other, fused kernels.
+    "glm5": {
+        **ALL_EXPERTS,
+        "num_attention_heads": 64,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+}
+SHAPES = {**DENSE, **SPARSE}
+#: Prefix of transformers' configuration and model.
+CLASSES = {"deepseek_v32": "DeepseekV32", "glm5": "GlmMoeDsa"}
+#: In config.json of every published checkpoint and read by SGLang's classes, but not written by transformers.
+PUBLISHED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+#: Written by transformers, and in none that was published.
+UNPUBLISHED = ("layer_types", "mlp_layer_types")
 
 
 def write(folder: Path, shape: str) -> Path:
     """Write a checkpoint; returns its folder."""
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    heads = SHAPES[shape]["num_attention_heads"]
-    config = DeepseekV3Config(
-        **SHAPES[shape],
-        num_key_value_heads=heads,
+    folder = Path(folder)
+    name = CLASSES.get(shape, "DeepseekV3")
+    differing = {"qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts_per_tok": 2, **SHAPES[shape]}
+    if shape in SPARSE:
+        differing |= {"index_topk": INDEX_TOPK, "index_head_dim": 128}
+    config = getattr(transformers, f"{name}Config")(
+        **differing,
+        num_key_value_heads=differing["num_attention_heads"],
         vocab_size=VOCAB,
         hidden_size=512,
         intermediate_size=512,
@@ -35,17 +70,17 @@ def write(folder: Path, shape: str) -> Path:
         kv_lora_rank=512,
         q_lora_rank=256,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        num_experts_per_tok=2,
         first_k_dense_replace=1,
         max_position_embeddings=8192,
         num_nextn_predict_layers=1,
         initializer_range=0.05,
     )
     torch.manual_seed(5)
-    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    [path] = Path(folder).glob("*.safetensors")
+    getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    published = {key: value for key, value in written.items() if key not in UNPUBLISHED}
+    (folder / "config.json").write_text(json.dumps(published | PUBLISHED, indent=2))
+    [path] = folder.glob("*.safetensors")
     weights = load_file(path)
     # The layer for MTP: a decoder layer after the last one, and what surrounds it.
     last, extra = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
@@ -60,4 +95,4 @@ def write(folder: Path, shape: str) -> Path:
         extra + "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
     }
     save_file(weights | draft, path, metadata={"format": "pt"})
-    return Path(folder)
+    return folder

@@ -76,7 +76,7 @@ PROMPTS = [tokens(0, 5), SHARED, SHARED[:200] + tokens(2, 77), tokens(3, 900), t
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.DENSE}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""The checkpoints that servers on a GPU are tested with, loaded into SGLang's own classes on the CPU.
+
+Every parameter is NaN before and none after, so each is in the file, under the name that SGLang looks for;
+another shape its loader refuses.
+"""
+
+import importlib.util
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
+
+import random_deepseek
+
+#: Where SGLang has the classes; its registry would import all models.
+MODULES = {
+    "DeepseekV3ForCausalLM": "deepseek_v2",
+    "DeepseekV32ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLMNextN": "deepseek_nextn",
+    "GlmMoeDsaForCausalLM": "glm4_moe",
+    "GlmMoeDsaForCausalLMNextN": "glm4_moe",
+}
+#: The draft takes these from its target.
+SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(published, tmp_path_factory):
+    pytest.importorskip("sglang")
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+
+
+def config_of(folder, draft=False):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig(str(folder), is_draft_model=draft)
+
+
+def loaded(folder, monkeypatch, draft=False):
+    """SGLang's model, all NaN, then loaded from the file; and the NaN that are left."""
+    from safetensors.torch import load_file
+    from sglang.srt.layers.rotary_embedding import base, factory
+    from sglang.srt.runtime_context import get_parallel
+
+    # Without a GPU, SGLang looks for vLLM's rotary kernel, and for none but DeepSeek's long contexts.
+    monkeypatch.setattr(base, "_is_cpu", True)
+    monkeypatch.setattr(factory, "get_rope_cpu", lambda *arguments: factory.get_rope(*arguments[:-1]))
+    config = config_of(folder, draft).hf_config
+    [name] = config.architectures
+    module = importlib.import_module(f"sglang.srt.models.{MODULES[name]}")
+    alone = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.bfloat16)
+        stack.enter_context(get_parallel().override(pp_group=alone, tp_group=None))
+        model = getattr(module, name)(config)
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
+            parameter.data.fill_(float("nan"))
+        [path] = folder.glob("*.safetensors")
+        model.load_weights(load_file(path).items())
+    return parameters, {name for name, p in parameters.items() if not p.float().isfinite().all()}
+
+
+@pytest.mark.parametrize("shape", random_deepseek.SHAPES)
+def test_every_parameter_is_loaded(shape, checkpoints, monkeypatch):
+    parameters, missing = loaded(checkpoints[shape], monkeypatch)
+    assert not missing
+    indexers = [name for name in parameters if ".indexer." in name]
+    assert len(indexers) == (5 * random_deepseek.LAYERS if shape in random_deepseek.SPARSE else 0)
+
+
+@pytest.mark.parametrize("shape", random_deepseek.SHAPES)
+def test_every_parameter_of_the_draft_is_loaded(shape, checkpoints, monkeypatch):
+    parameters, missing = loaded(checkpoints[shape], monkeypatch, draft=True)
+    assert missing == SHARED
+    indexers = [name for name in parameters if ".indexer." in name]
+    assert len(indexers) == (5 if shape in random_deepseek.SPARSE else 0)
+
+
+def test_the_fused_indexer_is_loaded(checkpoints, monkeypatch):
+    """On CUDA, an indexer that rotates interleaved pairs has one parameter for two of the file."""
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+
+    monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
+    monkeypatch.setattr(dsa_indexer, "resolve_num_sms", lambda: 132)
+    parameters, missing = loaded(checkpoints["glm5"], monkeypatch)
+    assert not missing
+    assert "model.layers.0.self_attn.indexer.wk_weights_proj.weight" in parameters
+    parameters, _ = loaded(checkpoints["deepseek_v32"], monkeypatch)
+    assert "model.layers.0.self_attn.indexer.wk.weight" in parameters
+
+
+@pytest.mark.parametrize("shape", random_deepseek.SHAPES)
+def test_what_sglang_makes_of_the_configuration(shape, checkpoints):
+    from sglang.srt.configs.model_config import AttentionArch, dsa_layer_skips_topk, is_deepseek_dsa
+
+    config = config_of(checkpoints[shape])
+    assert config.attention_arch is AttentionArch.MLA
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.dtype) == (512, 64, torch.bfloat16)
+    sparse = shape in random_deepseek.SPARSE
+    assert is_deepseek_dsa(config.hf_config) is sparse
+    if sparse:
+        assert config.hf_config.index_topk == random_deepseek.INDEX_TOPK
+        assert not any(dsa_layer_skips_topk(config.hf_config, layer) for layer in range(4))
+
+
+def test_the_only_number_of_selected_tokens(published):
+    """Why `INDEX_TOPK` is what it is: SGLang's kernel for lists of slots in prefills takes no other."""
+    [folder] = importlib.util.find_spec("sgl_kernel").submodule_search_locations
+    assert f"assert topk == {random_deepseek.INDEX_TOPK}" in (Path(folder) / "top_k.py").read_text()
