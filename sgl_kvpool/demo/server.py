@@ -32,7 +32,7 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 #: Variables of the user's that would change what a server here is compared for.
 _NOT_INHERITED = (
     *env.OPTIONS,
-    *(env.PREFILL_READS_ROWS, env.SGLANG_PLUGINS),
+    *(env.PREFILL_READS_ROWS, env.FIX_TOPK, env.SGLANG_PLUGINS),
 )
 
 

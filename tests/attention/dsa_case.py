@@ -179,10 +179,10 @@ class Case:
                 lists.append(torch.nn.functional.pad(places, (0, TOP_K - len(places)), value=-1))
         return torch.stack(lists).int()
 
-    def run(self, mode):
-        """Output `[tokens, HEADS, RANK]` of one layer."""
+    def run(self, mode, *, planned_as=None):
+        """Output `[tokens, HEADS, RANK]` of one layer; metadata is made for `planned_as`, another mode."""
+        self.backend.init_forward_metadata(self.batch(planned_as or mode))
         batch = self.batch(mode)
-        self.backend.init_forward_metadata(batch)
         keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
         generator = torch.Generator().manual_seed(8)
         self.q = torch.randn(len(keys), HEADS, RANK + ROPE, generator=generator).bfloat16()

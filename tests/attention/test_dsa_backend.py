@@ -50,9 +50,17 @@ def case_of(layout, prefixes, **more):
     return Case(layout, LENGTHS, PREFIXES[prefixes], *PAIRS[layout], **more)
 
 
-def run(case, mode):
+def run(case, mode, **more):
     with in_forward(case.backend):
-        return case.run(mode)
+        return case.run(mode, **more)
+
+
+def unhook(monkeypatch):
+    """SGLang's own choice of the transform."""
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    own = inspect.unwrap(DeepseekSparseAttnBackend.get_topk_transform_method)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "get_topk_transform_method", own)
 
 
 def close(found, wanted):
@@ -138,14 +146,24 @@ def test_what_drafts_add(layout, mode, kernel):
 @pytest.mark.parametrize("mode", EXTENDS[1:])
 def test_unhooked_sglang_hands_packed_rows_to_a_16_bit_kernel(mode, stock, kernel, monkeypatch):
     """The defect of 0.5.23, and that the hook mends it, over SGLang's own pool too."""
-    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-
     case = case_of("fp8_block_scale", "some", stock=stock)
     close(run(case, mode), case.wanted(from_pool=stock))
-    own = inspect.unwrap(DeepseekSparseAttnBackend.get_topk_transform_method)
-    monkeypatch.setattr(DeepseekSparseAttnBackend, "get_topk_transform_method", own)
+    unhook(monkeypatch)
     with pytest.raises(TypeError, match=r"16-bit keys of 576 values, not 656 of torch\.float8_e4m3fn"):
         run(case, mode)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_unhooked_sglang_plans_a_mixed_batch_for_another_mode(layout, kernel, monkeypatch):
+    """As its prefill graphs do: metadata of MIXED, attended as EXTEND (prefill_cuda_graph_runner.py:1953)."""
+    case = case_of(layout, "some")
+    close(run(case, "EXTEND", planned_as="MIXED"), case.wanted())
+    unhook(monkeypatch)
+    if layout == "fp8_block_scale":
+        with pytest.raises(AssertionError):  # of topk_indices_offset, which PAGED metadata has not
+            run(case, "EXTEND", planned_as="MIXED")
+    elif layout == "bf16":
+        close(run(case, "EXTEND", planned_as="MIXED"), case.wanted())
 
 
 def test_a_batch_without_keys_reads_nothing(kernel):
