@@ -49,7 +49,8 @@ def hooked(published, resolve, checkpoints, monkeypatch):
         fields = {
             "server_args": args, "model_config": config, "device": "cpu", "model": torch.nn.Module(),
             "kv_cache_dtype": DTYPES.get(layout, torch.bfloat16), "kv_cache_dtype_str": None,
-            "use_mla_backend": True, "is_draft_worker": draft_model is not None, "token_to_kv_pool_allocator": None, "pp_size": 1,
+            "use_mla_backend": True, "is_draft_worker": draft_model is not None,
+            "token_to_kv_pool_allocator": None, "pp_size": 1,
             "kv_shard_spec": None, "kv_shard_rank": None, "kv_shard_group": None, "is_hybrid_swa": False,
             "mambaish_config": None,
             "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
