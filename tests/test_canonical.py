@@ -409,3 +409,27 @@ def test_byte_pages_refuse_what_they_would_have_to_copy():
     with pytest.raises(ValueError, match="kv has 6 units along its first axis.*pages of 4"):
         byte_pages(good, 4, "kv")
     assert tuple(byte_pages(torch.zeros(0, 3), 4, "kv").shape) == (0, 0)
+
+
+def test_one_part_alone():
+    """The same tensors and groups; a group without the part has no layers, and nothing else moves."""
+    caches, memory = checklist_d1(3)
+    alone = caches.only("ssm")
+    assert alone.tensors is caches.tensors
+    assert [group.name for group in alone.groups] == ["attention", "mla", "mamba", "aligned"]
+    assert [group.num_pages for group in alone.groups] == [PAGES] * 4
+    assert [len(group.layers) for group in alone.groups] == [0, 0, 3, 2]
+    assert alone.group("mamba").layers == tuple(r for r in caches.group("mamba").layers if r.part == "ssm")
+    assert alone.group("mamba").bytes_per_page == 3 * 63 * 64 * 2
+    assert caches.group("mamba").bytes_per_page == 3 * (64 + 63) * 64 * 2  # which is what it was
+    assert caches.only("kv").group("mla").layers == caches.group("mla").layers
+    with pytest.raises(KeyError):
+        alone.group("mamba").layer(6, "conv_0")
+    for tensor in memory:
+        tensor[1] = 5
+    copy_pages(alone, alone, "aligned", torch.tensor([1]), torch.tensor([4]))
+    for number, tensor in enumerate(memory):
+        expected = torch.full((16384,), 3, dtype=torch.int8)
+        if number < 2:
+            expected[64 * 64 * 2 :] = 5
+        assert torch.equal(tensor[4], expected)

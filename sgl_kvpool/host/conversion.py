@@ -13,7 +13,11 @@ import torch
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
 
-__all__ = ["RowConversion", "host_layout_problem", "narrower_layouts"]
+__all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
+
+#: Bytes that conversions load and store at once, so rows have to begin at multiples of it. Those of a dense
+#: pool are padded to it; of those of DSA pools, 264 bytes are no such multiple.
+CONVERTED_ALIGNMENT_BYTES = 16
 
 #: Ids of `Latent` and `Rope` in csrc/row_conversion.h: the encoding of the values, and of their scales.
 _LATENT_IDS = {
@@ -26,12 +30,12 @@ _ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
 
 
 def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
-    """Layouts whose rows have fewer bytes than the device's and hold their scales, the widest first."""
+    """Layouts that rows of the device can be stored in on the host, of fewer bytes, the widest first."""
     found = [
         layout
         for layout in MLAKVCacheLayout
         # A scale of the layer would be one more thing that stored bytes depend on.
-        if layout.is_packed and _bytes(layout, device) < device.row_bytes
+        if layout.is_packed and _bytes(layout, device) < device.row_bytes and not _odd_sizes(layout, device)
     ]
     return tuple(sorted(found, key=lambda layout: -_bytes(layout, device)))
 
@@ -49,11 +53,21 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
     able = narrower_layouts(device)
     if host is device.layout or host in able:
         return None
+    if _bytes(host, device) < device.row_bytes and _odd_sizes(host, device):
+        reason = (
+            f"conversions need rows of a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes, and these are none"
+        )
+    else:
+        reason = "the host tier would hold fewer tokens, and none better"
     return (
         f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
-        f"{device.row_bytes}: the host tier would hold fewer tokens, and none better; use one of: "
-        f"{', '.join(['same', *map(str, able)])}"
+        f"{device.row_bytes}: {reason}; use one of: {', '.join(['same', *map(str, able)])}"
     )
+
+
+def _odd_sizes(host: MLAKVCacheLayout, device: RowFormat) -> bool:
+    """Whether rows of the device, or those of a layout on the host, cannot be converted."""
+    return any(n % CONVERTED_ALIGNMENT_BYTES for n in (_bytes(host, device), device.row_bytes))
 
 
 def _bytes(layout: MLAKVCacheLayout, like: RowFormat) -> int:

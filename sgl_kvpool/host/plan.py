@@ -24,12 +24,9 @@ from functools import cached_property
 import numpy as np
 
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, check_interchangeable
-from sgl_kvpool.host.conversion import RowConversion
+from sgl_kvpool.host.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
 
 __all__ = ["CopyRun", "Descriptors", "TransferPlan"]
-
-#: Bytes that conversions load and store at once.
-_CONVERTED_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,10 +286,10 @@ def _paired_rows(
         tensor = caches.tensors[runs.tensor_index]
         sides.append((tensor.data_ptr() + runs.offset_bytes, tensor.stride(0), stride, row_bytes))
     (source_address, source_page, source_row, row_bytes), (target_address, target_page, target_row, _) = sides
-    odd = [n for side in sides for n in side if n % _CONVERTED_ALIGNMENT_BYTES]
+    odd = [n for side in sides for n in side if n % CONVERTED_ALIGNMENT_BYTES]
     if odd:
         raise ValueError(
-            f"rows of layer {ours.layer_id} do not all begin at a multiple of {_CONVERTED_ALIGNMENT_BYTES} "
+            f"rows of layer {ours.layer_id} do not all begin at a multiple of {CONVERTED_ALIGNMENT_BYTES} "
             f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"
         )
     return CopyRun(

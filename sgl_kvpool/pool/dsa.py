@@ -71,8 +71,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
                 "--kv-cache-arrangement"
             )
 
-    def _create_buffers(self) -> None:
-        super()._create_buffers()
+    def _check_what_sglang_reads(self) -> None:
         # SGLang's readers take this for the shape of a row. It is the number of values where it has no
         # scaled rows, and of bytes where it has.
         row = self.row_format

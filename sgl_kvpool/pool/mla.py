@@ -145,6 +145,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         self.row_format = self.kv_cache_layout.pool_row_format(
             self.kv_lora_rank, self.qk_rope_head_dim, is_dsa=self.use_dsa
         )
+        self._check_what_sglang_reads()
         if self.kv_cache_layout.is_packed:
             # One element is one byte, so the base class's shapes, sizes and item lengths are in bytes.
             self.kv_cache_dim = self.row_format.row_bytes
@@ -156,6 +157,9 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
                 f"a slot of the {self.kv_cache_layout} pool has {sorted(slot_bytes)} bytes, its rows have "
                 f"{self.row_format.row_bytes}; this SGLang allocates MLA pools differently"
             )
+
+    def _check_what_sglang_reads(self) -> None:
+        """Refuse rows that are not those of SGLang's readers, before anything is allocated."""
 
     def k_scale(self, layer_id: int) -> float:
         """What the stored values of a model layer are divided by; 1.0 for layouts without k_scale."""
@@ -240,7 +244,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
             `[tokens]` int32 or int64 slots.
         dst_dtype : torch.dtype, optional
             Of the result. As in SGLang's pool the default is the pool's dtype, which for `fp8` means the
-            stored values as they are, not multiplied by k_scale.
+            stored values as they are, not multiplied by k_scale. For packed rows it is bfloat16, whatever
+            SGLang is shown.
 
         Returns
         -------
@@ -248,7 +253,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
             `[tokens, 1, R]` and `[tokens, 1, P]`, each contiguous; the second is None if P is 0.
         """
         layer_id = layer.layer_id
-        dtype = dst_dtype or self.dtype
+        dtype = dst_dtype or (torch.bfloat16 if self.kv_cache_layout.is_packed else self.dtype)
         as_stored = dtype == torch.float8_e4m3fn
         # Every e4m3 value is a bf16 value, so the stored ones survive the way through bf16.
         decoded = torch.bfloat16 if as_stored else dtype

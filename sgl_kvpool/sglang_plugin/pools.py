@@ -70,7 +70,11 @@ def _row_format(configurator: Any, layout: MLAKVCacheLayout) -> RowFormat:
 def _resolve_kv_pool_class(original, self, *, kind, default):
     pool_class = original(self, kind=kind, default=default)
     layout = _layout(self)
-    if layout is None or kind not in ("mla", "dsa"):
+    if layout is None:
+        return pool_class
+    # SGLang asks for the class of every kind, whatever the model is, and constructs one of them.
+    sparse = is_dsa(self.model_config)
+    if kind != ("dsa" if sparse else "mla"):
         return pool_class
     if pool_class is not default:
         raise ValueError(
@@ -79,7 +83,6 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         )
     from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
-    sparse = kind == "dsa"
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
     readers = (DSA_BACKEND,) if sparse else _readers(self)

@@ -32,9 +32,11 @@ def checkpoints(tmp_path_factory):
         "index_head_dim": 128,
         "index_n_heads": 4,
     }
+    three = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
+    dsa3 = {**dsa, **three, "index_topk": 2048}
     return {
         "mla": str(mla),
-        "mla3": variant("mla3", num_hidden_layers=3, first_k_dense_replace=3),
+        "mla3": variant("mla3", **three),
         "norope": variant("norope", qk_rope_head_dim=0),
         "rank256": variant("rank256", kv_lora_rank=256),
         "rank448": variant("rank448", kv_lora_rank=448),
@@ -42,6 +44,11 @@ def checkpoints(tmp_path_factory):
         "dsa": variant("dsa", **dsa),
         "dsa-norope": variant("dsa-norope", **dsa, qk_rope_head_dim=0),
         "dsa-rank256": variant("dsa-rank256", **dsa, kv_lora_rank=256, qk_rope_head_dim=0),
+        "dsa3": variant("dsa3", **dsa3),
+        # The second layer takes over the top-k of the first.
+        "dsa3-shared": variant("dsa3-shared", **dsa3, indexer_types=["full", "shared", "full"]),
+        "dsa3-norope": variant("dsa3-norope", **dsa3, qk_rope_head_dim=0),
+        "dsa3-rank256": variant("dsa3-rank256", **dsa3, kv_lora_rank=256, qk_rope_head_dim=0),
         "dsa-kpool": variant("dsa-kpool", **dsa, index_kpool=4),
         "dsa-sinks": variant("dsa-sinks", **dsa, learnable_sink=True),
         "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),

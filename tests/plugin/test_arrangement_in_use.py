@@ -12,6 +12,7 @@ from sgl_kvpool.arrangement import KVArrangement
 def built(published, arranged, monkeypatch):
     """`built(arrangement, ...)`: the pool that our hooks make SGLang build, and the line in the log."""
     from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     from sgl_kvpool.sglang_plugin import pools
@@ -28,8 +29,9 @@ def built(published, arranged, monkeypatch):
         monkeypatch.setattr(runtime_context, "attention_backends", lambda: backends)
         spec = SimpleNamespace(speculative_draft_attention_backend=draft_backend)
         monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+        args = arranged(arrangement, layout=layout)
         kvc = SimpleNamespace(
-            server_args=arranged(arrangement, layout=layout), use_mla_backend=True, is_draft_worker=draft
+            server_args=args, use_mla_backend=True, is_draft_worker=draft, model_config=model_config_of(args)
         )
         bound = pools._resolve_kv_pool_class(
             lambda self, *, kind, default: default, kvc, kind="mla", default=MLATokenToKVPool

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
 
 SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "bfloat16", "fp4": "bfloat16"}
@@ -116,14 +117,14 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     restore_context(before)
 
 
-def pool_of(layout, **extra):
+def pool_of(layout, make=device_pool, **extra):
     """A pool that has gone through our hook of SGLang's builder."""
     from sgl_kvpool.sglang_plugin import pools
     from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
     decided = SimpleNamespace(**{LAYOUT.attribute: layout, ARRANGEMENT.attribute: "auto"})
     builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)
-    pool = device_pool(layout, **extra)
+    pool = make(layout, **extra)
     return pools._build_token_to_kv_pool(lambda self, **_: pool, builder, sizes=None)
 
 
@@ -363,6 +364,61 @@ def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_o
         for number, layer in enumerate(rows(there)):
             expected[start + number][1] = layer[3]
     assert all(map(np.array_equal, rows(here), expected))
+
+
+# -------------------------------------------------------------------- models with sparse attention
+
+#: The scaled rows are shown to SGLang as another dtype than in dense pools, and raw rows as the same one.
+DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of, layout):
+    """Index keys are SGLang's own, a state of its own, which is none of the pages of rows."""
+    pool = pool_of(layout, make=dsa_pool, skip_topk_layers=[False, True, False])
+    manager = manager_of("prefill", pool)
+    args = manager.kv_args
+    assert manager.kv_cache_dtype_str == DSA_STRINGS[layout]
+    assert args.kv_data_ptrs == [layer.data_ptr() for layer in pool.kv_buffer]
+    assert args.kv_item_lens == [PAGE * row_bytes(layout)] * LAYERS
+    assert [kind.value for kind in args.state_types] == ["dsa"]
+    assert args.state_data_ptrs == [[pages.data_ptr() for pages in pool.index_k_with_scale_buffer]]
+    assert args.state_item_lens == [[INDEX_PAGE_BYTES, 0, INDEX_PAGE_BYTES]]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), itertools.product(LAYOUTS, LAYOUTS))
+def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, decode):
+    manager_of("prefill", pool_of(prefill, make=dsa_pool))
+    peer = manager_of("decode", pool_of(decode, make=dsa_pool))
+    if prefill == decode:
+        assert peer.try_ensure_parallel_info(bootstrap)
+        return
+    text = "KV cache layout mismatch: .*"
+    text += ", .*".join(re.escape(f"({DSA_STRINGS[layout]})") for layout in (prefill, decode))
+    with pytest.raises(RuntimeError, match=f"{text}.*same --kv-cache-layout"):
+        peer.try_ensure_parallel_info(bootstrap)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
+    """It says `fp8_e4m3` of raw and of scaled rows, so neither is taken for ours."""
+    stock = stock_pool("bf16" if layout in ("bf16", "fp4") else layout)
+    manager_of("prefill", stock, layout=None)
+    peer = manager_of("decode", pool_of(layout, make=dsa_pool))
+    if layout == "bf16":
+        assert peer.try_ensure_parallel_info(bootstrap)
+        return
+    with pytest.raises(RuntimeError, match=f"stores SGLang's own rows .* rows of layout {layout} "):
+        peer.try_ensure_parallel_info(bootstrap)
+
+
+def test_rows_of_264_bytes_are_not_those_of_a_dense_pool(manager_of, bootstrap):
+    """Which pads them to 272; SGLang is shown another dtype too."""
+    manager_of("prefill", pool_of("fp8_block_scale", page_size=PAGE, kv_lora_rank=256, qk_rope_head_dim=0))
+    peer = manager_of("decode", pool_of("fp8_block_scale", make=dsa_pool, rank=256, rope=0))
+    assert peer.kv_cache_dtype_str == "fp8_e4m3+kvpool:fp8_block_scale-r256-p0-b264-v1"
+    with pytest.raises(RuntimeError, match=r"-b272-v1\), .*-b264-v1\)"):
+        peer.try_ensure_parallel_info(bootstrap)
 
 
 # -------------------------------------------------------------------- SGLang's engines

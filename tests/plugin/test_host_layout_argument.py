@@ -1,6 +1,7 @@
 """`--kv-host-layout` and `--kv-host-engine`: the ways to ask for them, and what is refused."""
 
 import pytest
+import torch
 
 HICACHE = "--enable-hierarchical-cache"
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
@@ -96,3 +97,25 @@ def test_what_the_server_says_of_itself(arranged):
     assert _in_use(args)["kv_host_layout"] == "fp4"
     assert _in_use(arranged(None, HICACHE, layout="fp8"))["kv_host_layout"] == "fp8"
     assert "kv_host_layout" not in _in_use(arranged(None, layout="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "refused"),
+    [
+        ("dsa", "fp8_block_scale", False),
+        ("dsa-rank256", "bf16", False),
+        ("dsa-rank256", "fp8_block_scale", True),
+    ],
+)
+def test_rows_of_sparse_models_that_are_not_converted(
+    resolve, checkpoints, monkeypatch, model, layout, refused
+):
+    """264 bytes are no multiple of what conversions load at once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    argv = ("--kv-cache-layout", layout, HICACHE, "--kv-host-layout", "fp4")
+    if not refused:
+        assert resolve(checkpoints[model], *argv, device="cuda").enable_hierarchical_cache
+        return
+    text = "--kv-host-layout fp4 does not work: .*264: .*multiple of 16 bytes.*one of: same"
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints[model], *argv, device="cuda")

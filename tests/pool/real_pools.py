@@ -1,5 +1,6 @@
 """Real SGLang pools of each kind, small and on the CPU, and their tensors found by hand."""
 
+import dsa_pools
 import numpy as np
 import torch
 
@@ -40,6 +41,10 @@ def dsa(page_size=64, size=128, dtype=torch.float8_e4m3fn, row=656, **extra):
         size=size, page_size=page_size, dtype=dtype, layer_num=3, start_layer=2, index_head_dim=128,
         kv_cache_dim=row, **MLA, **extra,
     )  # fmt: skip
+
+
+def ours_dsa(layout, **extra):
+    return dsa_pools.dsa_pool(layout, **{"skip_topk_layers": [False, True, False], **extra})
 
 
 def swa(**extra):
@@ -85,7 +90,7 @@ def leaf_tensors(pool):
         cache = pool.mamba_cache
         kinds = {"conv_0": cache.conv[0], "ssm": cache.temporal}
         return {("state", layer, part): t[i] for i, layer in enumerate((0, 2)) for part, t in kinds.items()}
-    first = {"DSATokenToKVPool": 2}.get(kind, 5)
+    first = 2 if "DSA" in kind else 5
     return {("kv", first + i, part): t for (_, i, part), t in positions(pool).items()}
 
 
@@ -115,6 +120,7 @@ POOLS = {
     **{f"ours-{name}": (lambda n=name: ours(n, "layer_major")) for name in LAYOUTS},
     "dsa-656": dsa,
     "dsa-bf16": lambda: dsa(dtype=torch.bfloat16, row=576),
+    **{f"ours-dsa-{name}": (lambda n=name: ours_dsa(n)) for name in LAYOUTS},
     "swa": swa,
     "hybrid-mla": hybrid,
     "hybrid-mha": lambda: hybrid(use_mla=False),

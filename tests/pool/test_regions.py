@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, swa
+from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
 from sgl_kvpool.canonical import CanonicalKVCaches, IndexedBy
 from sgl_kvpool.page_copy import copy_pages
@@ -36,7 +36,7 @@ def test_a3_d5_every_layer_of_every_kind_is_there_and_is_the_pools_own_bytes(poo
 
 
 def test_page_counts_and_names(pool):
-    kind = type(pool).__name__
+    kind = "DSATokenToKVPool" if "DSA" in type(pool).__name__ else type(pool).__name__
     caches = CanonicalKVCaches.from_pool(pool)
     found = {g.name: (g.num_pages, g.page_size_tokens) for g in caches.groups}
     states = {"state": (7, None)}
@@ -165,9 +165,10 @@ def test_pages_fold_where_they_divide(page, pages):
         assert sum(r.size_bytes for r in group.references) == group.bytes_per_page
 
 
-def test_index_pages_fold_into_pages():
+@pytest.mark.parametrize("make", [dsa, lambda **k: ours_dsa("fp8_block_scale", **k)])
+def test_index_pages_fold_into_pages(make):
     """The indexer's kernels see pages of 64 tokens, whatever the view's page is."""
-    pool = dsa(size=64 * 5)
+    pool = make(size=64 * 5)
     caches = CanonicalKVCaches.from_pool(pool, 128)
     group = caches.group("kv")
     assert group.num_pages == 3
@@ -175,6 +176,41 @@ def test_index_pages_fold_into_pages():
     assert group.layer(4, "kv").runs.size_bytes == 128 * 656
     with pytest.raises(KeyError):
         group.layer(3, "indexer")  # takes over the top-k of the layer before it
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_sparse_models_without_their_index_keys(layout):
+    """What the host tier moves: SGLang keeps index keys in a pool beside it."""
+    pool = ours_dsa(layout)
+    fill(leaf_tensors(pool))
+    caches = CanonicalKVCaches.from_pool(pool)
+    alone = caches.only("kv")
+    row = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}[layout]
+    assert alone.group("kv").bytes_per_page == 3 * 64 * row
+    assert caches.group("kv").bytes_per_page == 3 * 64 * row + 2 * 8448
+    assert [(layer.layer_id, layer.part) for layer in alone.group("kv").layers] == [
+        (2, "kv"), (3, "kv"), (4, "kv"),
+    ]  # fmt: skip
+    assert (alone.group("kv").num_pages, alone.group("kv").page_size_tokens) == (3, 64)
+    expected = {key: as_bytes(tensor).copy() for key, tensor in leaf_tensors(pool).items()}
+    for (_, _, part), raw in expected.items():
+        if part == "kv":
+            raw.reshape(3, -1)[2] = raw.reshape(3, -1)[0]
+    copy_pages(alone, alone, "kv", torch.tensor([0]), torch.tensor([2]))
+    for key, tensor in leaf_tensors(pool).items():
+        assert np.array_equal(as_bytes(tensor), expected[key]), key
+
+
+def test_index_keys_in_other_pages_or_with_tails_are_not_described():
+    kpool = {"page_size": 256, "size": 512, "index_kpool": 4}
+    group = CanonicalKVCaches.from_pool(ours_dsa("bf16", **kpool)).group("kv")
+    assert group.layer(4, "indexer").runs.size_bytes == 8448  # of 256 tokens
+    with pytest.raises(TypeError, match="compressed index keys keeps tails per request"):
+        CanonicalKVCaches.from_pool(
+            ours_dsa("bf16", **kpool, index_kpool_compress=True, max_running_requests=2)
+        )
+    with pytest.raises(TypeError, match="has 7 pages of index keys beside 128 .* 64 slots"):
+        CanonicalKVCaches.from_pool(ours_dsa("bf16", index_buf_size=384))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +247,10 @@ def mha_pair(first, second):
         (lambda: [ours("fp8", "page_major"), mla(torch.float8_e5m2)], None),
         (lambda: [ours("fp8", "page_major", k_scales={5: 0.5}), ours("fp8", "page_major")], None),
         (lambda: [mla(page_size=4, size=12), mla(page_size=8, size=24)], None),
+        # Other rows; other layers with index keys.
+        (lambda: [ours_dsa("fp8"), ours_dsa("bf16")], None),
+        (lambda: [ours_dsa("fp4"), ours_dsa("fp4", skip_topk_layers=None)], None),
+        (lambda: [ours_dsa("fp8", options={"k_scales": {2: 0.5}}), ours_dsa("fp8")], None),
     ],
 )
 def test_bytes_that_mean_something_else_do_not_move(make, page):

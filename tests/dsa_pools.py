@@ -1,0 +1,104 @@
+"""Small real pools of models with sparse attention on the CPU, and their bytes by numpy alone."""
+
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import torch
+
+LAYERS, START, PAGE, SIZE = (
+    3,
+    2,
+    64,
+    128,
+)  # layers, first model layer, tokens of a page, slots but for one page
+SLOTS, PAGES = SIZE + PAGE, SIZE // PAGE + 1
+LAYOUTS = oracle.LAYOUTS
+#: Latent and rope of DeepSeek-V3.2 and GLM-5, of a model without rope, and of the 264-byte rows.
+GEOMETRIES = [(512, 64), (512, 0), (256, 0)]
+#: Bytes of a row by layout, in the order of the geometries. None is padded.
+ROW_BYTES = {
+    "bf16": (1152, 1024, 512),
+    "fp8": (576, 512, 256),
+    "fp8_block_scale": (656, 528, 264),
+    "fp4": (416, 288, 144),
+}
+CASES = [(layout, *geometry) for layout in LAYOUTS for geometry in GEOMETRIES]
+#: What SGLang is shown.
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_block_scale": torch.float8_e4m3fn,
+    "fp4": torch.bfloat16,
+}
+#: 128 values of a byte and a float32, in pages of 64: 64 x 128 bytes, then 64 x 4.
+INDEX_BYTES, INDEX_PAGE_BYTES = 132, 64 * 132
+GUARD = 0xEE
+
+
+def row_bytes(layout, rank=512, rope=64):
+    return ROW_BYTES[layout][GEOMETRIES.index((rank, rope))]
+
+
+def arguments(layout, rank=512, rope=64, **extra):
+    """What SGLang passes to its own class: see `_build_dsa_kv_pool` and `calculate_mla_kv_cache_dim`."""
+    values = {
+        "size": SIZE, "page_size": PAGE, "dtype": DTYPES[layout], "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope, "layer_num": LAYERS, "start_layer": START, "index_head_dim": 128,
+        "kv_cache_dim": ROW_BYTES[layout][GEOMETRIES.index((rank, rope))]
+        if layout == "fp8_block_scale" else rank + rope,
+        "device": "cpu", "enable_memory_saver": False,
+    }  # fmt: skip
+    return {**values, **extra}
+
+
+def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
+    """Ours, as SGLang's builder makes it; `options` are those of `bind`."""
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+
+    return LayoutDSATokenToKVPool.bind(layout, **(options or {}))(**arguments(layout, rank, rope, **extra))
+
+
+def stock_pool(layout, rank=512, rope=64, **extra):
+    """SGLang's own; there is none with rows of `fp4`."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    return DSATokenToKVPool(**arguments(layout, rank, rope, **extra))
+
+
+def layer(layer_id):
+    return SimpleNamespace(layer_id=layer_id)
+
+
+def values(tokens, rank, rope, seed=0):
+    """Latent and rope of some tokens, bf16 `[tokens, 1, width]`, not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(tokens, 1, rank + 3 + rope, generator=generator, dtype=torch.bfloat16)
+    return wide[..., :rank], wide[..., rank + 3 :]
+
+
+def rows(pool, layer_id=None):
+    """Bytes of a layer (of all without one), `[slots, row_bytes]`, read past the pool."""
+    if layer_id is None:
+        return [rows(pool, START + index) for index in range(len(pool.kv_buffer))]
+    tensor = pool.kv_buffer[layer_id - START]
+    return tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
+
+
+def index_pages(pool):
+    """Bytes of the index pages of each layer, `[pages, bytes]`."""
+    return [tensor.numpy() for tensor in pool.index_k_with_scale_buffer]
+
+
+def fill(pool, seed=0, with_index=True):
+    """Other bytes in every row and every index page; copies of both."""
+    generator = np.random.default_rng(seed)
+    for part in [*rows(pool), *(index_pages(pool) if with_index else [])]:
+        part[...] = generator.integers(0, 256, part.shape, dtype=np.uint8)
+    return [part.copy() for part in rows(pool)], [part.copy() for part in index_pages(pool)]
+
+
+def guard(pool):
+    """Guard bytes everywhere."""
+    for part in (*rows(pool), *index_pages(pool)):
+        part[...] = GUARD

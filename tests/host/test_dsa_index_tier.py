@@ -1,0 +1,293 @@
+"""Index keys of models with sparse attention in a host tier: SGLang's own pool of them beside ours of rows.
+
+SGLang's takes capacity, page size and label from ours, and moves pages by CUDA kernels that its branches
+choose by label and io backend. Here those kernels are played by memmove over the addresses that they are
+given, so what is chosen, and what it would move, is SGLang's.
+"""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from dsa_pools import (
+    GUARD,
+    INDEX_BYTES,
+    INDEX_PAGE_BYTES,
+    LAYERS,
+    LAYOUTS,
+    PAGE,
+    dsa_pool,
+    fill,
+    guard,
+    index_pages,
+    row_bytes,
+    rows,
+)
+from host_tier import LABELS, host_pool, slots
+from test_dsa_tier import BIG, IO_BACKENDS, SHARED, pages_of
+
+pytestmark = pytest.mark.usefixtures("no_reserve")
+
+
+# -------------------------------------------------------------------- index keys
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """SGLang's CUDA kernels that its pool of index keys calls, by memmove; the names of those that were."""
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host import dsa as pool_host
+
+    called = []
+
+    def item_copies(target, target_stride, source, source_stride, targets, sources, size):
+        for there, here in zip(targets.tolist(), sources.tolist(), strict=True):
+            ctypes.memmove(target + there * target_stride, source + here * source_stride, size)
+
+    def transfer_kv_per_layer_mla_pf_lf(
+        *, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
+    ):
+        called.append("per_layer_mla_pf_lf")
+        begin = src.data_ptr() + layer_id * item_size
+        item_copies(dst.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size)
+
+    def transfer_kv_all_layer_mla_lf_pf(
+        *, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
+    ):
+        called.append("all_layer_mla_lf_pf")
+        assert num_layers == len(src_layers)
+        for index, source in enumerate(src_layers.tolist()):
+            begin = dst.data_ptr() + index * item_size
+            item_copies(begin, dst_layout_dim, source, item_size, dst_indices, src_indices, item_size)
+
+    def transfer_kv_per_layer_direct_pf_lf(
+        *, src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
+    ):
+        called.append("per_layer_direct_pf_lf")
+        assert page_size == 1
+        (source,), (target,) = src_ptrs, dst_ptrs
+        target[dst_indices] = source[src_indices, layer_id].view(len(src_indices), -1)
+
+    def transfer_kv_all_layer_direct_lf_pf(*, src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
+        called.append("all_layer_direct_lf_pf")
+        assert page_size == 1
+        (target,) = dst_ptrs
+        for index, source in enumerate(src_ptrs):
+            target[dst_indices, index, 0] = source[src_indices]
+
+    for kernel in (
+        transfer_kv_per_layer_mla_pf_lf, transfer_kv_all_layer_mla_lf_pf,
+        transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf,
+    ):  # fmt: skip
+        monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
+    # It pins its memory whatever the device.
+    monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
+    return called
+
+
+EXPECTED = {
+    "page_first": ["all_layer_mla_lf_pf", "per_layer_mla_pf_lf"],
+    "page_first_direct": ["all_layer_direct_lf_pf", "per_layer_direct_pf_lf"],
+}
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, label):
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+
+    pool = dsa_pool(layout, **SHARED)
+    was_rows, was = fill(pool)
+    anchor = host_pool(pool, label)
+    decl = make_dsa_indexer_pool_decl(pool)
+    indexer = decl.host_pool_builder.build(
+        decl=decl, anchor_host=anchor, allocator_type="default", packed_draft_device_pools=()
+    )
+    assert type(indexer) is DSAIndexerPoolHost
+    assert (indexer.size, indexer.page_num, indexer.page_size) == (anchor.size, anchor.page_num, PAGE)
+    assert (indexer.layout, indexer.layer_num) == (label, 2)
+    assert indexer.get_size_per_token() == 2 * INDEX_BYTES
+    host = indexer.index_k_with_scale_buffer.numpy().reshape(-1, 2, INDEX_PAGE_BYTES)
+    assert len(host) >= anchor.page_num
+    host[...] = GUARD
+
+    lists = slots([0, 3], PAGE), slots([4, 1], PAGE)
+    indexer.backup_from_device_all_layer(pool, *lists, IO_BACKENDS[label])
+    expected = np.full_like(host, GUARD)
+    for place, index in enumerate((0, 2)):
+        expected[[0, 3], place] = was[index][[4, 1]]
+    assert np.array_equal(host, expected)
+    guard(pool)
+    for index in range(LAYERS):
+        indexer.load_to_device_per_layer(pool, *lists, index, IO_BACKENDS[label])
+    assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]  # none for the layer without
+    for index in (0, 2):
+        assert np.array_equal(index_pages(pool)[index][[4, 1]], was[index][[4, 1]])
+        assert (index_pages(pool)[index][[0, 2, 3]] == GUARD).all()
+    assert all((part == GUARD).all() for part in rows(pool))
+    assert not np.array_equal(was_rows[0], rows(pool)[0])
+
+
+@pytest.mark.parametrize(("label", "io_backend"), [("page_first", "direct"), ("page_first_direct", "kernel")])
+def test_other_pairs_are_unknown_to_it(kernels, label, io_backend):
+    """Why the tier keeps the label that it was asked for: SGLang allows none of these pairs at start."""
+    from sglang.srt.mem_cache.pool_host.dsa import make_dsa_indexer_pool_decl
+
+    pool = dsa_pool("fp4", **BIG)
+    decl = make_dsa_indexer_pool_decl(pool)
+    indexer = decl.host_pool_builder.build(
+        decl=decl, anchor_host=host_pool(pool, label), allocator_type="default", packed_draft_device_pools=()
+    )
+    lists = slots([0], PAGE), slots([1], PAGE)
+    with pytest.raises(ValueError, match=f"Unsupported layout: {label}"):
+        indexer.backup_from_device_all_layer(pool, *lists, io_backend)
+    with pytest.raises(ValueError, match=f"Unsupported layout: {label}"):
+        indexer.load_to_device_per_layer(pool, *lists, 0, io_backend)
+
+
+# -------------------------------------------------------------------- both, as SGLang assembles them
+
+
+@pytest.fixture
+def stack_of(kernels, published, process_group):
+    """`stack_of(pool, label, drafts)`: what SGLang's own strategy for such pools builds, with our hooks."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import host_tier
+
+    host_tier.install()
+    before = snapshot_context()
+
+    def build(pool, label="page_first", drafts=()):
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, hicache_ratio=2.0,
+            page_size=PAGE, hicache_mem_layout=label, hicache_io_backend=IO_BACKENDS[label],
+        )  # fmt: skip
+        get_parallel().clear_stamp()
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        allocator = PagedTokenToKVPoolAllocator(
+            pool.size, page_size=PAGE, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+        )
+        params = SimpleNamespace(
+            page_size=PAGE, mtp_draft_device_pools=drafts, token_to_kv_pool_allocator=allocator,
+            tp_cache_group=process_group, attn_cp_cache_group=None, attn_tp_cache_group=None,
+            pp_cache_group=None,
+        )  # fmt: skip
+        strategy = hybrid_pool_assembler._select_strategy(pool, {ComponentType.FULL})
+        assert type(strategy).__name__ == "_DsaStrategy"
+        result = strategy.build(
+            cache=None, kvcache=pool, params=params, server_args=args, load_cache_event=threading.Event()
+        )
+        hybrid_pool_assembler._check_declared_pools_present(kvcache=pool, result=result, strategy=strategy)
+        return result
+
+    yield build
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    restore_context(before)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
+    """Through SGLang's queues, its lists for each pool and its submission, onto other pages."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    pool = dsa_pool(layout, **SHARED)
+    result = stack_of(pool, label)
+    entries = result.host_pool_group.entry_map
+    assert {name: type(entry.host_pool) for name, entry in entries.items()} == {
+        PoolName.KV: HierarchicalMLAHostPool, PoolName.INDEXER: DSAIndexerPoolHost,
+    }  # fmt: skip
+    assert result.host_pool_group.anchor_entry is entries[PoolName.KV]
+    assert entries[PoolName.INDEXER].host_pool.page_num == entries[PoolName.KV].host_pool.page_num
+    (sidecar,) = result.sidecars
+    assert (sidecar.pool_name, sidecar.indices_from_pool) == (PoolName.INDEXER, PoolName.KV)
+
+    def beside():
+        """As the tree passes it: SGLang fills in the lists of the rows."""
+        return [PoolTransfer(name=PoolName.INDEXER, indices_from_pool=PoolName.KV)]
+
+    controller = result.cache_controller
+    was_rows, was_index = fill(pool)
+    taken = controller.mem_pool_device_allocator.alloc(2 * PAGE)
+    kept = controller.write(taken, node_id=1, extra_pools=beside())
+    moved = 2 * PAGE * (LAYERS * row_bytes(layout) + 2 * INDEX_BYTES)
+    assert controller.ack_write_queue[0].num_bytes == moved
+    guard(pool)
+    found = controller.load(kept, node_id=1, extra_pools=beside())
+    assert controller.start_loading() >= 0
+    here, there = (each[::PAGE].div(PAGE, rounding_mode="floor").tolist() for each in (taken, found))
+    assert not set(here) & set(there)
+    for now, was in zip(rows(pool), was_rows, strict=True):
+        expected = np.full_like(was, GUARD)
+        pages_of(expected)[there] = pages_of(was)[here]
+        assert np.array_equal(now, expected)
+    for now, was in zip(index_pages(pool), was_index, strict=True):
+        expected = np.full_like(was, GUARD)
+        if len(was):
+            expected[there] = was[here]
+        assert np.array_equal(now, expected)
+    assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]
+
+
+@pytest.mark.parametrize(("layout", "host"), [("bf16", "fp4"), ("fp8_block_scale", "fp4")])
+def test_index_keys_beside_a_narrower_tier(stack_of, layout, host):
+    """It holds more tokens in the same bytes, and so do the index keys."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    from sgl_kvpool.host.labels import HostTierOptions
+
+    def sizes(options):
+        pool = dsa_pool(layout, options=options, **BIG)
+        entries = stack_of(pool).host_pool_group.entry_map
+        return [entries[name].host_pool for name in (PoolName.KV, PoolName.INDEXER)]
+
+    same, _ = sizes({})
+    narrower, indexer = sizes({"host_tier": HostTierOptions(layout=host)})
+    ratio = row_bytes(layout) / row_bytes(host)
+    assert narrower.page_num == int(2 * BIG["size"] * ratio) // PAGE + 1 > same.page_num
+    assert (indexer.size, indexer.page_num) == (narrower.size, narrower.page_num)
+    assert len(indexer.index_k_with_scale_buffer) >= narrower.page_num
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_drafts_have_rows_and_index_keys(stack_of, kernels, layout):
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    pool = dsa_pool(layout, **SHARED)
+    draft = dsa_pool(layout, **{**BIG, "layer_num": 1})
+    controller = (result := stack_of(pool, drafts=(draft,))).cache_controller
+    entries = result.host_pool_group.entry_map
+    assert entries[PoolName.KV].host_pool.layer_num == LAYERS + 1
+    assert entries[PoolName.INDEXER].host_pool.layer_num == 2 + 1
+
+    def beside():
+        return [PoolTransfer(name=PoolName.INDEXER, indices_from_pool=PoolName.KV)]
+
+    fill(pool)
+    (was_rows,), (was_index,) = fill(draft, seed=1)
+    taken = controller.mem_pool_device_allocator.alloc(PAGE)
+    kept = controller.write(taken, node_id=1, extra_pools=beside())
+    guard(draft)
+    found = controller.load(kept, node_id=1, extra_pools=beside())
+    controller.start_loading()
+    here, there = int(taken[0]) // PAGE, int(found[0]) // PAGE
+    assert np.array_equal(pages_of(rows(draft)[0])[there], pages_of(was_rows)[here])
+    assert np.array_equal(index_pages(draft)[0][there], was_index[here])
+    assert (np.delete(pages_of(rows(draft)[0]), there, axis=0) == GUARD).all()

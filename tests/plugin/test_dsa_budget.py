@@ -1,0 +1,249 @@
+"""Bytes per token of models with sparse attention: SGLang's profiling, hand arithmetic, and real pools.
+
+The server's arguments are resolved by SGLang for a GPU that this machine answers for; the pools are built by
+SGLang's own builder, on the CPU.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dsa_pools import DTYPES, INDEX_BYTES, LAYOUTS, row_bytes
+
+LAYERS = 3
+#: Implementations that read raw rows; SGLang's own choice on Hopper does not.
+ARGV = {"fp8": ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")}
+#: checkpoint: (latent, rope, layers with index keys of their own)
+MODELS = {
+    "dsa3": (512, 64, 3),
+    "dsa3-shared": (512, 64, 2),
+    "dsa3-norope": (512, 0, 3),
+    "dsa3-rank256": (256, 0, 3),
+}
+AVAILABLE = 1_000_000_007
+
+
+@pytest.fixture
+def hooked(published, resolve, checkpoints, monkeypatch):
+    """`hooked(layout, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sgl_kvpool.attention import sparse
+    from sgl_kvpool.sglang_plugin import pools
+
+    pools.install()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(sparse, "sm_count_of", lambda device: 132)
+
+    def build(layout, model="dsa3", *argv, draft_model=None, eagle=0):
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        args = resolve(checkpoints[model], *asked, *ARGV.get(layout, ()), *argv, device="cuda")
+        get_parallel().clear_stamp()  # of the process before
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        config = ModelConfig(checkpoints[draft_model]) if draft_model else model_config_of(args)
+        kvc = object.__new__(KVCacheConfigurator)
+        fields = {
+            "server_args": args, "model_config": config, "device": "cpu", "model": torch.nn.Module(),
+            "kv_cache_dtype": DTYPES.get(layout, torch.bfloat16), "kv_cache_dtype_str": None,
+            "use_mla_backend": True, "is_draft_worker": draft_model is not None,
+            "token_to_kv_pool_allocator": None, "pp_size": 1,
+            "kv_shard_spec": None, "kv_shard_rank": None, "kv_shard_group": None, "is_hybrid_swa": False,
+            "mambaish_config": None,
+            "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
+            "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=eagle),
+            "layer_info": SimpleNamespace(start_layer=0, end_layer=LAYERS, num_effective_layers=LAYERS),
+        }  # fmt: skip
+        for name, value in fields.items():
+            setattr(kvc, name, value)
+        return kvc
+
+    yield build
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+def sizes_of(kvc):
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    return DefaultPoolConfigurator(kvc)
+
+
+def classes_of(kvc):
+    """What SGLang asks for before it builds any pool: a class of each kind, whatever the model is."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+
+    defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
+    return {
+        kind: kvc._resolve_kv_pool_class(kind=kind, default=default) for kind, default in defaults.items()
+    }
+
+
+def pool_of(kvc, tokens):
+    """By SGLang's builder of such pools."""
+    return kvc._build_dsa_kv_pool(
+        max_total_num_tokens=tokens, max_running_requests=4, dsa_pool_class=classes_of(kvc)["dsa"]
+    )
+
+
+# -------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_per_token_are_those_of_the_pool(hooked, layout, model):
+    rank, rope, with_index = MODELS[model]
+    kvc = hooked(layout, model)
+    sizes = sizes_of(kvc)
+    token_bytes = LAYERS * row_bytes(layout, rank, rope) + with_index * INDEX_BYTES
+    assert sizes._cell_size == token_bytes
+    for page_size in (1, 64):
+        wanted = (AVAILABLE - sizes._fixed_overhead_bytes) // token_bytes // page_size * page_size
+        assert sizes.calculate_pool_sizes(AVAILABLE, page_size).max_total_num_tokens == wanted
+
+    pool = pool_of(kvc, 256)
+    assert pool.kv_cache_layout == layout
+    assert pool.get_kv_size_bytes() == (256 + 64) * token_bytes
+    assert pool.skip_topk_layers == [False, with_index == 2, False]
+
+
+def test_sglang_as_it_is_keeps_its_numbers(hooked):
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    for model, (rank, rope, with_index) in MODELS.items():
+        kvc = hooked(None, model)
+        sizes = sizes_of(kvc)
+        assert sizes._cell_size == LAYERS * (rank + rope) * 2 + with_index * INDEX_BYTES
+        assert sizes._fixed_overhead_bytes == 0
+        assert type(pool_of(kvc, 128)) is DSATokenToKVPool
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize("model", ["dsa3", "dsa3-shared"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
+    """A draft's layers have the target's rows, and index keys of their own whatever the target shares."""
+    _, _, with_index = MODELS[model]
+    wanted = (LAYERS + drafts) * row_bytes(layout) + (with_index + drafts) * INDEX_BYTES
+    assert sizes_of(hooked(layout, model, eagle=drafts))._cell_size == wanted
+
+    kvc = hooked(layout, model, draft_model=model)
+    kvc.layer_info = SimpleNamespace(start_layer=0, end_layer=drafts, num_effective_layers=drafts)
+    draft = pool_of(kvc, 256)
+    assert draft.kv_cache_layout == layout
+    assert draft.get_kv_size_bytes() == (256 + 64) * drafts * (row_bytes(layout) + INDEX_BYTES)
+    assert sizes_of(kvc)._fixed_overhead_bytes == 0  # the target has paid
+
+
+@pytest.mark.parametrize("draft_tokens", [None, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, monkeypatch, layout, draft_tokens):
+    """Lists of 2048 slots, one per query: what `DeepseekSparseAttnBackend` will be given for any batch."""
+    from sglang.srt import runtime_context
+
+    from sgl_kvpool.attention.sparse import sparse_workspace_bytes
+
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
+    kvc = hooked(layout)
+    found = sizes_of(kvc)._fixed_overhead_bytes
+    if layout != "fp4":
+        assert found == 0
+        return
+    from sgl_kvpool.layout import MLAKVCacheLayout
+
+    assert found > 0
+    fmt = MLAKVCacheLayout.FP4.pool_row_format(512, 64, is_dsa=True)
+    heads = kvc.model_config.num_attention_heads
+    for requests in (1, 8, 66, 500, 4096):
+        tokens = requests * (draft_tokens or 1)
+        assert found >= sparse_workspace_bytes(fmt, heads, tokens, 2048, "cuda")
+
+
+# -------------------------------------------------------------------- classes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
+    """Of target and draft, and both have one layout."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+
+    for draft in (None, "dsa3"):
+        classes = classes_of(hooked(layout, draft_model=draft))
+        assert issubclass(classes["dsa"], LayoutDSATokenToKVPool)
+        assert classes["dsa"].__name__ == f"LayoutDSATokenToKVPool_{layout}"
+        assert (classes["mha"], classes["mla"]) == (MHATokenToKVPool, MLATokenToKVPool)
+
+
+@pytest.mark.parametrize("draft", [None, "mla3"])
+def test_dense_models_keep_out_of_it(hooked, resolve, checkpoints, monkeypatch, draft):
+    """SGLang asks for their `dsa` class too. A k_scale is fine for what reads them."""
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
+    kvc = hooked("fp4", draft_model="mla3" if draft else None)
+    kvc.server_args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp8")
+    kvc.model_config = model_config_of(kvc.server_args)
+    kvc.model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
+    kvc.model[0].k_scale_float = 0.5
+    classes = classes_of(kvc)
+    assert issubclass(classes["mla"], LayoutMLATokenToKVPool)
+    assert classes["dsa"] is DSATokenToKVPool
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layout):
+    """SGLang is shown dense and sparse pools differently, and a server has one `kv_cache_dtype`."""
+    dense_draft = hooked(layout, "dsa3", draft_model="mla3")
+    with pytest.raises(ValueError, match=r"draft model, has no sparse .* its target has: .*of the target"):
+        classes_of(dense_draft)
+    sparse_draft = hooked(layout, "dsa3", draft_model="dsa3")
+    sparse_draft.server_args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout)
+    with pytest.raises(
+        ValueError, match=r"^Deepseek\w+, the draft model, has sparse .* has none: .*--kv-cache-layout"
+    ):
+        classes_of(sparse_draft)
+
+
+def test_a_draft_that_is_no_mla_model_keeps_its_pool(hooked):
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    kvc = hooked("fp4", draft_model="mha")
+    kvc.use_mla_backend = False
+    assert classes_of(kvc)["dsa"] is DSATokenToKVPool
+
+
+def test_a_pool_of_sglangs_own_is_noticed(hooked):
+    """Where SGLang builds another class than it asked us for."""
+    from dsa_pools import dsa_pool, stock_pool
+
+    from sgl_kvpool.sglang_plugin import pools
+
+    kvc = hooked("bf16")
+    with pytest.raises(RuntimeError, match="bf16 was asked for, but SGLang built a DSATokenToKVPool"):
+        pools._build_token_to_kv_pool(lambda self, **_: stock_pool("bf16"), kvc, sizes=None)
+    pool = dsa_pool("bf16")
+    assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
+
+
+@pytest.mark.parametrize("scaled", [1.0, 0.5])
+def test_a_k_scale_has_no_reader(hooked, scaled):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    kvc = hooked("fp8")
+    kvc.model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
+    kvc.model[0].k_scale_float = scaled
+    if scaled == 1.0:
+        assert pool_of(kvc, 128).k_scale(0) == 1.0
+        return
+    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0, and .*dsa does not apply .*layout bf16"):
+        classes_of(kvc)

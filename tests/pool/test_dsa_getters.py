@@ -1,0 +1,228 @@
+"""What LayoutDSATokenToKVPool gives SGLang's readers, and what it refuses.
+
+Rows of `bf16`, `fp8` and `fp8_block_scale` are read by SGLang's own kernels, so they are compared with what
+SGLang's own pool stores and with what its Triton kernels, interpreted, make of them.
+"""
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from dsa_pools import (
+    CASES,
+    DTYPES,
+    GEOMETRIES,
+    LAYERS,
+    LAYOUTS,
+    SLOTS,
+    arguments,
+    dsa_pool,
+    layer,
+    row_bytes,
+    rows,
+    stock_pool,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("published")
+
+READ_BY_SGLANG = [case for case in CASES if case[0] != "fp4"]
+#: None of them is slot 0, which SGLang's own writer leaves out.
+LOC = [3, 7, 100, 1, 191]
+
+
+def written(pool, rank, rope, seed=0):
+    """Some tokens in a layer; their latent and rope."""
+    nope, keys = values(len(LOC), rank, rope, seed)
+    pool.set_mla_kv_buffer(layer(3), torch.tensor(LOC), nope, keys)
+    return nope, keys
+
+
+# -------------------------------------------------------------------- what SGLang's own pool returns
+
+
+@pytest.mark.parametrize(("layout", "rank", "rope"), READ_BY_SGLANG)
+def test_keys_are_what_sglangs_pool_returns(layout, rank, rope):
+    pools = dsa_pool(layout, rank, rope), stock_pool(layout, rank, rope)
+    for each in pools:
+        written(each, rank, rope)
+    ours, stock = (each.get_key_buffer(3) for each in pools)
+    assert (ours.dtype, ours.shape, ours.stride()) == (stock.dtype, stock.shape, stock.stride())
+    assert ours.data_ptr() == pools[0].kv_buffer[1].data_ptr()  # a view of the live pool
+    if layout != "fp8_block_scale":  # of which the interpreter rounds some values wrongly
+        oracle.assert_same_bytes(*(each.view(torch.uint8)[LOC, 0] for each in (ours, stock)))
+
+
+@pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
+def test_scaled_rows_are_what_sglangs_quantiser_makes(rank, rope):
+    """Its kernel with float32 results, which torch rounds: the interpreter's e4m3 loses carries."""
+    from sglang.kernels.ops.quantization import dsa_quant_k_cache
+
+    pool = dsa_pool("fp8_block_scale", rank, rope)
+    nope, keys = (part.squeeze(1).contiguous() for part in written(pool, rank, rope))
+    tiles = rank // 128
+    scaled, scales = torch.zeros(len(LOC), rank), torch.zeros(len(LOC), tiles)
+    copied = torch.zeros(len(LOC), rope, dtype=torch.bfloat16)
+    dsa_quant_k_cache._quantize_k_cache_fast_kernel[(len(LOC), tiles + (rope > 0))](
+        scaled, scales, copied, nope, keys,
+        *(part.stride(0) for part in (scaled, scales, copied, nope, keys)),
+        NUM_NOPE_BLOCKS=tiles, GROUP_SIZE=128, DIM_NOPE=rank, DIM_ROPE=rope, FP8_MIN=-448.0, FP8_MAX=448.0,
+    )  # fmt: skip
+    stored = rows(pool, 3)[LOC]
+    oracle.assert_same_bytes(stored[:, rank : rank + 4 * tiles], scales.numpy().view(np.uint8))
+    oracle.assert_same_bytes(stored[:, rank + 4 * tiles :], copied.view(torch.uint8).numpy())
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(int)
+    apart = np.abs(codes - stored[:, :rank])
+    # It multiplies by the reciprocal of a scale where we divide, which moves a value across a tie at most.
+    assert apart.max() <= 1
+    assert (apart != 0).mean() < 0.02
+
+
+def on_a_cpu(module, monkeypatch):
+    """SGLang's function with float32 results: the interpreter stores its bf16 results wrongly."""
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *shape, dtype, **extra):
+            return torch.empty(*shape, dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **extra)
+
+    monkeypatch.setattr(module, "torch", Torch())
+
+
+@pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
+def test_sglangs_kernel_decodes_scaled_rows(monkeypatch, rank, rope):
+    """`dequantize_k_cache_paged_dsa`, which its prefill reads the prefix by."""
+    from sglang.kernels.ops.attention.dsa import dequant_k_cache
+
+    on_a_cpu(dequant_k_cache, monkeypatch)
+    pool = dsa_pool("fp8_block_scale", rank, rope)
+    nope, keys = written(pool, rank, rope, seed=1)
+    slots = torch.tensor([191, 1, 191, 3], dtype=torch.int32)
+    decoded = dequant_k_cache.dequantize_k_cache_paged_dsa(pool.get_key_buffer(3), slots).squeeze(1)
+    encoded = oracle.encode(
+        nope.squeeze(1), keys.squeeze(1), "fp8_block_scale", rank, rope,
+        row_bytes("fp8_block_scale", rank, rope),
+    )  # fmt: skip
+    wanted = oracle.decode(encoded[[4, 3, 4, 0]], "fp8_block_scale", rank, rope)
+    assert np.array_equal(decoded.numpy(), wanted)
+
+
+@pytest.mark.parametrize(("layout", "rank", "rope"), [c for c in CASES if c[0] in ("bf16", "fp8")])
+def test_values_are_what_sglangs_pool_returns(layout, rank, rope):
+    pools = dsa_pool(layout, rank, rope), stock_pool(layout, rank, rope)
+    for each in pools:
+        written(each, rank, rope, seed=2)
+    ours, stock = (each.get_value_buffer(3) for each in pools)
+    assert (ours.dtype, ours.shape, ours.stride()) == (stock.dtype, stock.shape, stock.stride())
+    assert torch.equal(ours.view(torch.uint8), stock.view(torch.uint8))
+    assert [part.shape for part in pools[0].get_kv_buffer(3)] == [(SLOTS, 1, rank + rope), (SLOTS, 1, rank)]
+
+
+@pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
+def test_keys_of_fp4_are_the_rows(rank, rope):
+    """SGLang's backend asks before it decides what reads them."""
+    pool = dsa_pool("fp4", rank, rope)
+    written(pool, rank, rope, seed=3)
+    keys = pool.get_key_buffer(3)
+    assert (keys.dtype, keys.shape) == (torch.uint8, (SLOTS, 1, row_bytes("fp4", rank, rope)))
+    assert keys.data_ptr() == pool.kv_buffer[1].data_ptr()
+    assert np.array_equal(keys.squeeze(1).numpy(), rows(pool, 3))
+
+
+@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("getter", ["get_value_buffer", "get_kv_buffer"])
+def test_packed_rows_have_no_values(layout, getter):
+    with pytest.raises(TypeError, match=r"get_row_buffer\(layer_id\)$"):  # kvpool_mla reads no DSA pools
+        getattr(dsa_pool(layout), getter)(3)
+
+
+@pytest.mark.parametrize(("layout", "rank", "rope"), CASES)
+def test_row_buffers_are_the_bytes(layout, rank, rope):
+    pool = dsa_pool(layout, rank, rope)
+    written(pool, rank, rope, seed=4)
+    buffer = pool.get_row_buffer(3)
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (SLOTS, 1, row_bytes(layout, rank, rope)))
+    assert np.array_equal(buffer.squeeze(1).numpy(), rows(pool, 3))
+    slots = torch.tensor([5, -1])
+    assert pool.slot_to_row(slots) is slots
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
+def test_other_arrangements(layout, arrangement):
+    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}: .*--kv-cache-arrangement"):
+        dsa_pool(layout, options={"arrangement": arrangement})
+
+
+@pytest.mark.parametrize("readers", [("flashmla",), ("dsa", "fa3"), ("kvpool_mla",)])
+def test_other_readers(readers):
+    other = readers[-1]
+    with pytest.raises(ValueError, match=f"attention backend {other} does not read pools of .* takes dsa"):
+        dsa_pool("fp4", options={"readers": readers})
+    dsa_pool("fp4", options={"readers": ("dsa", "dsa")})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_dtype(layout):
+    """A pool would be built with rows of another size: SGLang takes `kv_cache_dim` for e4m3 alone."""
+    other = next(dtype for dtype in DTYPES.values() if dtype != DTYPES[layout])
+    with pytest.raises(ValueError, match=f"layout {layout} is shown to SGLang as {DTYPES[layout]}, but"):
+        dsa_pool(layout, dtype=other)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_cache_dim", "read"),
+    [
+        # Of implementations that read raw rows, and of those that read scaled ones.
+        ("fp8_block_scale", 576, "576 values"),
+        ("fp8", 656, "656 bytes"),
+        ("bf16", 656, "656 values"),
+        ("fp4", 416, "416 values"),
+    ],
+)
+def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch, layout, kv_cache_dim, read):
+    allocated = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: allocated.append(a) or zeros(*a, **k))
+    with pytest.raises(
+        ValueError,
+        match=f"read rows of {read}, and those of KV cache layout {layout} .*--dsa-prefill-backend",
+    ):
+        dsa_pool(layout, kv_cache_dim=kv_cache_dim)
+    assert not allocated
+
+
+def test_pooled_index_keys():
+    """As GLM-5's successor has them: a page of index keys covers 256 tokens."""
+    kpool = {"index_kpool": 4, "page_size": 256, "size": 512}
+    with pytest.raises(ValueError, match=r"fp4 does not work with pooled index keys \(index_kpool=4\).*bf16"):
+        dsa_pool("fp4", **kpool)
+    pool = dsa_pool("bf16", **kpool)
+    assert pool.get_kv_size_bytes() == LAYERS * 768 * (1152 + 33)
+    nope, keys = written(pool, 512, 64)
+    assert np.array_equal(rows(pool, 3)[LOC], oracle.encode(nope[:, 0], keys[:, 0], "bf16", 512, 64, 1152))
+
+
+def test_geometries_that_no_layout_stores():
+    with pytest.raises(ValueError, match="kv_lora_rank=448"):
+        dsa_pool("fp4", kv_lora_rank=448, kv_cache_dim=512)
+    with pytest.raises(ValueError, match="qk_rope_head_dim=32"):
+        dsa_pool("fp4", qk_rope_head_dim=32, kv_cache_dim=544)
+
+
+def test_the_class_of_dense_models_is_another():
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    given = arguments("fp4", kv_cache_layout="fp4")
+    for name in ("index_head_dim", "kv_cache_dim"):
+        del given[name]
+    with pytest.raises(ValueError, match=r"LayoutMLATokenToKVPool serves models without sparse .*for DSA"):
+        LayoutMLATokenToKVPool(**given, use_dsa=True)
+    assert LayoutMLATokenToKVPool(**given).get_key_buffer
+    with pytest.raises(TypeError, match="LayoutMLATokenToKVPool|get_row_buffer"):
+        LayoutMLATokenToKVPool(**given).get_key_buffer(3)  # which the pool of DSA models gives
