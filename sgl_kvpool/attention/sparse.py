@@ -16,24 +16,28 @@ from sgl_kvpool.layout import RowFormat
 __all__ = ["SparseReader", "decoded_rows", "sparse_workspace_bytes"]
 
 
-def sparse_workspace_bytes(
-    fmt: RowFormat, heads: int, max_tokens: int, top_k: int, device: torch.device | str
-) -> int:
+def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch.device | str) -> int:
     """Bytes that decoding needs beside its arguments, whatever the batch.
+
+    Each query has a list of its own, and with more lists than a GPU runs programs at a time a list is not
+    split: there is a largest workspace (9 MB for 16 heads on an H100, 17 for 32 and more), which no batch
+    outgrows, padded or not.
 
     Parameters
     ----------
     fmt : RowFormat
     heads : int
         Query heads of this rank.
-    max_tokens : int
-        Queries of the largest batch, of which each has a list of its own.
     top_k : int
         Width of the lists.
     device : torch.device or str
         Its multiprocessors decide how a list is split.
     """
-    return workspace_bytes(fmt, heads, max_tokens, top_k, sm_count=sm_count_of(torch.device(device)))
+    return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))
+
+
+#: More than any GPU runs programs for, twice.
+_MOST_QUERIES = 1 << 16
 
 
 class SparseReader:

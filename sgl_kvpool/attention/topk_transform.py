@@ -115,7 +115,7 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     "fa3": _Implementation(stored=_of(_BF16)),
     # :3440; arg_groups/overrides.py:571 wants raw fp8 rows to have no other reader.
     "tilelang": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
-    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3437), and its
+    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3434), and its
     # model leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
     "trtllm": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
     # :3245, as flashmla_sparse; forward_decode has no such branch.
@@ -136,8 +136,8 @@ _KPOOL_READERS = ("fa3", "tilelang", "trtllm")
 
 def select_topk_transform(
     layout: MLAKVCacheLayout | str,
-    prefill_impl: str | None,
-    decode_impl: str | None,
+    prefill_impl: str,
+    decode_impl: str,
     forward_mode: Any,
     *,
     index_kpool: int = 1,
@@ -148,9 +148,9 @@ def select_topk_transform(
     ----------
     layout : MLAKVCacheLayout or str
         Of the pool's rows.
-    prefill_impl, decode_impl : str or None
-        SGLang's DSA implementations, or `kvpool_mla` for our decode. None for a side that the server does
-        not have: disaggregated servers have one.
+    prefill_impl, decode_impl : str
+        SGLang's DSA implementations, or `kvpool_mla` for our decode. Both, on a disaggregated server too:
+        SGLang's model looks at both, whatever the role (forward_mla.py:972).
     forward_mode : ForwardMode, str or None
         Member or name of the mode. None, as SGLang asks outside of a batch, is a mode that attends nothing.
     index_kpool : int
@@ -174,21 +174,19 @@ def select_topk_transform(
 
 @cache
 def _select(
-    layout: MLAKVCacheLayout, prefill: str | None, decode: str | None, mode: str | None, index_kpool: int
+    layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str | None, index_kpool: int
 ) -> TopkTransform:
     _check_names(prefill, decode, mode, index_kpool)
     if index_kpool > 1:
         _check_kpool_layout(layout, prefill, decode)
-        ragged = mode == "EXTEND" and layout in _KPOOL_RAGGED.get(prefill or "", ())
+        ragged = mode == "EXTEND" and layout in _KPOOL_RAGGED.get(prefill, ())
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
     if problem is not None:
         raise UnsupportedCombination(f"{problem}; {_nearest(layout, prefill, decode)}")
-    if prefill is None or mode not in EXTEND_MODES:
+    if mode not in EXTEND_MODES or layout not in IMPLEMENTATIONS[prefill].gathered:
         return TopkTransform.PAGED
-    if layout not in IMPLEMENTATIONS[prefill].gathered:
-        return TopkTransform.PAGED
-    _check_ragged_modes(layout, prefill, (mode,), decode)
+    _check_ragged_modes(layout, prefill, decode, (mode,))
     return TopkTransform.RAGGED
 
 
@@ -202,8 +200,8 @@ _MAKERS = {
 
 def check_combination(
     layout: MLAKVCacheLayout | str,
-    prefill_impl: str | None,
-    decode_impl: str | None,
+    prefill_impl: str,
+    decode_impl: str,
     modes: tuple[str, ...] = (EXTEND_MODES[0], *DECODE_MODES),
     *,
     index_kpool: int = 1,
@@ -238,9 +236,7 @@ def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
 # -------------------------------------------------------------------- what does not work
 
 
-def _check_ragged_modes(
-    layout: MLAKVCacheLayout, prefill: str, modes: tuple[str, ...], decode: str | None = None
-) -> None:
+def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
     """Refuse modes of extends in which gathering is not wired up."""
     wired = IMPLEMENTATIONS[prefill].ragged_modes
     for mode in modes:
@@ -248,13 +244,13 @@ def _check_ragged_modes(
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
                 f"{mode}; leave out what makes such batches ({_MAKERS[mode]}), or "
-                f"{_nearest(layout, None, decode)}"
+                f"{_nearest(layout, prefill, decode)}"
             )
 
 
-def _check_names(prefill: str | None, decode: str | None, mode: str | None, index_kpool: int) -> None:
+def _check_names(prefill: str, decode: str, mode: str | None, index_kpool: int) -> None:
     for side, name in (("prefill", prefill), ("decode", decode)):
-        if name is not None and name not in IMPLEMENTATIONS:
+        if name not in IMPLEMENTATIONS:
             raise ValueError(
                 f"DSA {side} implementation {name!r} is not in the table; those that are: "
                 f"{', '.join(IMPLEMENTATIONS)}"
@@ -266,11 +262,9 @@ def _check_names(prefill: str | None, decode: str | None, mode: str | None, inde
         raise ValueError(f"index_kpool={index_kpool} is no number of tokens; 1 means an index key per token")
 
 
-def _problem(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> str | None:
+def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
     """Why a pair does not work with a layout; None if it does."""
     for side, name in (("prefill", prefill), ("decode", decode)):
-        if name is None:
-            continue
         implementation = IMPLEMENTATIONS[name]
         if not (implementation.prefill if side == "prefill" else implementation.decode):
             other = "decode" if side == "prefill" else "prefill"
@@ -280,47 +274,41 @@ def _problem(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
             readable |= implementation.gathered
         if layout not in readable:
             return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
-    if prefill is None or decode in (None, prefill):
-        return None
-    if layout in IMPLEMENTATIONS[prefill].alone:
+    if prefill != decode and layout in IMPLEMENTATIONS[prefill].alone:
         return f"with rows of KV cache layout {layout}, {prefill} has to be both DSA prefill and decode"
     return None
 
 
-def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> None:
+def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:
     if layout is _FP4 or KVPOOL_DECODE in (prefill, decode):
         raise UnsupportedCombination(
-            f"KV cache layout {layout} with {KVPOOL_DECODE} does not work for models with pooled index keys "
-            "(index_kpool above 1): SGLang attends their tail by fa3, tilelang or trtllm; use bf16"
+            f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
+            "keys (index_kpool above 1): SGLang attends their tail by fa3, tilelang or trtllm; use "
+            f"--kv-cache-layout {_BF16}"
         )
 
 
-def _check_kpool_readers(
-    layout: MLAKVCacheLayout, prefill: str | None, decode: str | None, modes: tuple[str, ...]
-) -> None:
+def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
     """What `_check_kpool_tail_backend` of SGLang raises at the first batch, and readers of other rows."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         if side == "prefill" and name == "flashmla_sparse_q8" and layout is _BF16:
-            _check_ragged_modes(layout, name, modes)
+            _check_ragged_modes(layout, name, decode, modes)
             continue
         # On Hopper; on Blackwell by trtllm. With 16-bit rows flashmla_auto is flashmla_sparse.
         sparse = name == SPARSE_BF16 or (side == "prefill" and name == "flashmla_auto" and layout is _BF16)
         reader = "fa3" if sparse else name
-        if reader is None:
-            continue
         if reader not in _KPOOL_READERS or layout not in IMPLEMENTATIONS[reader].stored:
             attended = "" if reader == name else f" (attended by {reader} for such models)"
             raise UnsupportedCombination(
                 f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
                 "keys (index_kpool above 1); use bf16 with --dsa-prefill-backend fa3 --dsa-decode-backend fa3"
             )
-    if layout is _RAW and None not in (prefill, decode) and prefill != decode:
-        raise UnsupportedCombination(
-            f"with rows of KV cache layout {layout}, {prefill} has to be both DSA prefill and decode"
-        )
+    problem = _problem(layout, prefill, decode) if layout is _RAW else None
+    if problem is not None:
+        raise UnsupportedCombination(f"{problem}; use bf16")
 
 
-def _nearest(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) -> str:
+def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
     """What to use instead: of the pairs that a user can name, the one nearest to what was asked for."""
     if layout is _FP4:
         return (
@@ -334,6 +322,8 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str | None, decode: str | None) 
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
         # SM120, where SGLang takes it for both sides or not at all (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
+        # Reads such rows, after quantising a whole layer's.
+        and not (layout is _BF16 and "flashmla_kv" in pair)
     ]
     best = max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
     return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"

@@ -4,7 +4,7 @@ Rows are `LayoutMLATokenToKVPool`'s but for their padding, of which they have no
 what SGLang's kernels read. The indexer's pages of keys lie beside them and are SGLang's own.
 
 SGLang's DSA backend asks for the rows before it decides what reads them, so `get_key_buffer` never raises
-here: it gives `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.dsa_readers`).
+here: it gives `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.dsa`).
 """
 
 from __future__ import annotations

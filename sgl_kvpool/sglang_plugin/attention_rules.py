@@ -23,6 +23,7 @@ from sgl_kvpool.attention.readers import (
     suggestions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.models import device_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
@@ -249,7 +250,7 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
 
 
 def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    device = "ROCm" if view.device == "cuda" and _is_rocm() else view.device
+    device = device_name(view)
     if device in KVPOOL_DEVICES:
         return
     stock = suggestions(layout, view.device, arrangement)
@@ -263,12 +264,6 @@ def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: An
             "layer_major with a stock --attention-backend"
         )
     )
-
-
-def _is_rocm() -> bool:
-    import torch
-
-    return torch.version.hip is not None
 
 
 def check_model(model_config: Any, view: Any) -> None:

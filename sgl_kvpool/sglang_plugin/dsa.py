@@ -57,14 +57,13 @@ def attach(backend: Any) -> None:
     )
     if layout.is_read_by_sglang_dsa:
         return
-    from sglang.srt.runtime_context import get_buffer, max_speculative_num_draft_tokens
+    from sglang.srt.runtime_context import get_buffer
 
     from sgl_kvpool.attention.decode import DecodeWorkspace
     from sgl_kvpool.attention.sparse import SparseReader, sparse_workspace_bytes
 
     fmt, device = backend.token_to_kv_pool.row_format, backend.device
-    tokens = backend.req_to_token_pool.size * (max_speculative_num_draft_tokens() or 1)
-    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, tokens, backend.dsa_index_topk, device)
+    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, backend.dsa_index_topk, device)
     # Backends of target, draft and draft steps run one after the other and share it.
     workspace = get_buffer(f"kvpool_dsa_decode_{needed}", lambda: DecodeWorkspace(needed, device))
     setattr(backend, _READER, SparseReader(fmt, workspace))
@@ -91,8 +90,8 @@ def _get_topk_transform_method(original, self, forward_mode=None):
         return original(self, forward_mode)  # other hardware, other pools
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 
-    prefill, decode = dsa_rules.sides(layout, self.dsa_prefill_impl, self.dsa_decode_impl)
-    transform = select_topk_transform(layout, prefill, decode, forward_mode, index_kpool=self.dsa_index_kpool)
+    pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl)
+    transform = select_topk_transform(layout, *pair, forward_mode, index_kpool=self.dsa_index_kpool)
     return TopkTransformMethod[transform.name]
 
 

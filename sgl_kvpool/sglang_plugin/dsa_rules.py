@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
 from sgl_kvpool.attention.readers import DSA_BACKEND
 from sgl_kvpool.attention.topk_transform import (
     DECODE_MODES,
@@ -22,7 +23,7 @@ from sgl_kvpool.attention.topk_transform import (
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import refusals
-from sgl_kvpool.sglang_plugin.models import model_name
+from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
@@ -32,8 +33,8 @@ __all__ = [
     "layout_of_pool",
     "modes_in_use",
     "prepare",
-    "sides",
     "stock_layout",
+    "table_names",
 ]
 
 #: SGLang's names of the backend; the second is the old one.
@@ -83,8 +84,7 @@ def prepare(
     from sglang.srt.arg_groups.overrides import resolving_view
 
     name = model_name(model_config)
-    device = resolving_view(server_args).device
-    device = "ROCm" if device == "cuda" and _is_rocm() else device
+    device = device_name(resolving_view(server_args))
     if device != "cuda":
         raise ValueError(
             f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on GPUs of NVIDIA "
@@ -97,11 +97,8 @@ def prepare(
         )
     for field in (*_BACKEND_FIELDS, "speculative_draft_attention_backend"):
         value = getattr(server_args, field)
-        if value is not None and value not in _NAMES:
-            raise ValueError(
-                f"{_flag(field)} {value} does not attend what {name} selects (it has sparse attention, DSA); "
-                f"leave it out, SGLang takes {DSA_BACKEND}"
-            )
+        if value is not None:
+            _check_backend(f"{_flag(field)} {value}", value, name)
     refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
     if layout.is_read_by_sglang_dsa:
@@ -120,22 +117,34 @@ def prepare(
     return declared
 
 
+def _check_backend(what: str, backend: str, name: str) -> None:
+    """Refuse an attention backend, called `what`, that is none for the model of this name."""
+    if backend not in _NAMES:
+        raise ValueError(
+            f"{what} does not attend what {name} selects (it has sparse attention, DSA); leave it out, "
+            f"SGLang takes {DSA_BACKEND}"
+        )
+
+
 def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
     """Refuse models that our readers do not compute."""
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
     name = model_name(model_config)
-    if getattr(model_config.hf_config, "learnable_sink", False):
+    if model_config.kv_lora_rank > MAX_LATENT_RANK:
+        raise ValueError(
+            f"{name} has kv_lora_rank={model_config.kv_lora_rank}, and {KVPOOL_DECODE} has room for "
+            f"{MAX_LATENT_RANK} on CUDA; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+        )
+    # SGLang looks at the one when it resolves arguments and at the other when it builds attention.
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    if any(getattr(config, "learnable_sink", False) for config in configs):
         raise ValueError(
             f"{name} has learnable attention sinks, which are not computed over rows of {LAYOUT.flag} "
             f"{layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
-    kpool = get_dsa_index_kpool(model_config.hf_config)
-    if kpool > 1:
-        raise UnsupportedCombination(
-            f"{name} has pooled index keys (index_kpool={kpool}), whose tail SGLang attends by kernels that "
-            f"cannot read rows of {LAYOUT.flag} {layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
-        )
+    index_kpool = get_dsa_index_kpool(model_config.hf_config)
+    check_pair(layout, SPARSE_BF16, SPARSE_BF16, index_kpool=index_kpool)
 
 
 # -------------------------------------------------------------------- after SGLang has resolved
@@ -163,11 +172,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
     for backend in attention_backends_of(view):
-        if backend not in _NAMES:
-            raise ValueError(
-                f"attention backend {backend} does not attend what {name} selects (it has sparse attention, "
-                f"DSA); leave it out, SGLang takes {DSA_BACKEND}"
-            )
+        _check_backend(f"attention backend {backend}", backend, name)
     _check_modes(layout, model_config, view)
     if not layout.is_read_by_sglang_dsa:
         for field, flag, in_use, reason in _READER_FEATURES:
@@ -187,9 +192,14 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 
 def check_stock(model_config: Any, view: Any) -> None:
     """As `check_resolved` for SGLang's own pool, with SGL_KVPOOL_FIX_TOPK=1 alone."""
+    if view.use_ray:
+        raise ValueError(
+            f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "
+            "out one of the two"
+        )
     layout = stock_layout(view)
     known = {view.dsa_prefill_backend, view.dsa_decode_backend} <= set(IMPLEMENTATIONS)
-    if layout is not None and known and not view.enable_hisparse and not _is_rocm():
+    if layout is not None and known and not view.enable_hisparse and not is_rocm():
         _check_modes(layout, model_config, view)
 
 
@@ -201,7 +211,6 @@ def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None
         view.dsa_prefill_backend,
         view.dsa_decode_backend,
         modes=modes_in_use(view),
-        role=view.disaggregation_mode,
         index_kpool=get_dsa_index_kpool(model_config.hf_config),
     )
 
@@ -212,7 +221,6 @@ def check_pair(
     decode: str,
     *,
     modes: tuple[str, ...] = (),
-    role: str | None = None,
     index_kpool: int = 1,
 ) -> None:
     """`check_combination` of SGLang's names.
@@ -224,12 +232,10 @@ def check_pair(
         As SGLang knows them.
     modes : tuple of str
         Of batches, besides those that every server has.
-    role : str, optional
-        Of --disaggregation-mode; the running server's if it is None.
     index_kpool : int
     """
-    own, other = sides(layout, prefill, decode, role=role)
-    check_combination(layout, own, other, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
+    pair = table_names(layout, prefill, decode)
+    check_combination(layout, *pair, ("EXTEND", *DECODE_MODES, *modes), index_kpool=index_kpool)
 
 
 def modes_in_use(view: Any) -> tuple[str, ...]:
@@ -245,21 +251,14 @@ def modes_in_use(view: Any) -> tuple[str, ...]:
     )
 
 
-def sides(
-    layout: MLAKVCacheLayout, prefill: str, decode: str, *, role: str | None = None
-) -> tuple[str | None, str | None]:
+def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
     """SGLang's pair of implementations as the table knows it.
 
-    For a layout that its kernels cannot read, SGLang's name on the decode side stands for our decode. A
-    disaggregated server has one side; SGLang resolves the other all the same, for another role's pool.
+    For a layout that its kernels cannot read, SGLang's name on the decode side stands for our decode.
     """
-    if role is None:
-        from sglang.srt.runtime_context import get_disagg
-
-        role = get_disagg().disaggregation_mode
     if not layout.is_read_by_sglang_dsa and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
-        decode = KVPOOL_DECODE
-    return (None if role == "decode" else prefill), (None if role == "prefill" else decode)
+        return prefill, KVPOOL_DECODE
+    return prefill, decode
 
 
 # -------------------------------------------------------------------- which rows
@@ -288,9 +287,3 @@ def stock_layout(view: Any) -> MLAKVCacheLayout | None:
     if "trtllm" in here or (prefill, decode) == ("tilelang", "tilelang"):
         return MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
     return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
-
-
-def _is_rocm() -> bool:
-    import torch
-
-    return torch.version.hip is not None

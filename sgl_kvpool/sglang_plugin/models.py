@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["is_dsa", "model_name", "row_format_of"]
+__all__ = ["device_name", "is_dsa", "is_rocm", "model_name", "row_format_of"]
 
 
 def is_dsa(model_config: Any) -> bool:
@@ -14,6 +14,18 @@ def is_dsa(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return is_deepseek_dsa(model_config.hf_config)
+
+
+def is_rocm() -> bool:
+    """Whether torch's "cuda" is a GPU of AMD."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def device_name(view: Any) -> str:
+    """A server's device as users know it."""
+    return "ROCm" if view.device == "cuda" and is_rocm() else view.device
 
 
 def model_name(model_config: Any) -> str:

@@ -96,6 +96,8 @@ SERVER_ARGS = (
     Seam(f"{_HOOK}.overrides.attention_backends_of", ("cfg",), hooked=False),
     Seam(f"{_HOOK}.overrides.model_config_of", ("server_args",), hooked=False),
     Seam(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
+    Seam("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
+    Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
 )
 
 #: Used in the process that launches a server which was asked for a layout.
@@ -307,8 +309,8 @@ SPARSE_ATTENTION = (
         members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
     ),
     Seam("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", hooked=False),
-    Seam("sglang.srt.runtime_context.get_disagg", hooked=False),
-    Seam("sglang.srt.runtime_context.max_speculative_num_draft_tokens", hooked=False),
+    Seam("sglang.srt.configs.model_config.get_dsa_index_topk", ("config",), hooked=False),
+    Seam("sglang.srt.runtime_context.get_buffer", ("name", "factory"), hooked=False),
 )
 
 _DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"

@@ -46,10 +46,14 @@ def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
     """Of models with sparse attention, whose rows SGLang's kernels cannot read."""
     from sglang.srt.configs.model_config import get_dsa_index_topk
 
+    from sgl_kvpool.attention.cuda_extend import extend_workspace_bytes
     from sgl_kvpool.attention.sparse import sparse_workspace_bytes
 
     top_k = get_dsa_index_topk(kvc.model_config.hf_config)
-    return sparse_workspace_bytes(fmt, _heads(kvc), _MOST_REQUESTS * _most_queries(), top_k, device)
+    decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
+    # Extends gather the rows of their requests, allocated by torch as SGLang's own gathering is: set aside
+    # for as many as dense MLA decodes at a time. Longer ones take from what SGLang leaves free.
+    return decode + extend_workspace_bytes(fmt)
 
 
 def _heads(kvc: Any) -> int:

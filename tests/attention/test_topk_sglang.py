@@ -99,7 +99,7 @@ def test_sglang_is_wrong_in_these_cells_and_in_no_other():
     wrong = {(*pair, mode) for *pair, m, s, d in lines(SGLANG_IS_WRONG) for mode in (m, s, d)}
     differs = {
         (layout, prefill, decode, mode)
-        for layout, prefill, decode, mode in cells(STOCK, sides=IMPLEMENTATIONS)
+        for layout, prefill, decode, mode in cells(STOCK)
         if expected(layout, prefill, decode, mode) != REFUSED
         and sglangs_answer(layout, prefill, mode) != select_topk_transform(layout, prefill, decode, mode).name
     }
@@ -216,8 +216,7 @@ def test_pooled_index_keys_keep_sglangs_rule():
         said = select_topk_transform(layout, prefill, decode, mode, index_kpool=4).name
         by_hand = (layout, prefill) in ragged and mode == "EXTEND"
         assert said == ("RAGGED" if by_hand else "PAGED"), (layout, prefill, decode, mode)
-        if prefill is not None:
-            assert said == sglangs_answer(layout, prefill, mode), (layout, prefill, decode, mode)
+        assert said == sglangs_answer(layout, prefill, mode), (layout, prefill, decode, mode)
 
 
 def test_pooled_index_keys_refuse_what_is_ours():
@@ -277,18 +276,15 @@ def test_what_sglang_raises_for_with_pooled_index_keys():
 
 @pytest.mark.parametrize(
     "prefill",
-    [name for name in (*IMPLEMENTATIONS, None) if name != "kvpool_mla"],
+    [name for name in IMPLEMENTATIONS if name != "kvpool_mla"],
 )
 def test_servers_with_pooled_index_keys(prefill):
     works = kpool_sides("works")
     for layout, _, decode, _ in cells(STOCK, [None]):
         if decode == "kvpool_mla":
             continue
-        good = all(
-            name is None or (layout, side, name) in works
-            for side, name in (("prefill", prefill), ("decode", decode))
-        )
-        if layout == "fp8" and None not in (prefill, decode):
+        good = all((layout, side, name) in works for side, name in (("prefill", prefill), ("decode", decode)))
+        if layout == "fp8":
             good = good and prefill == decode
         if good:
             check_combination(layout, prefill, decode, index_kpool=4)

@@ -144,20 +144,23 @@ assert [tuple(line[:2]) for line in lines(PREFILLS)] == _CASES
 assert [tuple(line[:2]) for line in lines(DECODES)] == _CASES
 
 
+def works_as(side, layout, name):
+    """Whether a prefill or a decode reads such rows."""
+    return _DECODES[layout, name] if side == "decode" else None not in _PREFILLS[layout, name].values()
+
+
 def expected(layout, prefill, decode, mode):
-    """PAGED, RAGGED or REFUSED; a side of None is one that the server does not have."""
-    if prefill is not None and None in _PREFILLS[layout, prefill].values():
+    """PAGED, RAGGED or REFUSED."""
+    if not works_as("prefill", layout, prefill) or not works_as("decode", layout, decode):
         return REFUSED
-    if decode is not None and not _DECODES[layout, decode]:
+    if layout == "fp8" and (prefill, decode) not in _FP8_PAIRS:
         return REFUSED
-    if layout == "fp8" and None not in (prefill, decode) and (prefill, decode) not in _FP8_PAIRS:
-        return REFUSED
-    if mode not in EXTENDS or prefill is None:
+    if mode not in EXTENDS:
         return PAGED
     return _PREFILLS[layout, prefill][mode]
 
 
-def cells(layouts=LAYOUTS, modes=(*MODES, None), sides=(*IMPLEMENTATIONS, None)):
+def cells(layouts=LAYOUTS, modes=(*MODES, None), sides=IMPLEMENTATIONS):
     """All (layout, prefill, decode, mode)."""
     return [
         (layout, prefill, decode, mode)

@@ -128,9 +128,9 @@ def test_devices():
 
 
 def test_rocm_calls_its_device_cuda(serve, monkeypatch):
-    from sgl_kvpool.sglang_plugin import attention_rules
+    from sgl_kvpool.sglang_plugin import models
 
-    monkeypatch.setattr(attention_rules, "_is_rocm", lambda: True)
+    monkeypatch.setattr(models, "is_rocm", lambda: True)
     with pytest.raises(ValueError, match="of NVIDIA only, and the device is ROCm"):
         serve("cuda", "fp4")
 
