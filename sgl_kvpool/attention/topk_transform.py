@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sizes import whole_number
 
 __all__ = [
     "DECODE_MODES",
@@ -31,6 +32,7 @@ __all__ = [
     "TopkTransform",
     "UnsupportedCombination",
     "check_combination",
+    "nearest_pair",
     "select_topk_transform",
     "working_pairs",
 ]
@@ -169,6 +171,7 @@ def select_topk_transform(
         A name that is no layout, implementation or mode, or an `index_kpool` below 1.
     """
     mode = getattr(forward_mode, "name", forward_mode)
+    index_kpool = whole_number("index_kpool", index_kpool)
     return _select(MLAKVCacheLayout.parse(layout), prefill_impl, decode_impl, mode, index_kpool)
 
 
@@ -176,14 +179,14 @@ def select_topk_transform(
 def _select(
     layout: MLAKVCacheLayout, prefill: str, decode: str, mode: str | None, index_kpool: int
 ) -> TopkTransform:
-    _check_names(prefill, decode, mode, index_kpool)
+    _check_names(prefill, decode, mode)
     if index_kpool > 1:
         _check_kpool_layout(layout, prefill, decode)
         ragged = mode == "EXTEND" and layout in _KPOOL_RAGGED.get(prefill, ())
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
     if problem is not None:
-        raise UnsupportedCombination(f"{problem}; {_nearest(layout, prefill, decode)}")
+        raise UnsupportedCombination(f"{problem}; {nearest_pair(layout, prefill, decode)}")
     if mode not in EXTEND_MODES or layout not in IMPLEMENTATIONS[prefill].gathered:
         return TopkTransform.PAGED
     _check_ragged_modes(layout, prefill, decode, (mode,))
@@ -244,11 +247,11 @@ def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, mod
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
                 f"{mode}; leave out what makes such batches ({_MAKERS[mode]}), or "
-                f"{_nearest(layout, prefill, decode)}"
+                f"{nearest_pair(layout, prefill, decode)}"
             )
 
 
-def _check_names(prefill: str, decode: str, mode: str | None, index_kpool: int) -> None:
+def _check_names(prefill: str, decode: str, mode: str | None) -> None:
     for side, name in (("prefill", prefill), ("decode", decode)):
         if name not in IMPLEMENTATIONS:
             raise ValueError(
@@ -258,8 +261,6 @@ def _check_names(prefill: str, decode: str, mode: str | None, index_kpool: int) 
     known = (*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES)
     if mode is not None and mode not in known:
         raise ValueError(f"forward mode {mode!r} is not in the table; those that are: {', '.join(known)}")
-    if index_kpool < 1:
-        raise ValueError(f"index_kpool={index_kpool} is no number of tokens; 1 means an index key per token")
 
 
 def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
@@ -301,15 +302,16 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
             attended = "" if reader == name else f" (attended by {reader} for such models)"
             raise UnsupportedCombination(
                 f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
-                "keys (index_kpool above 1); use bf16 with --dsa-prefill-backend fa3 --dsa-decode-backend fa3"
+                f"keys (index_kpool above 1); use --kv-cache-layout {_BF16} and leave out "
+                "--dsa-prefill-backend and --dsa-decode-backend"
             )
     problem = _problem(layout, prefill, decode) if layout is _RAW else None
     if problem is not None:
-        raise UnsupportedCombination(f"{problem}; use bf16")
+        raise UnsupportedCombination(f"{problem}; use --kv-cache-layout {_BF16}")
 
 
-def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
-    """What to use instead: of the pairs that a user can name, the one nearest to what was asked for."""
+def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
+    """What to use instead, in words: of the pairs that a user can name, the nearest to what was asked for."""
     if layout is _FP4:
         return (
             f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "

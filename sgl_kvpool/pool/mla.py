@@ -197,15 +197,16 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
 
         TypeError for packed rows, which have no dtype, and for page-major ones, which no slot indexes.
         """
-        self._require_values("get_key_buffer")
+        self._require_values("get_key_buffer", layer_id)
         return super().get_key_buffer(layer_id)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """As `get_key_buffer`."""
-        self._require_values("get_value_buffer")
+        self._require_values("get_value_buffer", layer_id)
         return super().get_value_buffer(layer_id)
 
-    def _require_values(self, method: str) -> None:
+    def _require_values(self, method: str, layer_id: int) -> None:
+        self._index(layer_id)  # the base class takes a layer below the first for one of the last
         if not self._slots_are_rows:
             raise TypeError(
                 f"{method} on a {self.kv_cache_arrangement} pool: a slot times a stride is not the place of "

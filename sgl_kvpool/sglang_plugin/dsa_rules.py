@@ -12,7 +12,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
-from sgl_kvpool.attention.readers import DSA_BACKEND
+from sgl_kvpool.attention.readers import DSA_BACKEND, PHASES
 from sgl_kvpool.attention.topk_transform import (
     DECODE_MODES,
     IMPLEMENTATIONS,
@@ -20,10 +20,11 @@ from sgl_kvpool.attention.topk_transform import (
     SPARSE_BF16,
     UnsupportedCombination,
     check_combination,
+    nearest_pair,
 )
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import refusals
-from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name
+from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
@@ -121,20 +122,34 @@ def _check_backend(what: str, backend: str, name: str) -> None:
     """Refuse an attention backend, called `what`, that is none for the model of this name."""
     if backend not in _NAMES:
         raise ValueError(
-            f"{what} does not attend what {name} selects (it has sparse attention, DSA); leave it out, "
-            f"SGLang takes {DSA_BACKEND}"
+            f"{what} does not attend what {name} selects (it has sparse attention, DSA); leave out "
+            f"{', '.join(map(_flag, _BACKEND_FIELDS))}, SGLang takes {DSA_BACKEND}"
         )
 
 
 def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
     """Refuse models that our readers do not compute."""
+    import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
-    name = model_name(model_config)
-    if model_config.kv_lora_rank > MAX_LATENT_RANK:
+    name, rank = model_name(model_config), model_config.kv_lora_rank
+    row_bytes = row_format_of(model_config, layout).row_bytes
+    if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
         raise ValueError(
-            f"{name} has kv_lora_rank={model_config.kv_lora_rank}, and {KVPOOL_DECODE} has room for "
-            f"{MAX_LATENT_RANK} on CUDA; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+            f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
+            f"{KVPOOL_DECODE} attends up to kv_lora_rank {MAX_LATENT_RANK} and multiples of "
+            f"{POOL_ALIGN_BYTES} bytes; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+        )
+    if model_config.dtype != torch.bfloat16:
+        raise ValueError(
+            f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
+            f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < (9, 0):
+        raise ValueError(
+            f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
+            f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
     # SGLang looks at the one when it resolves arguments and at the other when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
@@ -171,8 +186,9 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         raise ValueError(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
-    for backend in attention_backends_of(view):
-        _check_backend(f"attention backend {backend}", backend, name)
+    for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
+        # One phase named, SGLang fills in the other.
+        _check_backend(f"the {phase} attention backend, {backend},", backend, name)
     _check_modes(layout, model_config, view)
     if not layout.is_read_by_sglang_dsa:
         for field, flag, in_use, reason in _READER_FEATURES:
@@ -185,8 +201,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
             if getattr(view, field) == "flashmla_kv":
                 raise ValueError(
                     f"{_flag(field)} flashmla_kv would quantise the whole pool of a layer in every call with "
-                    f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or use "
-                    f"{LAYOUT.flag} {MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE}"
+                    f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
                 )
 
 
@@ -198,14 +213,20 @@ def check_stock(model_config: Any, view: Any) -> None:
             "out one of the two"
         )
     layout = stock_layout(view)
-    known = {view.dsa_prefill_backend, view.dsa_decode_backend} <= set(IMPLEMENTATIONS)
-    if layout is not None and known and not view.enable_hisparse and not is_rocm():
+    if layout is not None and view.device == "cuda" and not is_rocm() and not view.enable_hisparse:
         _check_modes(layout, model_config, view)
 
 
 def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
+    for field in _IMPLEMENTATION_FIELDS:
+        value = getattr(view, field)
+        if value not in IMPLEMENTATIONS:
+            pair = view.dsa_prefill_backend, view.dsa_decode_backend
+            raise UnsupportedCombination(
+                f"{_flag(field)} {value} is not for GPUs of NVIDIA; {nearest_pair(layout, *pair)}"
+            )
     check_pair(
         layout,
         view.dsa_prefill_backend,

@@ -49,6 +49,8 @@ def checkpoints(tmp_path_factory):
         "dsa3-shared": variant("dsa3-shared", **dsa3, indexer_types=["full", "shared", "full"]),
         "dsa3-norope": variant("dsa3-norope", **dsa3, qk_rope_head_dim=0),
         "dsa3-rank256": variant("dsa3-rank256", **dsa3, kv_lora_rank=256, qk_rope_head_dim=0),
+        "dsa-rank1024": variant("dsa-rank1024", **dsa, kv_lora_rank=1024),
+        "dsa-rank384": variant("dsa-rank384", **dsa, kv_lora_rank=384),
         "dsa-kpool": variant("dsa-kpool", **dsa, index_kpool=4),
         "dsa-sinks": variant("dsa-sinks", **dsa, learnable_sink=True),
         "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),

@@ -131,6 +131,41 @@ def test_models_that_fp4_is_not_for(serve, model, message):
     serve("bf16", model=model)
 
 
+@pytest.mark.parametrize(
+    ("argv", "more", "message"),
+    [
+        (
+            (),
+            {"capability": (8, 9)},
+            "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout",
+        ),
+        (("--dtype", "float16"), {}, "--dtype float16 does not work .* use --dtype bfloat16"),
+        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512 "),
+        ((), {"model": "dsa-rank384"}, "kv_lora_rank=384, .* have 344 bytes; .* multiples of 16 bytes"),
+    ],
+)
+def test_what_our_kernel_does_not_compute(serve, argv, more, message):
+    with pytest.raises(ValueError, match=message):
+        serve("fp4", *argv, **more)
+
+
+def test_names_of_other_hardware(serve, monkeypatch):
+    text = "--dsa-decode-backend aiter is not for GPUs of NVIDIA; use --dsa-prefill-backend flashmla_sparse "
+    with pytest.raises(ValueError, match=text):
+        serve("fp8_block_scale", *pair("flashmla_sparse", "aiter"))
+    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    with pytest.raises(ValueError, match=text):
+        serve(None, *FP8, *pair("flashmla_sparse", "aiter"))
+
+
+def test_one_phase_named(serve):
+    """SGLang fills in the other with a backend for dense attention."""
+    with pytest.raises(
+        ValueError, match=r"the decode attention backend, \w+, does not attend .*leave out --"
+    ):
+        serve("bf16", "--prefill-attention-backend", "dsa")
+
+
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):
     monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"):

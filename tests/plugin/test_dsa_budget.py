@@ -138,15 +138,12 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
     assert sizes_of(kvc)._fixed_overhead_bytes == 0  # the target has paid
 
 
-@pytest.mark.parametrize("draft_tokens", [None, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, monkeypatch, layout, draft_tokens):
-    """Lists of 2048 slots, one per query: what `DeepseekSparseAttnBackend` will be given for any batch."""
-    from sglang.srt import runtime_context
-
+def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout):
+    """Lists of 2048 slots, one per query, of any number of queries: SGLang pads beyond its requests."""
+    from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.attention.sparse import sparse_workspace_bytes
 
-    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
     kvc = hooked(layout)
     found = sizes_of(kvc)._fixed_overhead_bytes
     if layout != "fp4":
@@ -154,12 +151,13 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, monkeyp
         return
     from sgl_kvpool.layout import MLAKVCacheLayout
 
-    assert found > 0
     fmt = MLAKVCacheLayout.FP4.pool_row_format(512, 64, is_dsa=True)
-    heads = kvc.model_config.num_attention_heads
-    for requests in (1, 8, 66, 500, 4096):
-        tokens = requests * (draft_tokens or 1)
-        assert found >= sparse_workspace_bytes(fmt, heads, tokens, 2048, "cuda")
+    heads, top_k = kvc.model_config.num_attention_heads, kvc.model_config.hf_config.index_topk
+    decode = sparse_workspace_bytes(fmt, heads, top_k, "cpu")
+    gathered = 65536 * 576 * 2  # keys of an extend
+    assert found == decode + gathered
+    for queries in (*range(1, 300), 1000, 4096, 40000):
+        assert decode >= workspace_bytes(fmt, heads, queries, top_k)
 
 
 # -------------------------------------------------------------------- classes
