@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 
 venv: $(STAMP)
 
+# With bytecode: where PYTHONDONTWRITEBYTECODE is set, each of a server's processes would compile SGLang and torch
+# anew, for 20 s.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	# Bytecode now: where PYTHONDONTWRITEBYTECODE is set, each of a server's processes would compile SGLang and
-	# torch anew, for 20 s.
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev]'
 	touch $@
 

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import DSA_BACKEND
+from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE, SPARSE_BF16, check_combination
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 
@@ -48,11 +49,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         # Read below, by what the base classes' constructors call.
         self._sglang_row_values = kv_cache_dim
         layout = MLAKVCacheLayout.parse(kv_cache_layout)
-        if index_kpool > 1 and not layout.is_read_by_sglang_dsa:
-            raise ValueError(
-                f"KV cache layout {layout} does not work with pooled index keys (index_kpool={index_kpool}): "
-                "SGLang attends their tail by kernels that cannot read its rows; use bf16"
-            )
+        if not layout.is_read_by_sglang_dsa:
+            check_combination(layout, SPARSE_BF16, KVPOOL_DECODE, index_kpool=index_kpool)
         super().__init__(
             *args, kv_cache_layout=layout, kv_cache_dim=kv_cache_dim, index_kpool=index_kpool, **kwargs
         )
