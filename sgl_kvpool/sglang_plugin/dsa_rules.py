@@ -118,11 +118,11 @@ def prepare(
     return declared
 
 
-def _check_backend(what: str, backend: str, name: str, flags: str = "it") -> None:
+def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it out") -> None:
     """Refuse an attention backend, called `what`, that is none for the model of this name."""
     if backend not in _NAMES:
         raise ValueError(
-            f"{what} does not attend what {name} selects (it has sparse attention, DSA); leave out {flags}, "
+            f"{what} does not attend what {name} selects (it has sparse attention, DSA); {remedy}, "
             f"SGLang takes {DSA_BACKEND}"
         )
 
@@ -188,8 +188,8 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         )
     for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
         # One phase named, SGLang fills in the other.
-        flags = ", ".join(map(_flag, _BACKEND_FIELDS))
-        _check_backend(f"the {phase} attention backend, {backend},", backend, name, flags)
+        remedy = f"leave out {', '.join(map(_flag, _BACKEND_FIELDS))}"
+        _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
     _check_modes(layout, model_config, view)
     if not layout.is_read_by_sglang_dsa:
         for field, flag, in_use, reason in _READER_FEATURES:

@@ -103,7 +103,7 @@ REFUSED = [
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
     ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
     # What is not read by SGLang's backend for sparse attention.
-    ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend what"),
+    ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend .*; leave it out, SGL"),
     ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not attend what"),
     ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer does not"),
     ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
