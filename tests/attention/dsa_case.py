@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import codec_oracle as oracle
 import numpy as np
 import torch
+from batches import forward_batch
 
 RANK, ROPE, HEADS, LAYER, SCALE = 512, 64, 4, 6, 0.05
 TOP_K, PAGE, TOKENS = 16, 64, 256
@@ -146,26 +147,11 @@ class Case:
         self.pool.set_mla_kv_buffer(self.layer, slots, keys[..., :RANK], keys[..., RANK:])
 
     def batch(self, mode):
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-        fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
         # Of a verification SGLang's lengths do not count what is verified.
-        lengths = torch.tensor(self.prefixes if mode == "TARGET_VERIFY" else self.lengths)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode[mode],
-            batch_size=len(self.lengths),
-            input_ids=torch.zeros(sum(map(len, fresh)), dtype=torch.int64),
-            req_pool_indices=torch.tensor(self.rows),
-            seq_lens=lengths,
-            out_cache_loc=torch.cat(fresh),
-            seq_lens_sum=int(lengths.sum()),
-            seq_lens_cpu=lengths,
-            extend_num_tokens=sum(map(len, fresh)),
-        )
-        if mode not in ("DECODE", "IDLE"):
-            batch.extend_prefix_lens_cpu = list(self.prefixes)
-            batch.extend_prefix_lens = torch.tensor(self.prefixes)
-            batch.extend_seq_lens_cpu = list(map(len, fresh))
+        lengths = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
+        batch = forward_batch(mode, self.slots, self.prefixes, lengths, self.rows)
+        if batch.extend_seq_lens_cpu is not None:
+            batch.extend_prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu)
             batch.extend_seq_lens = torch.tensor(batch.extend_seq_lens_cpu)
         return batch
 

@@ -6,6 +6,7 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from batches import forward_batch
 from test_host_attention import oracle_attention
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -80,24 +81,7 @@ class Case:
                 self.pool.set_mla_kv_buffer(self.layer, own[:prefix], nope, rope)
 
     def batch(self, mode):
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-        fresh = [s[p:] for s, p in zip(self.slots, self.prefixes, strict=True)]
-        lengths = torch.tensor(self.lengths)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode[mode],
-            batch_size=len(self.lengths),
-            input_ids=torch.zeros(sum(map(len, fresh)), dtype=torch.int64),
-            req_pool_indices=torch.tensor(self.rows),
-            seq_lens=lengths,
-            out_cache_loc=torch.cat(fresh),
-            seq_lens_sum=int(lengths.sum()),
-            seq_lens_cpu=lengths,
-        )
-        if mode != "DECODE":
-            batch.extend_prefix_lens_cpu = list(self.prefixes)
-            batch.extend_seq_lens_cpu = list(map(len, fresh))
-        return batch
+        return forward_batch(mode, self.slots, self.prefixes, self.lengths, self.rows)
 
     def run(self, mode, *, split=False):
         batch = self.batch(mode)

@@ -1,0 +1,30 @@
+"""Batches as SGLang builds them, of requests whose slots and prefixes are known."""
+
+import torch
+
+
+def forward_batch(mode, slots, prefixes, seq_lens, rows):
+    """A `ForwardBatch` of the tokens behind each request's prefix.
+
+    `slots` are those of whole sequences, `seq_lens` what SGLang says of their lengths in this mode, `rows`
+    the requests' rows of the request table.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    fresh = [own[prefix:] for own, prefix in zip(slots, prefixes, strict=True)]
+    lengths, tokens = torch.tensor(seq_lens), sum(map(len, fresh))
+    batch = ForwardBatch(
+        forward_mode=ForwardMode[mode],
+        batch_size=len(seq_lens),
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=lengths,
+        out_cache_loc=torch.cat(fresh),
+        seq_lens_sum=int(lengths.sum()),
+        seq_lens_cpu=lengths,
+        extend_num_tokens=tokens,
+    )
+    if mode not in ("DECODE", "IDLE"):
+        batch.extend_prefix_lens_cpu = list(prefixes)
+        batch.extend_seq_lens_cpu = list(map(len, fresh))
+    return batch
