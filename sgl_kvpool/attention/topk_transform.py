@@ -74,6 +74,8 @@ class _Implementation:
         Rows that are gathered and decoded before it, in extends: RAGGED.
     ragged_modes : tuple of str
         In which gathering is wired up.
+    copied : frozenset of MLAKVCacheLayout
+        Of those stored, rows that it encodes anew before it reads them: a whole pool of them, in every call.
     prefill, decode : bool
         Whether there is such a prefill, such a decode.
     alone : frozenset of MLAKVCacheLayout
@@ -83,6 +85,7 @@ class _Implementation:
     stored: frozenset[MLAKVCacheLayout] = frozenset()
     gathered: frozenset[MLAKVCacheLayout] = frozenset()
     ragged_modes: tuple[str, ...] = EXTEND_MODES
+    copied: frozenset[MLAKVCacheLayout] = frozenset()
     prefill: bool = True
     decode: bool = True
     alone: frozenset[MLAKVCacheLayout] = frozenset()
@@ -108,7 +111,7 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
         gathered=_of(_BF16, _SCALED), ragged_modes=EXTEND_MODES[:1], decode=False
     ),
     # :3309. 16-bit rows are quantised before, a whole layer's in every call (:3342).
-    "flashmla_kv": _Implementation(stored=_of(_BF16, _SCALED)),
+    "flashmla_kv": _Implementation(stored=_of(_BF16, _SCALED), copied=_of(_BF16)),
     # :4039, a choice between the two above, made per batch on Blackwell, where SGLang asks with the chosen
     # name. On Hopper flashmla_kv for scaled rows and flashmla_sparse for 16-bit ones. forward_decode has no
     # such branch (:2600).
@@ -324,8 +327,7 @@ def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
         # SM120, where SGLang takes it for both sides or not at all (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
-        # Reads such rows, after quantising a whole layer's.
-        and not (layout is _BF16 and "flashmla_kv" in pair)
+        and not any(layout in IMPLEMENTATIONS[name].copied for name in pair)
     ]
     best = max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
     return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"

@@ -75,7 +75,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         row = self.row_format
         scaled = self.dsa_kv_cache_store_fp8
         expected = row.row_bytes if scaled else row.head_dim
-        wanted = self.kv_cache_layout is MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+        wanted = self.kv_cache_layout.is_packed and self.kv_cache_layout.is_read_by_sglang_dsa
         if scaled != wanted or self._sglang_row_values != expected:
             raise ValueError(
                 f"SGLang's DSA implementations read rows of {self._sglang_row_values} "

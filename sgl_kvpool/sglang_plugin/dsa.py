@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS, select_topk_transform
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import dsa_rules, seams
 
 __all__ = ["attach", "install"]
@@ -34,6 +35,19 @@ def install() -> None:
         seams.wrap(target, hook)
 
 
+def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
+    """Layout of a backend's pool, if the table answers for it; None for what is SGLang's own affair.
+
+    Our pools are always answered for; SGLang's not with HiSparse, or implementations of other hardware.
+    """
+    pool = backend.token_to_kv_pool
+    layout = dsa_rules.layout_of_pool(pool)
+    known = backend.dsa_prefill_impl in IMPLEMENTATIONS and backend.dsa_decode_impl in IMPLEMENTATIONS
+    if dsa_rules.is_ours(pool) or (known and backend.hisparse_coordinator is None):
+        return layout
+    return None
+
+
 def _init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     attach(self)
@@ -48,9 +62,8 @@ def attach(backend: Any) -> None:
         Its implementations cannot read the pool's rows. The server's arguments were checked before; this
         is for what was not resolved there, a draft's say.
     """
-    layout = dsa_rules.layout_of_pool(backend.token_to_kv_pool)
-    pair = {backend.dsa_prefill_impl, backend.dsa_decode_impl}
-    if layout is None or not pair <= set(IMPLEMENTATIONS) or backend.hisparse_coordinator is not None:
+    layout = _layout_in_table(backend)
+    if layout is None:
         return
     dsa_rules.check_pair(
         layout, backend.dsa_prefill_impl, backend.dsa_decode_impl, index_kpool=backend.dsa_index_kpool
@@ -84,10 +97,9 @@ def _set_dsa_prefill_impl(original, self, forward_batch=None):
 
 def _get_topk_transform_method(original, self, forward_mode=None):
     """What metadata, indexer, forward pass and the seeds of drafts all ask."""
-    layout = dsa_rules.layout_of_pool(self.token_to_kv_pool)
-    known = self.dsa_prefill_impl in IMPLEMENTATIONS and self.dsa_decode_impl in IMPLEMENTATIONS
-    if layout is None or not known or self.hisparse_coordinator is not None:
-        return original(self, forward_mode)  # other hardware, other pools
+    layout = _layout_in_table(self)
+    if layout is None:
+        return original(self, forward_mode)
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 
     pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl)

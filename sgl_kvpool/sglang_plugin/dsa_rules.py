@@ -31,6 +31,7 @@ __all__ = [
     "check_pair",
     "check_resolved",
     "check_stock",
+    "is_ours",
     "layout_of_pool",
     "modes_in_use",
     "prepare",
@@ -197,13 +198,13 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
                 raise ValueError(
                     f"{flag} does not work with {LAYOUT.flag} {layout}: {reason}; leave out one of the two"
                 )
-    if layout is MLAKVCacheLayout.BF16:
-        for field in _IMPLEMENTATION_FIELDS:
-            if getattr(view, field) == "flashmla_kv":
-                raise ValueError(
-                    f"{_flag(field)} flashmla_kv would quantise the whole pool of a layer in every call with "
-                    f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
-                )
+    for field in _IMPLEMENTATION_FIELDS:
+        name = getattr(view, field)
+        if layout in IMPLEMENTATIONS[name].copied:
+            raise ValueError(
+                f"{_flag(field)} {name} would quantise the whole pool of a layer in every call with "
+                f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
+            )
 
 
 def check_stock(model_config: Any, view: Any) -> None:
@@ -288,14 +289,23 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
 
 def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
     """Layout of the rows of a pool, ours or SGLang's; None for rows that are none of ours."""
-    layout = getattr(pool, "kv_cache_layout", None)
-    if layout is not None:
-        return layout
+    if is_ours(pool):
+        return pool.kv_cache_layout
     # SGLang's own pool says it by a flag and a dtype.
     if pool.dsa_kv_cache_store_fp8:
         return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
-    name = str(pool.dtype).removeprefix("torch.")
-    return {"bfloat16": MLAKVCacheLayout.BF16, "float8_e4m3fn": MLAKVCacheLayout.FP8_NOPE_FP8_ROPE}.get(name)
+    return _OF_STOCK_DTYPES.get(str(pool.dtype))
+
+
+_OF_STOCK_DTYPES = {
+    "torch.bfloat16": MLAKVCacheLayout.BF16,
+    "torch.float8_e4m3fn": MLAKVCacheLayout.FP8_NOPE_FP8_ROPE,
+}
+
+
+def is_ours(pool: Any) -> bool:
+    """Whether a pool was made for a layout."""
+    return hasattr(pool, "kv_cache_layout")
 
 
 def stock_layout(view: Any) -> MLAKVCacheLayout | None:
