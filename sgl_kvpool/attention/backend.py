@@ -17,7 +17,7 @@ from sgl_kvpool.attention.host import Request, RowReader, attend, merge
 from sgl_kvpool.attention.layers import check_layers
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
-from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVPoolMLABackend(AttentionBackend):
-    """MLA attention over a `LayoutMLATokenToKVPool`, on the CPU.
+    """MLA attention over a pool of rows (`RowPool`), on the CPU.
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
     lengths. With `SGL_KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its own chunk back from the pool.
@@ -37,7 +37,7 @@ class KVPoolMLABackend(AttentionBackend):
     Parameters
     ----------
     model_runner : ModelRunner
-        SGLang's; its pool must be a `LayoutMLATokenToKVPool` and its device the CPU.
+        SGLang's; its pool must be a `RowPool` and its device the CPU.
 
     Raises
     ------
@@ -48,7 +48,7 @@ class KVPoolMLABackend(AttentionBackend):
     def __init__(self, model_runner):
         super().__init__()
         pool = model_runner.token_to_kv_pool
-        if not isinstance(pool, LayoutMLATokenToKVPool):
+        if not isinstance(pool, RowPool):
             raise ValueError(
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"

@@ -40,7 +40,7 @@ from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.codec import gather_rows
-from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -54,12 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
-    """MLA attention over a `LayoutMLATokenToKVPool` on CUDA.
+    """MLA attention over a pool of rows (`RowPool`) on CUDA.
 
     Parameters
     ----------
     model_runner : ModelRunner
-        SGLang's; its pool must be a `LayoutMLATokenToKVPool`.
+        SGLang's; its pool must be a `RowPool`.
     skip_prefill : bool
         Whether it only decodes, as the backends of a draft's steps do.
     kv_indptr_buf, q_indptr_decode_buf : torch.Tensor, optional
@@ -87,7 +87,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         draft_step: int = 0,
     ):
         pool = model_runner.token_to_kv_pool
-        if not isinstance(pool, LayoutMLATokenToKVPool):
+        if not isinstance(pool, RowPool):
             raise ValueError(
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
@@ -97,10 +97,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.draft_step = draft_step
         self._attach(model_runner, pool)
 
-    def _attach(self, model_runner, pool: LayoutMLATokenToKVPool) -> None:
+    def _attach(self, model_runner, pool: RowPool) -> None:
         """What this class has beyond the base class."""
         self.fmt = pool.row_format
-        for buffer in pool.kv_buffer[:1]:  # a pipeline stage may have no layer
+        for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
                 decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token

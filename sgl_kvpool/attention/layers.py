@@ -10,24 +10,24 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+    from sgl_kvpool.pool.row_pool import RowPool
 
 __all__ = ["check_layers", "is_absorbed"]
 
 
-def is_absorbed(layer: RadixAttention, pool: LayoutMLATokenToKVPool) -> bool:
+def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
     """Whether a layer attends latent rows, and not keys and values that a model computes from them."""
     shape = (layer.head_dim, layer.v_head_dim, layer.tp_k_head_num)
     return shape == (pool.row_format.head_dim, pool.kv_lora_rank, 1)
 
 
-def check_layers(model: torch.nn.Module, pool: LayoutMLATokenToKVPool, *, multi_head: bool) -> None:
+def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> None:
     """Refuse models with layers whose attention is not what our backend computes.
 
     Parameters
     ----------
     model : torch.nn.Module
-    pool : LayoutMLATokenToKVPool
+    pool : RowPool
     multi_head : bool
         Whether the backend also computes the multi-head form that SGLang's DeepSeek classes keep beside each
         absorbed layer and choose for some prefills.

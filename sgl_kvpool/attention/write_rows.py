@@ -11,7 +11,7 @@ from sgl_kvpool.pool.arranged import RowWriteLoc
 if TYPE_CHECKING:
     import torch
 
-    from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+    from sgl_kvpool.pool.row_pool import RowPool
 
 __all__ = ["RowsToWrite"]
 
@@ -21,10 +21,10 @@ class RowsToWrite:
 
     Parameters
     ----------
-    pool : LayoutMLATokenToKVPool
+    pool : RowPool
     """
 
-    def __init__(self, pool: LayoutMLATokenToKVPool):
+    def __init__(self, pool: RowPool):
         self.pool = pool
         self._slots: torch.Tensor | None = None
         self._rows: RowWriteLoc | None = None

@@ -10,7 +10,6 @@ Where the layers of such rows lie is `sgl_kvpool.pool.arranged`'s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partialmethod
 
 import torch
 from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
@@ -23,6 +22,7 @@ from sgl_kvpool.codec import gather_parts, store_rows
 from sgl_kvpool.host.labels import HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
+from sgl_kvpool.pool.row_pool import RowPool
 
 __all__ = ["LayoutMLATokenToKVPool"]
 
@@ -30,7 +30,7 @@ __all__ = ["LayoutMLATokenToKVPool"]
 _SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
+class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     """`MLATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
 
     Takes SGLang's own arguments and, by keyword, those below.
@@ -52,9 +52,6 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
 
     Attributes
     ----------
-    kv_cache_layout : MLAKVCacheLayout
-    kv_cache_arrangement : KVArrangement
-    row_format : RowFormat
     cross_layer : CrossLayerRows or None
         The buffer of all layers; None if each has its own, as SGLang allocates them.
     host_tier : HostTierOptions
@@ -67,7 +64,6 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
         whole number of pages where the arrangement has pages.
     """
 
-    kv_cache_layout: MLAKVCacheLayout
     #: Whether the class is for models with sparse attention.
     serves_dsa = False
 
@@ -101,32 +97,6 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool):
 
     def _check_readers(self, readers: Sequence[str]) -> None:
         check_readers(self.kv_cache_layout, self.kv_cache_arrangement, readers)
-
-    @classmethod
-    def bind(
-        cls,
-        layout: MLAKVCacheLayout,
-        k_scales: Mapping[int, float] | None = None,
-        *,
-        arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
-        readers: Sequence[str] = (),
-        host_tier: HostTierOptions | None = None,
-    ) -> type[LayoutMLATokenToKVPool]:
-        """Subclass that is constructed with exactly the arguments of SGLang's own class.
-
-        SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
-        """
-        layout = MLAKVCacheLayout.parse(layout)
-        init = partialmethod(
-            cls.__init__,
-            kv_cache_layout=layout,
-            k_scales=k_scales,
-            kv_cache_arrangement=KVArrangement.parse(arrangement),
-            readers=readers,
-            host_tier=host_tier,
-        )
-        members = {"__init__": init, "__module__": cls.__module__}
-        return type(f"{cls.__name__}_{layout.value}", (cls,), members)
 
     # ---------------------------------------------------------------- construction
 

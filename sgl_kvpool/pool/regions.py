@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList, byte_pages
 from sgl_kvpool.page_runs import PageRuns
 from sgl_kvpool.pool.dsa import LayoutDSATokenToKVPool
+from sgl_kvpool.pool.hybrid import LayoutHybridLinearKVPool
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.sizes import whole_number
 
@@ -64,10 +65,13 @@ class _Regions:
         reader = _KINDS.get(type(pool))
         if reader is None and isinstance(pool, LayoutMLATokenToKVPool):
             reader = _Regions._layout_mla
+        elif reader is None and isinstance(pool, LayoutHybridLinearKVPool):
+            reader = _Regions._hybrid_linear
         if reader is None:
             raise TypeError(
                 f"{type(pool).__name__} is no kind of pool whose bytes are known; known are "
-                f"{', '.join(sorted(kind.__name__ for kind in _KINDS))} and LayoutMLATokenToKVPool"
+                f"{', '.join(sorted(kind.__name__ for kind in _KINDS))}, LayoutMLATokenToKVPool "
+                "and LayoutHybridLinearKVPool"
             )
         reader(self, pool, name, layer_ids)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
@@ -18,6 +18,9 @@ from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
 from sgl_kvpool.sglang_plugin.workspaces import attention_workspace_bytes
 
+if TYPE_CHECKING:
+    from sgl_kvpool.pool import RowPool
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["collect_k_scales", "install", "page_buffer_bytes"]
@@ -30,6 +33,7 @@ def install() -> None:
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
+    seams.wrap(f"{configurator}._build_hybrid_linear_kv_pool", _build_hybrid_linear_kv_pool)
     seams.wrap(f"{configurator}._build_token_to_kv_pool", _build_token_to_kv_pool)
     seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
     seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
@@ -81,17 +85,41 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
             f"this platform brings its own MLA pool ({pool_class.__name__}), which cannot store "
             f"--kv-cache-layout {layout}; leave the argument out"
         )
-    from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
-
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
-    readers = (DSA_BACKEND,) if sparse else _readers(self)
-    return (LayoutDSATokenToKVPool if sparse else LayoutMLATokenToKVPool).bind(
+    if self.mambaish_config is not None:
+        return pool_class  # of the pool inside a hybrid one, which brings its own
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+
+    return _bound(self, layout, LayoutDSATokenToKVPool if sparse else LayoutMLATokenToKVPool)
+
+
+def _build_hybrid_linear_kv_pool(original, self, **kwargs):
+    """SGLang's wrapper of rows and states, of our class: its builder finds the class by this global name."""
+    layout = _layout(self)
+    if layout is None:
+        return original(self, **kwargs)
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+    stock = kv_cache_configurator.HybridLinearKVPool
+    kv_cache_configurator.HybridLinearKVPool = _bound(self, layout, LayoutHybridLinearKVPool)
+    try:
+        return original(self, **kwargs)
+    finally:
+        kv_cache_configurator.HybridLinearKVPool = stock
+
+
+def _bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]) -> type:
+    """A class of ours with what a KVCacheConfigurator's server asked for."""
+    readers = (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
+    return pool_class.bind(
         layout,
-        _checked_k_scales(self, layout, readers),
-        arrangement=_arrangement(self),
+        _checked_k_scales(configurator, layout, readers),
+        arrangement=_arrangement(configurator),
         readers=readers,
-        host_tier=host_tier_of(self.server_args),
+        host_tier=host_tier_of(configurator.server_args),
     )
 
 
@@ -178,9 +206,9 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     layout = _layout(self)
     if layout is None:
         return pool
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.pool import RowPool
 
-    if not isinstance(pool, LayoutMLATokenToKVPool) or pool.kv_cache_layout is not layout:
+    if not isinstance(pool, RowPool) or pool.kv_cache_layout is not layout:
         raise RuntimeError(
             f"--kv-cache-layout {layout} was asked for, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
@@ -191,19 +219,19 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
             "leave out --kv-cache-arrangement, and report the server's arguments"
         )
-    disaggregation.remember(pool)
+    disaggregation.remember(pool.row_pool)
     if not self.is_draft_worker:
         _publish_metrics(self.server_args, layout, arrangement)
     chosen = getattr(self.server_args, ARRANGEMENT.attribute) == AUTO
-    fmt = pool.row_format
+    rows = pool.row_pool
     logger.info(
         "sgl-kvpool: KV cache layout %s: %d bytes per token and layer, %d layers, %d tokens, %.2f GB, "
         "arrangement %s%s%s",
         layout,
-        fmt.row_bytes,
-        pool.layer_num,
-        pool.size,
-        pool.get_kv_size_bytes() / _GB,
+        rows.row_format.row_bytes,
+        rows.layer_num,
+        rows.size,
+        rows.get_kv_size_bytes() / _GB,
         arrangement,
         " (auto)" if chosen else "",
         " (draft model)" if self.is_draft_worker else "",

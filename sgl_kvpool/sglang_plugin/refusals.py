@@ -255,10 +255,11 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
             f"uses {model_config.attention_arch.name}; {remedy}"
         )
-    if mambaish_config(model_config) is not None:
+    hybrid = mambaish_config(model_config)
+    if hybrid is not None and not hybrid.full_attention_layer_ids:
         raise ValueError(
-            f"{name} is a hybrid of MLA and linear attention, which --kv-cache-layout {layout} does not "
-            f"support yet; {remedy}"
+            f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and all "
+            f"{model_config.num_hidden_layers} layers of {name} keep states instead; {remedy}"
         )
     if model_config.is_hybrid_swa:
         raise ValueError(

@@ -313,11 +313,37 @@ SPARSE_ATTENTION = (
     Seam("sglang.srt.runtime_context.get_buffer", ("name", "factory"), hooked=False),
 )
 
+_HYBRID_POOL = "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool"
 _DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
 
 #: Used in the scheduler processes of such a server.
 SCHEDULER = (
     Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
+    Seam(
+        f"{_KVC}._build_hybrid_linear_kv_pool",
+        (
+            *("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "mla_pool_class"),
+            "dsa_pool_class",
+        ),
+    ),
+    # What that one constructs, by its global name.
+    Seam("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", hooked=False),
+    Seam(
+        f"{_HYBRID_POOL}.__init__",
+        (
+            *("self", "full_attention_layer_ids", "mamba_pool", "use_mla", "use_dsa", "full_kv_pool_class"),
+            "full_kv_pool",
+        ),
+        hooked=False,
+    ),
+    Seam(
+        f"{_HYBRID_POOL}.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "dcp_kv_mask"),
+        hooked=False,
+    ),
+    Seam(f"{_HYBRID_POOL}._transfer_full_attention_id", ("self", "layer_id"), hooked=False),
+    Seam(f"{_HYBRID_POOL}._transfer_id_context", ("self", "layer"), hooked=False),
+    Seam(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
     Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
     Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
     Seam(f"{_SIZES}.__init__", ("self", "kvc")),
