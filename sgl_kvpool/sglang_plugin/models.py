@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["device_name", "is_dsa", "is_rocm", "model_name", "row_format_of"]
+__all__ = ["device_name", "is_dsa", "is_rocm", "keeps_states_by_token", "model_name", "row_format_of"]
 
 
 def is_dsa(model_config: Any) -> bool:
@@ -14,6 +14,18 @@ def is_dsa(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return is_deepseek_dsa(model_config.hf_config)
+
+
+def keeps_states_by_token(model_config: Any, view: Any) -> bool:
+    """Whether a server's prefix cache keeps states of linear layers in a way that needs pages of one token.
+
+    SGLang's other way, `extra_buffer`, needs a GPU (`arg_groups/mamba_hook.py`).
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if mambaish_config(model_config) is None:
+        return False
+    return view.mamba_radix_cache_strategy == "no_buffer" or view.device == "cpu"
 
 
 def is_rocm() -> bool:

@@ -26,7 +26,7 @@ __all__ = [
     "Feature",
     "check_dtype",
     "check_features",
-    "check_host_layout",
+    "check_host_model",
     "check_host_tier",
     "check_model",
     "has_host_tier",
@@ -233,10 +233,25 @@ def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
             )
 
 
-def check_host_layout(layout: MLAKVCacheLayout, options: HostTierOptions, model_config: Any) -> None:
-    """Refuse a layout of the host tier whose rows are not narrower than the device's."""
+def check_host_model(
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement,
+    options: HostTierOptions,
+    model_config: Any,
+    device: str,
+) -> None:
+    """Refuse a layout of the host tier whose rows are not narrower, and pools our tier cannot describe."""
+    from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
+
     from sgl_kvpool.host.conversion import host_layout_problem
 
+    # Tails per request lie beside the pages (`pool.regions`).
+    if get_dsa_index_kpool_compress(model_config.hf_config) and options.takes(layout, arrangement, device):
+        raise ValueError(
+            f"{model_name(model_config)} has compressed index keys, whose tails are in no page of a host "
+            f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's own tier "
+            f"with {LAYOUT.flag} {layout}, or --enable-hierarchical-cache"
+        )
     rows = row_format_of(model_config, layout)
     problem = host_layout_problem(rows, options.host_layout(layout))
     if problem is not None:

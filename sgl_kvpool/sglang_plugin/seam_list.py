@@ -76,6 +76,7 @@ FIELDS = (
     *(feature.field for feature in BACKEND_FEATURES),
     *(feature.field for feature in FEATURES),
     *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
+    "mamba_radix_cache_strategy",
 )
 
 #: Used in every process that loads plugins.
@@ -98,6 +99,8 @@ SERVER_ARGS = (
     Seam(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
     Seam("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
+    Seam("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
+    Seam("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 
 #: Used in the process that launches a server which was asked for a layout.

@@ -13,7 +13,7 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import attention_rules, dsa_rules, launching, refusals, seams
-from sgl_kvpool.sglang_plugin.models import is_dsa
+from sgl_kvpool.sglang_plugin.models import is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
 
 __all__ = ["install", "require_decided"]
@@ -130,26 +130,22 @@ def _decide(server_args, previous):
                 "keeps SGLang's rows"
             )
     if layout is not None:
-        from sglang.srt.arg_groups.overrides import declare_resolution
-
         # A value that is neither yes nor no is an error now, not in a scheduler.
         for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE, env.FIX_TOPK):
             env.flag(name)
         refusals.check_features(layout, arrangement_of(server_args), server_args)
-        if refusals.has_host_tier(server_args) and server_args.page_size is None:
-            # SGLang's default is 1 with most backends: host pages of one row, a key and a digest for each.
-            declare_resolution(server_args, _SOURCE, page_size=HOST_TIER_PAGE_SIZE)
     previous(server_args)
 
 
 def _check_model(server_args, previous):
     """Before SGLang adjusts anything to the model: it must be one whose rows we store.
 
-    Fixes the `kv_cache_dtype` that SGLang is shown, and for sparse attention its implementations.
+    Fixes the `kv_cache_dtype` that SGLang is shown, for sparse attention its implementations, and otherwise
+    the page size that a host tier has unless the user names one.
     """
     layout = layout_of(server_args)
     if layout is not None:
-        from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
+        from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
         model_config = model_config_of(server_args)
         refusals.check_model(layout, model_config)
@@ -158,6 +154,11 @@ def _check_model(server_args, previous):
         else:
             refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
             declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
+            view = resolving_view(server_args)
+            sized = view.page_size is not None or keeps_states_by_token(model_config, view)
+            if refusals.has_host_tier(view) and not sized:
+                # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
+                declared["page_size"] = HOST_TIER_PAGE_SIZE
         # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
         declare_resolution(server_args, _SOURCE, **declared)
     previous(server_args)
@@ -231,7 +232,7 @@ def _finish(server_args, previous):
     refusals.check_features(layout, arrangement, view)
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if refusals.has_host_tier(view):
-        refusals.check_host_layout(layout, host_tier_of(server_args), model_config)
+        refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view.device)
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:

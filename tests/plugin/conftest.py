@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hybrid_configs import HYBRIDS
 
 
 @pytest.fixture(scope="session")
@@ -54,19 +55,7 @@ def checkpoints(tmp_path_factory):
         "dsa-kpool": variant("dsa-kpool", **dsa, index_kpool=4),
         "dsa-sinks": variant("dsa-sinks", **dsa, learnable_sink=True),
         "mha": variant("mha", architectures=["LlamaForCausalLM"], model_type="llama", head_dim=64),
-        "hybrid": variant(
-            "hybrid",
-            architectures=["KimiLinearForCausalLM"],
-            model_type="kimi_linear",
-            num_nextn_predict_layers=0,
-            linear_attn_config={
-                "full_attn_layers": [1],
-                "kda_layers": [],
-                "head_dim": 128,
-                "num_heads": 2,
-                "short_conv_kernel_size": 4,
-            },
-        ),
+        **{name: variant(name, **changes) for name, changes in HYBRIDS.items()},
     }
 
 

@@ -174,7 +174,10 @@ def test_refused_fields_exist_in_sglang():
     [
         ("mha", "LlamaForCausalLM uses MHA"),
         ("dsa", "models with sparse attention, such as DeepseekV32ForCausalLM"),
-        ("hybrid", "KimiLinearForCausalLM is a hybrid"),
+        ("kda-alone", "all 6 layers of KimiLinearForCausalLM keep states instead"),
+        ("kda-rank448", "kv_lora_rank=448 is not a positive multiple of 128"),
+        ("gdn", "Qwen3NextForCausalLM uses MHA"),
+        ("dots3", "Dots3NoteForCausalLM mixes MLA with sliding windows"),
         ("rank448", "kv_lora_rank=448 is not a positive multiple of 128"),
         ("rope32", r"qk_rope_head_dim=32 is not one of \(0, 64\)"),
     ],

@@ -1,6 +1,7 @@
 """Real SGLang pools of each kind, small and on the CPU, and their tensors found by hand."""
 
 import dsa_pools
+import hybrid_pools
 import numpy as np
 import torch
 
@@ -47,6 +48,12 @@ def ours_dsa(layout, **extra):
     return dsa_pools.dsa_pool(layout, **{"skip_topk_layers": [False, True, False], **extra})
 
 
+def ours_hybrid(layout, **extra):
+    return hybrid_pools.hybrid_pool(
+        layout, full_attention_layer_ids=[1, 3, 5], mamba_pool=mamba(), page_size=4, **extra
+    )
+
+
 def swa(**extra):
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -83,7 +90,7 @@ def leaf_tensors(pool):
     if kind == "SWAKVPool":
         full = {("full", [1, 3][i], p): t for (_, i, p), t in positions(pool.full_kv_pool).items()}
         return full | {("window", [0, 2, 4][i], p): t for (_, i, p), t in positions(pool.swa_kv_pool).items()}
-    if kind == "HybridLinearKVPool":
+    if "Hybrid" in kind:
         rows = {("kv", [1, 3, 5][i], part): t for (_, i, part), t in positions(pool.full_kv_pool).items()}
         return rows | leaf_tensors(pool.mamba_pool)
     if kind == "MambaPool":
@@ -123,6 +130,7 @@ POOLS = {
     **{f"ours-dsa-{name}": (lambda n=name: ours_dsa(n)) for name in LAYOUTS},
     "swa": swa,
     "hybrid-mla": hybrid,
+    **{f"hybrid-ours-{name}": (lambda n=name: ours_hybrid(n)) for name in LAYOUTS},
     "hybrid-mha": lambda: hybrid(use_mla=False),
     "mamba": mamba,
 }  # fmt: skip

@@ -36,7 +36,9 @@ def test_a3_d5_every_layer_of_every_kind_is_there_and_is_the_pools_own_bytes(poo
 
 
 def test_page_counts_and_names(pool):
-    kind = "DSATokenToKVPool" if "DSA" in type(pool).__name__ else type(pool).__name__
+    kind = type(pool).__name__
+    for of_sglang in ("DSATokenToKVPool", "HybridLinearKVPool"):
+        kind = of_sglang if of_sglang in kind else kind
     caches = CanonicalKVCaches.from_pool(pool)
     found = {g.name: (g.num_pages, g.page_size_tokens) for g in caches.groups}
     states = {"state": (7, None)}

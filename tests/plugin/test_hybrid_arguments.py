@@ -1,0 +1,123 @@
+"""Servers of models that mix MLA with linear attention: what SGLang's resolution makes of a layout.
+
+The resolution asks for the GPU's compute capability and whether the platform can snapshot states, and for
+nothing else of a GPU, so this machine answers for one: Hopper.
+"""
+
+import pytest
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+DENSE = ["kda", "lightning", "bailing-kda", "bailing-kda-norope"]
+HICACHE = "--enable-hierarchical-cache"
+TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
+
+
+@pytest.fixture
+def serve(resolve, checkpoints, monkeypatch):
+    """`serve(model, layout, argv)`: a resolving view of a server."""
+    import torch
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    def run(model, layout, *argv, device="cuda"):
+        if device == "cuda":
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+            monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        return resolving_view(resolve(checkpoints[model], *asked, *argv, device=device))
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", DENSE)
+def test_dense_hybrids_on_hopper(serve, model, layout):
+    view = serve(model, layout)
+    assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
+    if layout != "bf16":  # SGLang's own backends read those rows
+        assert view.attention_backend == "kvpool_mla"
+    assert (view.page_size, view.mamba_radix_cache_strategy) == (1, "extra_buffer")
+    assert not view.disable_overlap_schedule
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", DENSE)
+def test_dense_hybrids_on_a_cpu(serve, model, layout):
+    """There SGLang keeps states without an extra buffer, which the overlap scheduler would need."""
+    view = serve(model, layout, "--disable-overlap-schedule", device="cpu")
+    assert (view.attention_backend, view.mamba_radix_cache_strategy) == ("kvpool_mla", "no_buffer")
+
+
+@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
+def test_every_arrangement(serve, arrangement):
+    view = serve("kda", "fp4", "--kv-cache-arrangement", arrangement)
+    assert view.attention_backend == "kvpool_mla"
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "page_size", "strategy"),
+    [
+        ((), "cuda", 64, "extra_buffer"),
+        (("--page-size", "16"), "cuda", 16, "extra_buffer"),
+        # These need pages of one token, and a server that named none got them before it had a layout.
+        (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), "cuda", 1, "no_buffer"),
+        (("--disable-overlap-schedule",), "cpu", 1, "no_buffer"),
+    ],
+)
+@pytest.mark.parametrize("model", DENSE)
+def test_pages_with_a_host_tier(serve, model, argv, device, page_size, strategy):
+    view = serve(model, "fp4", HICACHE, *argv, device=device)
+    assert (view.page_size, view.mamba_radix_cache_strategy) == (page_size, strategy)
+
+
+@pytest.mark.parametrize(("layout", "argv"), [("bf16", ()), ("bf16", TILELANG), ("fp8", TILELANG)])
+def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
+    """SGLang attends the keys behind the last pool by fa3, tilelang or trtllm, which read dense rows."""
+    view = serve("glm5", layout, *argv)
+    assert (view.attention_backend, view.page_size) == ("dsa", 256)
+    assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("layout", "argv", "named"),
+    [
+        ("fp8", (), "flashmla_kv"),
+        ("fp8_block_scale", (), "flashmla_kv"),
+        ("fp8_block_scale", TILELANG, "tilelang"),
+        ("fp4", (), "kvpool_mla"),
+    ],
+)
+def test_sparse_hybrids_with_rows_that_no_reader_has(serve, layout, argv, named):
+    with pytest.raises(ValueError, match=r"\(index_kpool above 1\).*use --kv-cache-layout bf16") as refused:
+        serve("glm5", layout, *argv)
+    assert named in str(refused.value)
+    assert f"layout {layout} " in str(refused.value)
+
+
+def test_compressed_index_keys_have_no_host_tier_of_ours(serve):
+    """Their tails are per request, which no page holds. SGLang's own tier is left alone."""
+    assert serve("glm5-compressed", "bf16", HICACHE).page_size == 256
+    for ours in (("--kv-host-engine", "staged"), ("--kv-host-layout", "fp4")):
+        with pytest.raises(ValueError, match="has compressed index keys, whose tails .*--kv-host-layout"):
+            serve("glm5-compressed", "bf16", HICACHE, *ours)
+    serve("glm5", "bf16", HICACHE, "--kv-host-engine", "staged")
+
+
+@pytest.mark.parametrize("model", DENSE)
+def test_without_a_layout_nothing_changes(serve, model):
+    view = serve(model, None)
+    assert (view.kv_cache_dtype, view.page_size) == ("auto", 1)
+    assert view.attention_backend != "kvpool_mla"
+    assert serve(model, None, HICACHE).page_size == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--enable-unified-memory", "allocates a pool of its own"),
+        ("--enable-page-major-kv-layout", "allocates a pool of its own"),
+    ],
+)
+def test_pools_of_sglangs_for_hybrids(serve, flag, reason):
+    with pytest.raises(ValueError, match=f"{flag} does not work with --kv-cache-layout fp4: it {reason}"):
+        serve("kda", "fp4", flag)

@@ -1,0 +1,396 @@
+"""LayoutHybridLinearKVPool, the real class on SGLang's real base class: rows by model layer, states alone."""
+
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from dsa_pools import layer, values
+from hybrid_pools import (
+    ARRANGEMENTS,
+    DTYPES,
+    LAYOUTS,
+    LINEAR_LAYERS,
+    MLA_LAYERS,
+    PAGE,
+    ROW_BYTES,
+    SIZE,
+    as_bytes,
+    hybrid_pool,
+    rows,
+    state_tensors,
+    stock_pool,
+)
+
+pytestmark = pytest.mark.usefixtures("published")
+
+PACKED = ["fp8_block_scale", "fp4"]
+GUARD = 0xEE
+everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+
+
+def guard(pool):
+    for tensor in pool.full_kv_pool.kv_buffer:
+        tensor.view(torch.uint8).fill_(GUARD)
+    for tensor in state_tensors(pool).values():
+        tensor.view(torch.uint8).fill_(GUARD)
+
+
+def fill(pool, seed=0):
+    """Other bytes in every row; copies by layer."""
+    generator = np.random.default_rng(seed)
+    for layer_id in MLA_LAYERS:
+        found = rows(pool, layer_id)
+        found[np.arange(len(found))] = generator.integers(0, 256, found.shape, dtype=np.uint8)
+    return {layer_id: np.array(rows(pool, layer_id)) for layer_id in MLA_LAYERS}
+
+
+def expected_rows(layout, nope, rope, rope_dim=64, k_scale=1.0):
+    row_bytes = ROW_BYTES[layout][rope_dim == 0]
+    parts = nope.reshape(len(nope), -1), rope.reshape(len(nope), -1) if rope_dim else None
+    return oracle.encode(*parts, layout, 512, rope_dim, row_bytes, k_scale)
+
+
+def states_are_guarded(pool):
+    return all((as_bytes(tensor) == GUARD).all() for tensor in state_tensors(pool).values())
+
+
+# -------------------------------------------------------------------- what it is
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_and_shapes(layout, rope, page_size):
+    """Of the rows alone: the states are counted by their own pool."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool, RowPool
+
+    pool = hybrid_pool(layout, rope=rope, page_size=page_size)
+    row, slots = ROW_BYTES[layout][rope == 0], SIZE + page_size
+    assert isinstance(pool, HybridLinearKVPool)
+    assert isinstance(pool, RowPool)
+    assert type(pool.full_kv_pool).__mro__[1] is LayoutMLATokenToKVPool
+    assert pool.row_pool is pool.full_kv_pool
+    assert pool.get_kv_size_bytes() == slots * len(MLA_LAYERS) * row
+    assert pool.mem_usage == pytest.approx(pool.get_kv_size_bytes() / 2**30)
+    assert pool.get_kv_buffer_shape() == ((slots, 1, 512 + rope), (slots, 1, 512))
+    assert pool.get_v_head_dim() == 512
+    assert (pool.kv_lora_rank, pool.qk_rope_head_dim) == (512, rope)
+    assert pool.row_format.row_bytes == row
+    assert pool.kv_cache_dim * pool.full_kv_pool.store_dtype.itemsize == row
+    pointers, sizes, page_bytes = pool.get_contiguous_buf_infos()
+    assert pointers == [tensor.data_ptr() for tensor in pool.full_kv_pool.kv_buffer]
+    assert (sizes, page_bytes) == ([slots * row] * 3, [page_size * row] * 3)
+    assert pool.get_kv_layer_ids() == MLA_LAYERS
+    (declared,) = pool.host_pool_decls()
+    assert (declared.pool_name.value, declared.device_pool) == ("kv", pool.full_kv_pool)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_asked_for(layout, arrangement):
+    from sgl_kvpool.host.labels import HostTierOptions
+
+    options = HostTierOptions(engine="cpu")
+    pool = hybrid_pool(layout, arrangement, options={"host_tier": options, "readers": ("kvpool_mla",)})
+    assert pool.kv_cache_layout == layout
+    assert pool.kv_cache_arrangement == arrangement
+    assert pool.dtype == DTYPES[layout]
+    assert pool.full_kv_pool.host_tier is options
+    assert pool.get_kv_size_bytes() == (SIZE + PAGE) * 3 * ROW_BYTES[layout][0]
+    assert pool.slot_pages == pool.full_kv_pool.slot_pages
+    assert (pool.slot_pages is None) == (arrangement != "page_major")
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_dense_rows_are_what_sglangs_pool_has(layout):
+    """Every getter of SGLang's, on the same rows."""
+    pool, stock = hybrid_pool(layout), stock_pool(layout)
+    fill(pool)
+    for ours, theirs in zip(pool.full_kv_pool.kv_buffer, stock.full_kv_pool.kv_buffer, strict=True):
+        theirs.view(torch.uint8).copy_(ours.view(torch.uint8))
+    assert pool.get_v_head_dim() == stock.get_v_head_dim()
+    assert pool.kv_cache_dim == stock.kv_cache_dim
+    assert pool.get_kv_size_bytes() == stock.get_kv_size_bytes()
+    for layer_id in MLA_LAYERS:
+        for getter in ("get_key_buffer", "get_value_buffer"):
+            found, wanted = getattr(pool, getter)(layer_id), getattr(stock, getter)(layer_id)
+            assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+            assert np.array_equal(as_bytes(found), as_bytes(wanted))
+        key, value = pool.get_kv_buffer(layer_id)
+        assert (
+            key.data_ptr()
+            == value.data_ptr()
+            == pool.full_kv_pool.kv_buffer[MLA_LAYERS.index(layer_id)].data_ptr()
+        )
+
+
+@pytest.mark.parametrize("getter", ["get_key_buffer", "get_value_buffer", "get_kv_buffer"])
+@pytest.mark.parametrize("layout", PACKED)
+def test_packed_rows_have_no_values(layout, getter):
+    with pytest.raises(TypeError, match=rf"on a {layout} pool: .*get_row_buffer.*kvpool_mla"):
+        getattr(hybrid_pool(layout), getter)(3)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def written_by(method, pool, layer_id, loc, nope, rope):
+    if method == "set_kv_buffer":
+        combined = torch.cat([nope, rope], -1)
+        pool.set_kv_buffer(layer(layer_id), loc, combined, combined[..., :512])
+    else:
+        pool.set_mla_kv_buffer(layer(layer_id), loc, nope, rope if rope.shape[-1] else None)
+
+
+def locations(kind, pool, slots):
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    from sgl_kvpool.pool.arranged import RowWriteLoc
+
+    if kind == "tensor":
+        return slots
+    return KVWriteLoc(slots) if kind == "slots" else RowWriteLoc(pool.slot_to_row(slots))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "slots", "rows"])
+@pytest.mark.parametrize("method", ["set_kv_buffer", "set_mla_kv_buffer"])
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writes_reach_the_rows_of_their_layer_and_no_others(layout, arrangement, method, kind):
+    """By the model's layer, and not by its place; row numbers are not taken for slots."""
+    pool = hybrid_pool(layout, arrangement)
+    guard(pool)
+    slots = torch.tensor([13, 3, 6, 1])
+    nope, rope = values(4, 512, 64)
+    written_by(method, pool, 3, locations(kind, pool, slots), nope, rope)
+
+    found = np.array(rows(pool, 3))
+    assert np.array_equal(found[slots.numpy()], expected_rows(layout, nope, rope))
+    untouched = np.setdiff1d(np.arange(SIZE + PAGE), slots.numpy())
+    assert (found[untouched] == GUARD).all()
+    for other in (1, 4):
+        assert (np.array(rows(pool, other)) == GUARD).all()
+    assert states_are_guarded(pool)
+
+
+@pytest.mark.parametrize("method", ["set_kv_buffer", "set_mla_kv_buffer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_rope(layout, method):
+    pool = hybrid_pool(layout, rope=0)
+    nope, rope = values(3, 512, 0, seed=4)
+    written_by(method, pool, 4, torch.tensor([2, 9, 5]), nope, rope)
+    assert np.array_equal(rows(pool, 4)[[2, 9, 5]], expected_rows(layout, nope, rope, 0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layer_object_keeps_its_number(layout):
+    """SGLang renumbers it for the time of a call; an error must not leave it so."""
+    pool = hybrid_pool(layout)
+    nope, rope = values(2, 512, 64)
+    attention = layer(4)
+    pool.set_mla_kv_buffer(attention, torch.tensor([1, 2]), nope, rope)
+    assert attention.layer_id == 4
+    with pytest.raises(ValueError, match="cache_k_rope is None"):
+        pool.set_mla_kv_buffer(attention, torch.tensor([1, 2]), nope, None)
+    assert attention.layer_id == 4
+    pool.get_mla_kv_buffer(attention, torch.tensor([1, 2]), torch.bfloat16)
+    assert attention.layer_id == 4
+
+
+# -------------------------------------------------------------------- reading
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_decode_what_was_stored(layout, arrangement):
+    pool = hybrid_pool(layout, arrangement)
+    nope, rope = values(5, 512, 64, seed=2)
+    slots = torch.tensor([15, 4, 7, 1, 10])
+    for other in (1, 4):
+        pool.set_mla_kv_buffer(layer(other), slots, *values(5, 512, 64, seed=other))
+    pool.set_mla_kv_buffer(layer(3), slots, nope, rope)
+    wanted = oracle.decode(expected_rows(layout, nope, rope), layout, 512, 64)
+    order = torch.tensor([3, 0, 4])
+    found = pool.get_mla_kv_buffer(layer(3), slots[order], torch.float32)
+    oracle.assert_same_values(torch.cat(found, -1).squeeze(1), torch.from_numpy(wanted[order.numpy()]))
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_row_buffers_are_views_of_their_layers(layout, arrangement):
+    pool = hybrid_pool(layout, arrangement)
+    before = fill(pool)
+    slots = torch.tensor([5, 14, 0, 9])
+    for layer_id in MLA_LAYERS:
+        buffer = pool.get_row_buffer(layer_id)
+        assert (buffer.dtype, buffer.shape[1:]) == (torch.uint8, (1, ROW_BYTES[layout][0]))
+        assert np.array_equal(
+            buffer[pool.slot_to_row(slots)].squeeze(1).numpy(), before[layer_id][slots.numpy()]
+        )
+        place = MLA_LAYERS.index(layer_id)
+        assert buffer.data_ptr() == pool.full_kv_pool.kv_buffer[place].data_ptr()
+
+
+@pytest.mark.parametrize("start_layer", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_wait_for_a_load_of_their_layer_and_once(layout, start_layer):
+    """The counter counts the layers of the stage, linear ones too; the pool inside has none."""
+    pool = hybrid_pool(layout, start_layer=start_layer)
+    waited = []
+    pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
+    assert pool.full_kv_pool.layer_transfer_counter is None
+    for layer_id in MLA_LAYERS:
+        pool.get_row_buffer(layer_id)
+        pool.get_mla_kv_buffer(layer(layer_id), torch.tensor([1]), torch.bfloat16)
+        if layout not in PACKED:
+            pool.get_key_buffer(layer_id)
+    each = 2 if layout in PACKED else 3
+    assert waited == [layer_id - start_layer for layer_id in MLA_LAYERS for _ in range(each)]
+
+
+def test_a_scale_is_that_of_the_models_layer():
+    pool = hybrid_pool("fp8", k_scales={3: 0.5, 4: 0.125})
+    assert [pool.k_scale(layer_id) for layer_id in MLA_LAYERS] == [1.0, 0.5, 0.125]
+    assert [pool.full_kv_pool.k_scale(place) for place in range(3)] == [1.0, 0.5, 0.125]
+    nope, rope = values(2, 512, 64)
+    for layer_id, k_scale in zip(MLA_LAYERS, (1.0, 0.5, 0.125), strict=True):
+        written_by("set_mla_kv_buffer", pool, layer_id, torch.tensor([2, 7]), nope, rope)
+        assert np.array_equal(rows(pool, layer_id)[[2, 7]], expected_rows("fp8", nope, rope, k_scale=k_scale))
+        found = pool.get_mla_kv_buffer(layer(layer_id), torch.tensor([2, 7]), torch.float32)
+        wanted = oracle.decode(rows(pool, layer_id)[[2, 7]], "fp8", 512, 64, k_scale)
+        oracle.assert_same_values(torch.cat(found, -1).squeeze(1), torch.from_numpy(wanted))
+    assert hybrid_pool("fp4", k_scales={3: 0.5}).k_scale(3) == 1.0
+
+
+@pytest.mark.parametrize("layer_id", [*LINEAR_LAYERS, 6, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_without_rows_are_refused(layout, layer_id):
+    pool = hybrid_pool(layout)
+    guard(pool)
+    nope, rope = values(1, 512, 64)
+    calls = (
+        lambda: pool.get_row_buffer(layer_id),
+        lambda: pool.get_key_buffer(layer_id),
+        lambda: pool.k_scale(layer_id),
+        lambda: pool.get_mla_kv_buffer(layer(layer_id), torch.tensor([1])),
+        lambda: written_by("set_mla_kv_buffer", pool, layer_id, torch.tensor([1]), nope, rope),
+        lambda: written_by(
+            "set_kv_buffer", pool, layer_id, locations("rows", pool, torch.tensor([1])), nope, rope
+        ),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"layer_id={layer_id} not in full attention layers"):
+            call()
+    assert all((np.array(rows(pool, other)) == GUARD).all() for other in MLA_LAYERS)
+
+
+# -------------------------------------------------------------------- moving
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moves_are_of_whole_rows_in_every_mla_layer(layout, arrangement):
+    pool = hybrid_pool(layout, arrangement)
+    guard(pool)
+    before = fill(pool)
+    pool.move_kv_cache(torch.tensor([3, 13]), torch.tensor([7, 3]))
+    for layer_id, wanted in before.items():
+        wanted[[3, 13]] = wanted[[7, 3]]
+        assert np.array_equal(np.array(rows(pool, layer_id)), wanted)
+    assert states_are_guarded(pool)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cpu_copies_carry_rows_and_states(layout, arrangement, monkeypatch):
+    """What SGLang does to a request that it retracts; both are back, in other slots, and nothing else is."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool = hybrid_pool(layout, arrangement)
+    before = fill(pool)
+    generator = torch.Generator().manual_seed(3)
+    for tensor in state_tensors(pool).values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    kept = {name: tensor.clone() for name, tensor in state_tensors(pool).items()}
+    slots, state = torch.tensor([5, 14, 9, 2, 1]), torch.tensor([2, 5])
+    pool.full_kv_pool.cpu_offloading_chunk_size = 2
+    saved = pool.get_cpu_copy(slots, mamba_indices=state)
+    for layer_id in MLA_LAYERS:
+        rows(pool, layer_id)[slots.numpy()] = GUARD
+    for tensor in state_tensors(pool).values():
+        tensor[:, state] = 7
+    others, other_state = torch.tensor([10, 11, 12, 13, 6]), torch.tensor([1, 3])
+    pool.load_cpu_copy(saved, others, mamba_indices=other_state)
+    for layer_id, wanted in before.items():
+        wanted[others.numpy()] = wanted[slots.numpy()]
+        wanted[slots.numpy()] = GUARD
+        assert np.array_equal(np.array(rows(pool, layer_id)), wanted)
+    for name, tensor in state_tensors(pool).items():
+        wanted = kept[name]
+        wanted[:, other_state] = wanted[:, state]
+        wanted[:, state] = 7
+        assert torch.equal(tensor, wanted)
+
+
+@everywhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_and_rows_do_not_share_a_byte(layout, arrangement):
+    pool = hybrid_pool(layout, arrangement)
+    for name, tensor in state_tensors(pool).items():
+        guard(pool)
+        tensor.view(torch.uint8).fill_(0x42)
+        assert all((np.array(rows(pool, layer_id)) == GUARD).all() for layer_id in MLA_LAYERS)
+        others = {other: t for other, t in state_tensors(pool).items() if other != name}
+        assert all((as_bytes(other) == GUARD).all() for other in others.values())
+    guard(pool)
+    for tensor in pool.full_kv_pool.kv_buffer:
+        tensor.view(torch.uint8).fill_(0x99)
+    assert states_are_guarded(pool)
+
+
+def test_states_are_described_by_their_own_pool():
+    """To a decode server, say."""
+    pool = hybrid_pool("fp4")
+    assert pool.get_state_buf_infos() == pool.mamba_pool.get_contiguous_buf_infos()
+    assert pool.get_state_layer_ids() == pool.mamba_pool.get_state_layer_ids()
+    assert pool.get_state_dim_per_tensor() == pool.mamba_pool.get_state_dim_per_tensor()
+    addresses = set(pool.get_state_buf_infos()[0])
+    assert not addresses & set(pool.get_contiguous_buf_infos()[0])
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def test_models_and_pools_that_it_is_not_for():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    class Platforms(MLATokenToKVPool):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"layout fp4 stores rows of .*\(MLA\), which this hybrid model does not"
+    ):
+        hybrid_pool("fp4", use_mla=False)
+    with pytest.raises(ValueError, match="a Platforms was given for the rows of layout fp4"):
+        hybrid_pool("fp4", full_kv_pool_class=Platforms)
+    brought = hybrid_pool("fp4").full_kv_pool
+    with pytest.raises(ValueError, match="a LayoutMLATokenToKVPool_fp4 was given for the rows of layout fp4"):
+        hybrid_pool("fp4", full_kv_pool=brought)
+    with pytest.raises(ValueError, match=r"k_scales has layers \[0\], and only \[1, 3, 4\] have rows"):
+        hybrid_pool("fp8", k_scales={0: 0.5, 1: 0.5})
+    with pytest.raises(ValueError, match="attention backend fa3 cannot read"):
+        hybrid_pool("fp4", options={"readers": ("fa3",)})
+    with pytest.raises(ValueError, match="is shown to SGLang as torch.bfloat16"):
+        hybrid_pool("fp4", dtype=torch.float8_e4m3fn)
+    assert hybrid_pool("fp4", full_kv_pool_class=MLATokenToKVPool).kv_cache_layout == "fp4"
+
+
+def test_a_stage_without_mla_layers():
+    """Of a pipeline."""
+    pool = hybrid_pool("fp4", full_attention_layer_ids=[])
+    assert pool.get_kv_size_bytes() == 0
+    assert pool.get_contiguous_buf_infos() == ([], [], [])
+    assert pool.get_kv_layer_ids() == []
