@@ -249,8 +249,8 @@ def check_host_model(
     if get_dsa_index_kpool_compress(model_config.hf_config) and options.takes(layout, arrangement, device):
         raise ValueError(
             f"{model_name(model_config)} has compressed index keys, whose tails are in no page of a host "
-            f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's own tier "
-            f"with {LAYOUT.flag} {layout}, or --enable-hierarchical-cache"
+            f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's "
+            f"own tier with {LAYOUT.flag} {layout}, or --enable-hierarchical-cache"
         )
     rows = row_format_of(model_config, layout)
     problem = host_layout_problem(rows, options.host_layout(layout))

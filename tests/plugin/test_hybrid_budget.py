@@ -1,0 +1,234 @@
+"""Bytes of rows and states of hybrid models: SGLang's profiling, hand arithmetic, and the real pools.
+
+Arguments are resolved by SGLang, those of sparse attention for a GPU that this machine answers for; states
+and rows are sized by SGLang's configurator and built by its builders, on the CPU.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hybrid_configs import LAYERS, MLA_LAYERS
+
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+ROWS = {"bf16": (1152, 1024), "fp8": (576, 512), "fp8_block_scale": (656, 528), "fp4": (416, 288)}
+#: checkpoint: bytes of one request's states in one layer, by hand.
+STATES = {
+    # q, k and v of 3 heads of 16, three positions back, in bf16; then 3 matrices of 16 x 16 in float32.
+    "kda": 3 * 48 * 3 * 2 + 3 * 16 * 16 * 4,
+    # 2 matrices of 16 x 16; no convolution.
+    "lightning": 2 * 16 * 16 * 4,
+    "bailing-kda": 3 * 32 * 3 * 2 + 2 * 16 * 16 * 4,
+    "bailing-kda-norope": 3 * 32 * 3 * 2 + 2 * 16 * 16 * 4,
+}
+WITHOUT_ROPE = ("bailing-kda-norope",)
+GB = 1 << 30
+REST_GB = 0.25
+
+
+@pytest.fixture
+def hooked(published, resolve, checkpoints, monkeypatch):
+    """`hooked(layout, model, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sgl_kvpool.sglang_plugin import pools
+
+    pools.install()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
+
+    def build(layout, model="kda", *argv, draft=False, eagle=0, stage=(0, LAYERS), pp_size=1):
+        asked = ("--kv-cache-layout", layout) if layout else ()
+        device = "cuda" if model == "glm5" else "cpu"
+        # States with an extra buffer need a GPU, and this is what needs none.
+        without = () if device == "cuda" else ("--disable-overlap-schedule",)
+        args = resolve(checkpoints[model], *asked, *without, *argv, device=device)
+        get_parallel().clear_stamp()  # of the process before
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        config = ModelConfig(checkpoints[model], is_draft_model=True) if draft else model_config_of(args)
+        kvc = object.__new__(KVCacheConfigurator)
+        start, end = stage
+        fields = {
+            "server_args": args, "model_config": config, "device": "cpu", "model": torch.nn.Module(),
+            "kv_cache_dtype": torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16,
+            "kv_cache_dtype_str": None, "use_mla_backend": True, "is_draft_worker": draft,
+            "token_to_kv_pool_allocator": None, "pp_size": pp_size, "attn_dp_size": 1,
+            "kv_shard_spec": None, "kv_shard_rank": None, "kv_shard_group": None, "is_hybrid_swa": False,
+            "mambaish_config": mambaish_config(config), "hybrid_kda_config": None, "hybrid_gdn_config": None,
+            "post_capture_kv_active": False, "extra_mamba_cache_bytes_per_req": 0,
+            "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
+            "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=eagle),
+            "layer_info": SimpleNamespace(start_layer=start, end_layer=end, num_effective_layers=end - start),
+        }  # fmt: skip
+        for name, value in fields.items():
+            setattr(kvc, name, value)
+        return kvc
+
+    yield build
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+def sizes_of(kvc):
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    return DefaultPoolConfigurator(kvc)
+
+
+def pools_of(kvc, tokens, requests=2):
+    """Requests with states, and rows, by SGLang's builders."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.runtime_context import get_schedule
+
+    if get_schedule().max_mamba_cache_size is None:
+        kvc._handle_max_mamba_cache(REST_GB)
+    defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
+    classes = {
+        f"{kind}_pool_class": kvc._resolve_kv_pool_class(kind=kind, default=default)
+        for kind, default in defaults.items()
+    }
+    states = kvc._build_hybrid_req_pool(max_num_reqs=requests, extra_max_context_len=0)
+    rows = kvc._build_hybrid_linear_kv_pool(max_total_num_tokens=tokens, req_to_token_pool=states, **classes)
+    return states, rows
+
+
+def row_bytes(layout, model):
+    return ROWS[layout][model in WITHOUT_ROPE]
+
+
+@pytest.mark.parametrize("model", STATES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
+    """To the byte: rest = states and their padding slot, work space, and whole tokens of rows."""
+    from sglang.srt.runtime_context import get_schedule
+
+    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+    kvc = hooked(layout, model)
+    rest = kvc._handle_max_mamba_cache(REST_GB)
+    state_slots = get_schedule().max_mamba_cache_size + 1
+    state_bytes = STATES[model] * (LAYERS - len(MLA_LAYERS)) * state_slots
+    assert round((REST_GB - rest) * GB) == state_bytes
+
+    sizes = sizes_of(kvc)
+    token_bytes = len(MLA_LAYERS) * row_bytes(layout, model)
+    assert sizes._cell_size == token_bytes
+    assert sizes._fixed_overhead_bytes > 0  # of our attention
+    available = int(rest * GB)
+    for page_size in (1, 64):
+        found = sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens
+        assert found == (available - sizes._fixed_overhead_bytes) // token_bytes // page_size * page_size
+
+    states, pool = pools_of(kvc, 256)
+    assert isinstance(pool, LayoutHybridLinearKVPool)
+    assert pool.kv_cache_layout == layout
+    assert list(pool.full_attention_layer_id_mapping) == MLA_LAYERS
+    assert pool.get_kv_size_bytes() == (256 + 1) * token_bytes
+    cache = states.mamba_pool.mamba_cache
+    assert sum(tensor.nbytes for tensor in (*cache.conv, cache.temporal)) == state_bytes
+    assert pool.mamba_pool is states.mamba_pool
+
+
+def test_more_tokens_fit_and_states_stay(hooked):
+    """What a layout buys: the same states, and rows by their bytes."""
+    tokens = {}
+    for layout in (None, *LAYOUTS):
+        kvc = hooked(layout)
+        rest = kvc._handle_max_mamba_cache(REST_GB)
+        sizes = sizes_of(kvc)
+        tokens[layout] = (int(rest * GB) - sizes._fixed_overhead_bytes) // sizes._cell_size
+    assert tokens[None] > tokens["bf16"]  # by our work space
+    assert tokens["bf16"] < tokens["fp8_block_scale"] < tokens["fp8"] < tokens["fp4"]
+
+
+def test_sglang_as_it_is_keeps_its_pool(hooked):
+    from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
+
+    kvc = hooked(None)
+    sizes = sizes_of(kvc)
+    assert (sizes._cell_size, sizes._fixed_overhead_bytes) == (2 * 1152, 0)
+    _, pool = pools_of(kvc, 128)
+    assert type(pool) is HybridLinearKVPool
+    assert type(pool.full_kv_pool) is MLATokenToKVPool
+    assert kv_cache_configurator.HybridLinearKVPool is HybridLinearKVPool
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sglangs_class_is_back_afterwards(hooked, fails):
+    from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    kvc = hooked("fp4")
+    if fails:
+        kvc.kv_cache_dtype = torch.float32
+        with pytest.raises(ValueError, match="is shown to SGLang as"):
+            pools_of(kvc, 128)
+    else:
+        pools_of(kvc, 128)
+    assert kv_cache_configurator.HybridLinearKVPool is HybridLinearKVPool
+
+
+@pytest.mark.parametrize(("stage", "mla_layers"), [((0, 4), [3]), ((4, 6), [5]), ((0, 3), [])])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layers):
+    kvc = hooked(layout, stage=stage, pp_size=2)
+    assert sizes_of(kvc)._cell_size == len(mla_layers) * ROWS[layout][0]
+    _, pool = pools_of(kvc, 128)
+    assert pool.get_kv_size_bytes() == 129 * len(mla_layers) * ROWS[layout][0]
+    assert list(pool.full_attention_layer_id_mapping) == mla_layers
+    for layer_id in mla_layers:
+        assert pool.get_row_buffer(layer_id).shape == (129, 1, ROWS[layout][0])
+
+
+@pytest.mark.parametrize("model", ["lightning", "bailing-kda"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_are_charged_by_their_rows(hooked, layout, model):
+    """The draft of such a model is one MLA layer, which SGLang puts into a hybrid pool of its own."""
+    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+    assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]
+    kvc = hooked(layout, model, draft=True, stage=(0, 1))
+    _, draft = pools_of(kvc, 256)
+    assert isinstance(draft, LayoutHybridLinearKVPool)
+    assert draft.kv_cache_layout == layout
+    assert draft.get_kv_size_bytes() == 257 * ROWS[layout][0]
+    assert draft.get_row_buffer(0).shape == (257, 1, ROWS[layout][0])
+    assert sizes_of(kvc)._fixed_overhead_bytes == 0  # the target has paid
+
+
+def test_scales_of_a_checkpoint_reach_their_layers(hooked):
+    """They are collected by the model's layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    kvc = hooked("fp8")
+    kvc.model = torch.nn.ModuleList(
+        [RadixAttention(2, 576, 1.0, 1, layer_id, v_head_dim=512) for layer_id in MLA_LAYERS]
+    )
+    for module, k_scale in zip(kvc.model, (0.5, 0.25), strict=True):
+        module.k_scale_float = k_scale
+    _, pool = pools_of(kvc, 128)
+    assert [pool.k_scale(layer_id) for layer_id in MLA_LAYERS] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_a_sparse_hybrid(hooked, layout):
+    """GLM5-Next: rows by their layout, index keys as SGLang counts them."""
+    from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutHybridLinearKVPool
+
+    tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
+
+    stock, ours = sizes_of(hooked(None, "glm5", *tilelang)), sizes_of(hooked(layout, "glm5", *tilelang))
+    assert ours._cell_size - stock._cell_size == 2 * (ROWS[layout][1] - 1024)
+    assert ours._fixed_overhead_bytes == 0
+    _, pool = pools_of(hooked(layout, "glm5", *tilelang), 512)
+    assert isinstance(pool, LayoutHybridLinearKVPool)
+    assert isinstance(pool.full_kv_pool, LayoutDSATokenToKVPool)
+    assert (pool.kv_cache_layout, pool.index_kpool) == (layout, 4)
+    assert pool.get_row_buffer(5).shape == (512 + 256, 1, ROWS[layout][1])
