@@ -106,6 +106,7 @@ class TorchKDAKernel(TritonKDAKernel):
     @staticmethod
     def _run(q, k, v, a, b, a_log, dt_bias, states, slots, starts, track_state=None, track_steps=None):
         tokens, heads, size = q.shape[1:]
+        dtype = v.dtype
         q, k, v = (tensor[0].float() for tensor in (q, k, v))
         q = q / (q.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() * size**-0.5
         k = k / (k.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
@@ -124,7 +125,7 @@ class TorchKDAKernel(TritonKDAKernel):
                     track_state[row] = state
                 state, out[step] = delta_step(state, q[step], k[step], v[step], kept[step], strength[step])
             states[slot] = state.to(states.dtype)
-        return out.to(torch.bfloat16)[None]
+        return out.to(dtype)[None]
 
 
 def track_one_layer(conv_states, ssm_states, cache_indices, mask, track_indices, batch_size, **_):
