@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import host_tier_servers as host_tier
+import hybrid_servers
 import pytest
 from tiny_model import NEW_TOKENS, PROMPTS
 
@@ -237,7 +238,7 @@ def pytest_collection_finish(session):
 
 
 #: Names that are no configuration of one server.
-JOBS = {"demo": demo, "engines": engines, "printed": printed}
+JOBS = {"demo": demo, "engines": engines, "printed": printed, "hybrid": hybrid_servers.serve()}
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,15 @@
+"""`python hybrid_launch.py ...`: `python -m sglang.launch_server ...` for a hybrid model on a CPU.
+
+SGLang tracks states at page boundaries (`extra_buffer`, without which a hybrid model's pages are one token
+long and there is no host tier) on GPUs it knows only, and says so while it reads its arguments, before
+anything of the model's is imported. The tracking itself is tensor indexing.
+"""
+
+import runpy
+
+from sglang.srt.arg_groups import mamba_hook
+
+mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -1,0 +1,94 @@
+"""Servers of the hybrid model: what they are started with, and asked."""
+
+import os
+import sys
+from pathlib import Path
+
+import hybrid_model
+from tiny_model import NEW_TOKENS, PROMPTS, TEXT
+
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+
+HERE = Path(__file__).resolve().parent
+
+#: States are tracked every 64 tokens: SGLang takes the larger of its kernels' chunk and the page.
+GRID, PAGE_SIZE = 64, 16
+ARGUMENTS = [
+    *("--page-size", str(PAGE_SIZE), "--attention-backend", "torch_native"),
+    # A running request holds its state and one that is tracked, the radix cache one per tracked prefix.
+    *("--max-mamba-cache-size", "64"),
+    # Pages of more than one token, and states that are kept while a request goes on.
+    *("--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", str(GRID)),
+    # The longest prompt is prefilled in two parts: the second begins with a state.
+    *("--chunked-prefill-size", "192"),
+]
+ENVIRONMENT = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "hybrid_models", "OMP_NUM_THREADS": "1"}
+PROGRAM = (sys.executable, str(HERE / "hybrid_launch.py"))
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+#: Prompts that share no beginning with any other.
+APART = [f"{n}: {TEXT[31 * n : 31 * n + 40 + 23 * n]}" for n in range(6)]
+LONG = 120
+
+
+def serve(arguments=(), environment=None):
+    """A job of conftest's: `job(model_path, folder)` starts the server, and returns its answers.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        After those of the stock server.
+    environment : mapping, optional
+        Added to the server's.
+    """
+
+    def job(_model_path, folder):
+        folder.mkdir()
+        model_path = hybrid_model.write(folder / "hybrid")
+        log = folder / "server.log"
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
+        with Server(
+            [*cpu_arguments(model_path, free_port()), *ARGUMENTS, *arguments],
+            log,
+            {
+                **dict.fromkeys(unwanted, ""),
+                **ENVIRONMENT,
+                "PYTHONPATH": os.pathsep.join(paths),
+                **(environment or {}),
+            },
+            program=PROGRAM,
+        ) as server:
+            answers = ask(server)
+        return {**answers, "model_path": model_path, "log": log.read_text(errors="replace")}
+
+    return job
+
+
+def ask(server):
+    """Everything that is asked of a server of the hybrid model."""
+
+    def generate(text, new_tokens=NEW_TOKENS):
+        sampling = {**GREEDY, "max_new_tokens": new_tokens}
+        return server.generate(text=text, sampling_params=sampling, return_logprob=True)
+
+    answers = {
+        "info": server.info(),
+        "first": [generate(prompt) for prompt in PROMPTS],
+        # Now with as much of each prompt as has a state.
+        "again": [generate(prompt) for prompt in PROMPTS],
+        "long": generate(PROMPTS[0], LONG),
+    }
+    # A prompt whose state was tracked while it was decoded.
+    answers["continued"] = generate(PROMPTS[0] + answers["long"]["text"])
+    answers["alone"] = [generate(prompt) for prompt in APART]
+    server.get("/flush_cache")
+    answers["together"] = generate(APART)
+    # Log-probabilities of a prompt: one prefill without a cached prefix.
+    answers["prompt"] = server.generate(
+        text=PROMPTS[3],
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    return answers
