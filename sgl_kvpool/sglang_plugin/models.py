@@ -19,13 +19,14 @@ def is_dsa(model_config: Any) -> bool:
 def keeps_states_by_token(model_config: Any, view: Any) -> bool:
     """Whether a server's prefix cache keeps states of linear layers in a way that needs pages of one token.
 
-    SGLang's other way, `extra_buffer`, needs a GPU (`arg_groups/mamba_hook.py`).
+    SGLang's other way, `extra_buffer`, needs a GPU and is what it chooses there (`arg_groups/mamba_hook.py`).
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if mambaish_config(model_config) is None:
         return False
-    return view.mamba_radix_cache_strategy == "no_buffer" or view.device == "cpu"
+    strategy = view.mamba_radix_cache_strategy
+    return strategy == "no_buffer" or (strategy == "auto" and view.device == "cpu")
 
 
 def is_rocm() -> bool:
