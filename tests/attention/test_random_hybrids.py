@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
 
+import lightning_model
 import random_hybrid
 from loaded_checkpoints import config_of, loaded
 
@@ -64,3 +65,33 @@ def test_what_sglang_makes_of_the_configuration(shape, checkpoints):
     assert tuple(hybrid.full_attention_layer_ids) == random_hybrid.MLA_LAYERS[shape]
     assert (hybrid_lightning_config(config) is hybrid) is (shape == "lightning")
     assert (hybrid_kda_config(config) is hybrid) is (shape != "lightning")
+
+
+def log_probabilities(logits):
+    assert logits.isfinite().all()
+    return logits.float().log_softmax(-1)
+
+
+def test_lightning_says_something_and_rows_matter(checkpoints):
+    weights = load_file(checkpoints["lightning"] / "model.safetensors")
+    tokens = torch.randint(3, random_hybrid.VOCAB, (200,), generator=torch.Generator().manual_seed(0))
+    config = random_hybrid.CONFIGS["lightning"]
+    said = log_probabilities(lightning_model.logits(weights, config, tokens))
+    assert len(said.argmax(-1).unique()) > 10
+    lost = log_probabilities(lightning_model.logits(weights, config, tokens, torch.zeros_like))
+    assert (said - lost).abs().mean() > 0.5
+
+
+@torch.no_grad()
+def test_kimi_says_something_and_rows_matter(checkpoints, monkeypatch):
+    """With what transformers' class reads of the file, so that it has the published names."""
+    from transformers.models.kimi_linear import KimiLinearForCausalLM, modeling_kimi_linear
+
+    model = KimiLinearForCausalLM.from_pretrained(checkpoints["kimi_linear"]).eval()
+    tokens = torch.randint(3, random_hybrid.VOCAB, (1, 100), generator=torch.Generator().manual_seed(0))
+    said = log_probabilities(model(tokens).logits)
+    assert len(said.argmax(-1).unique()) > 10
+    attention = modeling_kimi_linear.KimiLinearAttention
+    expand = attention.expand_kv
+    monkeypatch.setattr(attention, "expand_kv", lambda self, *rows: expand(self, *(0 * r for r in rows)))
+    assert (said - log_probabilities(model(tokens).logits)).abs().mean() > 0.5

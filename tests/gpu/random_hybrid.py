@@ -2,8 +2,8 @@
 
 Kimi-Linear's is written by transformers' own class; of Bailing's models transformers has none, so their names
 and shapes are listed here. `tests/attention/test_random_hybrids.py` loads all of them into SGLang's classes.
-Weights are large enough for attention to decide something, and every token goes to every expert: a selection
-that jumps would make two servers incomparable.
+Every token goes to every expert: a selection that jumps would make two servers incomparable. Two layers of
+six attend rows: what they say is made louder, for rows to show in the answers.
 """
 
 import json
@@ -18,6 +18,10 @@ LAYERS = 6
 HIDDEN = 512
 EXPERTS = 8
 _SCALE = 0.05
+#: Of embeddings: a residual stream that is large from the start hides fewer roundings behind its norms.
+_EMBEDDING_SCALE = 0.5
+#: Of what comes out of MLA.
+_MLA_OUT_SCALE = 0.2
 
 #: 0-based ids of the layers with MLA; no two shapes have the same, and none is the first or every second.
 MLA_LAYERS = {"kimi_linear": (3, 5), "lightning": (2, 5), "bailing_v3": (2, 5)}
@@ -147,6 +151,9 @@ def kimi_model() -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
             parameter.data = parameter.data.float()
+    model.model.embed_tokens.weight.data.mul_(_EMBEDDING_SCALE / _SCALE)
+    for layer in MLA_LAYERS["kimi_linear"]:
+        model.model.layers[layer].self_attn.o_proj.weight.data.mul_(_MLA_OUT_SCALE / _SCALE)
     return model
 
 
@@ -171,8 +178,8 @@ def _kimi_weights() -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------- Bailing
 
 
-def _matrix(*shape: int) -> torch.Tensor:
-    return (torch.randn(shape) * _SCALE).bfloat16()
+def _matrix(*shape: int, scale: float = _SCALE) -> torch.Tensor:
+    return (torch.randn(shape) * scale).bfloat16()
 
 
 def _ones(*shape: int) -> torch.Tensor:
@@ -180,7 +187,7 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 def _bailing_weights(config: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "model.word_embeddings.weight", _matrix(VOCAB, HIDDEN)
+    yield "model.word_embeddings.weight", _matrix(VOCAB, HIDDEN, scale=_EMBEDDING_SCALE)
     yield "model.norm.weight", _ones(HIDDEN)
     yield "lm_head.weight", _matrix(VOCAB, HIDDEN)
     linear = _kda if "short_conv_kernel_size" in config else _lightning
@@ -224,7 +231,7 @@ def _mla(config: dict) -> Iterator[tuple[str, torch.Tensor]]:
     yield "kv_a_proj_with_mqa.weight", _matrix(rank + rope, HIDDEN)
     yield "kv_a_layernorm.weight", _ones(rank)
     yield "kv_b_proj.weight", _matrix(heads * (nope + value), rank)
-    yield "dense.weight", _matrix(HIDDEN, heads * value)
+    yield "dense.weight", _matrix(HIDDEN, heads * value, scale=_MLA_OUT_SCALE)
     if "gated_attention_proj_granularity_type" in config:
         yield "g_proj.weight", _matrix(heads * value, HIDDEN)
 
