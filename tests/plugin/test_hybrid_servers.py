@@ -1,0 +1,69 @@
+"""What SGLang's own resolution makes of the servers of `tests/gpu/test_hybrid_server_gpu.py`, on Hopper.
+
+This machine answers for a GPU of Hopper's compute capability, and for a platform that is CUDA.
+"""
+
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
+
+import random_hybrid
+import test_hybrid_server_gpu as served
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {shape: random_hybrid.write(root / shape, shape) for shape in ("kimi_linear", "lightning")}
+
+
+@pytest.fixture
+def view(resolve, models, monkeypatch):
+    """`view(name)`: a resolving view of the server of that name."""
+    import torch
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
+
+    def run(name):
+        [_, model, *argv] = served.command(name, models[served.SERVERS[name][0]])
+        return resolving_view(resolve(model, *argv, device="cuda"))
+
+    return run
+
+
+@pytest.mark.parametrize("name", served.SERVERS)
+def test_every_server_is_accepted(name, view):
+    found = view(name)
+    backend = "triton" if "stock" in name else "kvpool_mla"
+    assert found.attention_backend == backend
+    assert {found.prefill_attention_backend, found.decode_attention_backend} <= {None, backend}
+    assert found.chunked_prefill_size == served.CHUNK
+    assert found.uses_mamba_radix_cache
+    assert not found.disable_radix_cache
+    kept = "no_buffer" if "no_buffer" in name else "extra_buffer"
+    assert found.mamba_radix_cache_strategy == kept
+    assert found.disable_overlap_schedule is (kept == "no_buffer")
+
+
+@pytest.mark.parametrize("name", [name for name in served.SERVERS if "host" in name])
+def test_states_are_backed_up_with_rows(name, view):
+    found = view(name)
+    assert found.enable_hierarchical_cache
+    # A host pool of states takes no other than these, and ours neither.
+    assert found.hicache_mem_layout in ("page_first", "page_first_direct")
+    assert found.hicache_write_policy == "write_through"
+    assert (found.page_size, found.mamba_track_interval % found.page_size) == (64, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in served.SERVERS if "mtp" in name])
+def test_drafts_are_in_the_checkpoint(name, view):
+    found = view(name)
+    assert found.speculative_algorithm == "EAGLE"
+    assert found.speculative_draft_model_path == found.model_path
+    assert found.mamba_track_interval >= found.speculative_num_draft_tokens
