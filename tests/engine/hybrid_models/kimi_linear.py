@@ -32,9 +32,6 @@ class KimiLinearForCausalLM(nn.Module):
         for index, layer in enumerate(self.model.layers):
             attention = layer.self_attn
             if layer.is_linear:
-                # SGLang keeps these in fp32 whatever the model's type is.
-                attention.A_log.data = attention.A_log.data.float()
-                attention.dt_bias.data = attention.dt_bias.data.float()
                 attention.attn = RadixLinearAttention(
                     index,
                     *(shape.linear_heads,) * 3,
@@ -77,6 +74,7 @@ class KimiLinearForCausalLM(nn.Module):
     def load_weights(self, weights) -> set[str]:
         """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
         state = dict(weights)
+        # RadixLinearAttention registers its layer's parameters a second time.
         own = {name: tensor for name, tensor in self.model.state_dict().items() if ".attn." not in name}
         missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
         if missing or unexpected:
