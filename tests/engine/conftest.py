@@ -238,7 +238,7 @@ def pytest_collection_finish(session):
 
 
 #: Names that are no configuration of one server.
-JOBS = {"demo": demo, "engines": engines, "printed": printed, "hybrid": hybrid_servers.serve()}
+JOBS = {"demo": demo, "engines": engines, "printed": printed, **hybrid_servers.JOBS}
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import host_tier_servers as host_tier
 import hybrid_model
 from tiny_model import NEW_TOKENS, PROMPTS, TEXT
 
@@ -24,6 +25,29 @@ ARGUMENTS = [
 ]
 ENVIRONMENT = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "hybrid_models", "OMP_NUM_THREADS": "1"}
 PROGRAM = (sys.executable, str(HERE / "hybrid_launch.py"))
+
+#: Every layout and every arrangement, and one whose host tier is narrower: server to arguments.
+LAYOUTS = {
+    "hybrid-bf16": ["--kv-cache-layout", "bf16"],
+    "hybrid-fp8": ["--kv-cache-layout", "fp8", "--kv-cache-arrangement", "page_major"],
+    "hybrid-fp8_block_scale": [
+        *("--kv-cache-layout", "fp8_block_scale", "--kv-cache-arrangement", "token_major"),
+        *("--hicache-io-backend", "direct"),
+    ],
+    "hybrid-fp4": ["--kv-cache-layout", "fp4"],
+    "hybrid-bf16-on-fp4": ["--kv-cache-layout", "bf16", "--kv-host-layout", "fp4"],
+}
+DEVICE_TOKENS = 2048
+#: Of servers with a layout, after ARGUMENTS; rows and states of the host tier are sized by the ratio.
+WITH_LAYOUT = [
+    *("--attention-backend", "kvpool_mla", "--max-total-tokens", str(DEVICE_TOKENS)),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
+    *("--enable-metrics", "--enable-cache-report"),
+]
+#: Prefill attends stored rows, as decode does, so that log-probabilities of a prompt show what they cost.
+READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+#: Push everything else out of a pool of that size.
+FILLERS = [text[n:] + text[:n] for n, text in enumerate(host_tier.FILLERS * 2)]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 #: Prompts that share no beginning with any other.
@@ -91,4 +115,18 @@ def ask(server):
         return_logprob=True,
         logprob_start_len=0,
     )
+    if answers["info"]["enable_hierarchical_cache"]:
+        server.get("/flush_cache")
+        answers["filled"] = generate(PROMPTS[3])
+        answers["device_hit"] = generate(PROMPTS[3])
+        answers["fillers"] = [generate(text) for text in FILLERS]
+        answers["host_hit"] = generate(PROMPTS[3])
+        answers["metrics"] = server.get("/metrics").decode()
     return answers
+
+
+#: What conftest starts by name.
+JOBS = {
+    "hybrid": serve(),
+    **{name: serve([*WITH_LAYOUT, *argv], READS_ROWS) for name, argv in LAYOUTS.items()},
+}

@@ -1,0 +1,121 @@
+"""The hybrid model in every layout, with a host tier: rows from our pools beside SGLang's states."""
+
+import hybrid_servers
+import pytest
+from hybrid_servers import DEVICE_TOKENS, LAYOUTS
+
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+#: Mean distance of a prompt's log-probabilities to those of `bf16` rows, measured here and doubled; and what
+#: a layout that rounds cannot stay below.
+NEAR = {"fp8": 0.1, "fp8_block_scale": 0.1, "fp4": 0.25}
+ROUNDED = 0.005
+
+everywhere = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.engine(n)) for n in LAYOUTS])
+
+
+def layout_of(name):
+    return LAYOUTS[name][1]
+
+
+def logprobs(answer):
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def of_prompt(answer):
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def distance(one, other):
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def same(one, other):
+    """The same tokens, and log-probabilities that are equal but for the order of sums."""
+    assert one["output_ids"] == other["output_ids"]
+    assert logprobs(one) == pytest.approx(logprobs(other), abs=0.01)
+
+
+def cached(answer):
+    return answer["meta_info"]["cached_tokens"]
+
+
+@everywhere
+def test_the_pool_is_ours_and_has_the_rows_of_its_layout(record, name):
+    found, layout = record(name), layout_of(name)
+    row = ROW_BYTES[layout]
+    assert (
+        f"KV cache layout {layout}: {row} bytes per token and layer, 2 layers, {DEVICE_TOKENS} tokens"
+        in found["log"]
+    )
+    assert found["info"]["kv_cache_layout"] == layout
+    assert "Mamba Cache is allocated. max_mamba_cache_size: 64" in found["log"]
+    assert "extend=TorchKDAKernel" in found["log"]
+
+
+@pytest.mark.engine("hybrid", "hybrid-bf16")
+def test_bf16_rows_give_the_answers_of_sglangs_pool(record):
+    """Another attention over the same rows: equal but for the order of sums."""
+    stock, ours = record("hybrid"), record("hybrid-bf16")
+    assert distance(of_prompt(stock["prompt"]), of_prompt(ours["prompt"])) < 0.02
+    for one, other in zip(stock["first"], ours["first"], strict=True):
+        assert cached(one) == cached(other)
+        assert one["output_ids"][:4] == other["output_ids"][:4]
+
+
+@pytest.mark.parametrize("layout", NEAR)
+@pytest.mark.engine("hybrid-bf16", "hybrid-fp8", "hybrid-fp8_block_scale", "hybrid-fp4")
+def test_other_rows_are_close_to_bf16_and_not_the_same(record, layout):
+    far = distance(
+        of_prompt(record("hybrid-bf16")["prompt"]), of_prompt(record(f"hybrid-{layout}")["prompt"])
+    )
+    assert ROUNDED < far < NEAR[layout]
+
+
+@pytest.mark.engine("hybrid-bf16", "hybrid-fp8", "hybrid-fp4")
+def test_fewer_bits_are_further_away(record):
+    bf16 = of_prompt(record("hybrid-bf16")["prompt"])
+    fp8, fp4 = (distance(bf16, of_prompt(record(f"hybrid-{layout}")["prompt"])) for layout in ("fp8", "fp4"))
+    assert fp8 < fp4
+
+
+@everywhere
+def test_a_prefix_is_found_with_its_state(record, name):
+    found = record(name)
+    assert [cached(answer) for answer in found["first"]] == [0, 0, 0, 64]
+    assert [cached(answer) for answer in found["again"]] == [64, 0, 0, 320]
+    assert cached(found["continued"]) == 192
+    for one, other in zip(found["first"], found["again"], strict=True):
+        same(one, other)
+
+
+@everywhere
+def test_requests_at_once_keep_their_own_rows_and_states(record, name):
+    found = record(name)
+    for one, other in zip(found["alone"], found["together"], strict=True):
+        same(one, other)
+
+
+@everywhere
+def test_host_hits_are_device_hits_states_included(record, name):
+    """A prompt that was pushed out comes back to the boundary its state was kept at."""
+    found = record(name)
+    device, host = found["device_hit"], found["host_hit"]
+    assert device["meta_info"]["cached_tokens_details"] == {"device": 320, "host": 0}
+    assert host["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 320}
+    if "--kv-host-layout" in LAYOUTS[name]:
+        # Rounded once more on their way; the state is exact, and a lost one would be another text.
+        assert distance(logprobs(host), logprobs(device)) < NEAR["fp4"]
+        assert host["output_ids"][:2] == device["output_ids"][:2]
+    else:
+        same(device, host)
+    same(found["filled"], device)
+
+
+@everywhere
+def test_nothing_failed_on_the_way(record, name):
+    found = record(name)
+    failures = [
+        line for line in found["metrics"].splitlines() if line.startswith("sgl_kvpool_failures_total")
+    ]
+    assert all(line.endswith(" 0.0") for line in failures)
+    assert [cached(answer) for answer in found["fillers"]] == [0] * len(hybrid_servers.FILLERS)
