@@ -28,9 +28,15 @@ def distance(one, other):
 
 
 def same(one, other):
-    """The same tokens, and log-probabilities that are equal but for the order of sums."""
-    assert tokens(one) == tokens(other)
-    assert logprobs(one) == pytest.approx(logprobs(other), abs=0.01)
+    """The same answer, up to a token that was about as probable as another.
+
+    With random weights many are, and another number of rows in a matrix product is another rounding. What
+    comes after such a token is another text, and left to the comparison with the plain net.
+    """
+    for a, b, p, q in zip(tokens(one), tokens(other), logprobs(one), logprobs(other), strict=True):
+        assert p == pytest.approx(q, abs=LARGEST / 2)
+        if a != b:
+            return
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +66,11 @@ def test_sglang_sees_a_hybrid_model(record):
 
 
 @pytest.mark.engine("hybrid")
-def test_answers_are_those_of_the_plain_net(record, net):
-    found = record("hybrid")
-    texts = [*PROMPTS, *hybrid_servers.APART]
-    for prompt, answer in zip(texts, [*found["first"], *found["together"]], strict=True):
+@pytest.mark.parametrize("pass_", ["first", "again", "alone", "together"])
+def test_answers_are_those_of_the_plain_net(record, net, pass_):
+    found = record("hybrid")[pass_]
+    prompts = PROMPTS if len(found) == len(PROMPTS) else hybrid_servers.APART
+    for prompt, answer in zip(prompts, found, strict=True):
         wanted = expected(net, prompt, tokens(answer))
         assert distance(logprobs(answer), wanted) < MEAN
         assert logprobs(answer) == pytest.approx(wanted, abs=LARGEST)
@@ -102,12 +109,17 @@ def test_a_state_that_was_kept_while_decoding_is_found(record, net):
     assert cached(found["continued"]) == 192
     prompt = PROMPTS[0] + found["long"]["text"]
     wanted = expected(net, prompt, tokens(found["continued"]))
+    assert logprobs(found["continued"]) == pytest.approx(wanted, abs=LARGEST)
     assert distance(logprobs(found["continued"]), wanted) < MEAN
 
 
 @pytest.mark.engine("hybrid")
-def test_requests_at_once_keep_their_own_states(record):
+def test_requests_at_once_keep_their_own_states(record, net):
     found = record("hybrid")
     assert [cached(answer) for answer in found["alone"] + found["together"]] == [0] * 12
     for one, other in zip(found["alone"], found["together"], strict=True):
         same(one, other)
+    # That each is the plain net's answer to its own prompt is tested above; to any other it is not.
+    for row, answer in enumerate(found["together"]):
+        stranger = expected(net, hybrid_servers.APART[row - 1], tokens(answer))
+        assert distance(logprobs(answer), stranger) > 5 * MEAN
