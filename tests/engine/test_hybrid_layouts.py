@@ -2,6 +2,7 @@
 
 import hybrid_servers
 import pytest
+from hybrid_answers import cached, distance, identical, logprobs, of_prompt, same
 from hybrid_servers import DEVICE_TOKENS, LAYOUTS
 
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
@@ -15,28 +16,6 @@ everywhere = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.
 
 def layout_of(name):
     return LAYOUTS[name][1]
-
-
-def logprobs(answer):
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-def of_prompt(answer):
-    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
-def distance(one, other):
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def same(one, other):
-    """The same tokens, and log-probabilities that are equal but for the order of sums."""
-    assert one["output_ids"] == other["output_ids"]
-    assert logprobs(one) == pytest.approx(logprobs(other), abs=0.01)
-
-
-def cached(answer):
-    return answer["meta_info"]["cached_tokens"]
 
 
 @everywhere
@@ -85,7 +64,7 @@ def test_a_prefix_is_found_with_its_state(record, name):
     assert [cached(answer) for answer in found["again"]] == [64, 0, 0, 320]
     assert cached(found["continued"]) == 192
     for one, other in zip(found["first"], found["again"], strict=True):
-        same(one, other)
+        identical(one, other)
 
 
 @everywhere
@@ -107,8 +86,8 @@ def test_host_hits_are_device_hits_states_included(record, name):
         assert distance(logprobs(host), logprobs(device)) < NEAR["fp4"]
         assert host["output_ids"][:2] == device["output_ids"][:2]
     else:
-        same(device, host)
-    same(found["filled"], device)
+        identical(device, host)
+    identical(found["filled"], device)
 
 
 @everywhere

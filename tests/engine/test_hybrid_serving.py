@@ -4,39 +4,9 @@ import hybrid_model
 import hybrid_servers
 import pytest
 import torch
+from hybrid_answers import LARGEST, MEAN, cached, distance, logprobs, same, tokens
 from hybrid_net import Remembered
 from tiny_model import PROMPTS
-
-#: Mean and largest distance of log-probabilities in bfloat16 from those in fp32, and some room.
-MEAN, LARGEST = 0.1, 0.5
-
-
-def tokens(answer):
-    return answer["output_ids"]
-
-
-def logprobs(answer):
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-def cached(answer):
-    return answer["meta_info"]["cached_tokens"]
-
-
-def distance(one, other):
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def same(one, other):
-    """The same answer, up to a token that was about as probable as another.
-
-    With random weights many are, and another number of rows in a matrix product is another rounding. What
-    comes after such a token is another text, and left to the comparison with the plain net.
-    """
-    for a, b, p, q in zip(tokens(one), tokens(other), logprobs(one), logprobs(other), strict=True):
-        assert p == pytest.approx(q, abs=LARGEST / 2)
-        if a != b:
-            return
 
 
 @pytest.fixture(scope="module")
