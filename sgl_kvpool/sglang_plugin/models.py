@@ -6,7 +6,15 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["device_name", "is_dsa", "is_rocm", "keeps_states_by_token", "model_name", "row_format_of"]
+__all__ = [
+    "device_name",
+    "is_dsa",
+    "is_hybrid",
+    "is_rocm",
+    "keeps_states_by_token",
+    "model_name",
+    "row_format_of",
+]
 
 
 def is_dsa(model_config: Any) -> bool:
@@ -16,14 +24,19 @@ def is_dsa(model_config: Any) -> bool:
     return is_deepseek_dsa(model_config.hf_config)
 
 
+def is_hybrid(model_config: Any) -> bool:
+    """Whether some layers of a model keep states of linear attention instead of rows."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config) is not None
+
+
 def keeps_states_by_token(model_config: Any, view: Any) -> bool:
     """Whether a server's prefix cache keeps states of linear layers in a way that needs pages of one token.
 
     SGLang's other way, `extra_buffer`, needs a GPU and is what it chooses there (`arg_groups/mamba_hook.py`).
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if mambaish_config(model_config) is None:
+    if not is_hybrid(model_config):
         return False
     strategy = view.mamba_radix_cache_strategy
     return strategy == "no_buffer" or (strategy == "auto" and view.device == "cpu")

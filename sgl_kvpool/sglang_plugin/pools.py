@@ -12,7 +12,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.sglang_plugin import attention, disaggregation, dsa, host_tier, seams
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.launching import build_server_info
-from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 from sgl_kvpool.sglang_plugin.server_args import require_decided
@@ -87,7 +87,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         )
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
-    if self.mambaish_config is not None:
+    if is_hybrid(self.model_config):
         return pool_class  # of the pool inside a hybrid one, which brings its own
     from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
 
