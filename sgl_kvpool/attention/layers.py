@@ -39,7 +39,13 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, RadixAttention)]
+    # Linear layers may be modules of this class too (lightning attention); SGLang's wrapper of backends tells
+    # them apart by their number alone, and ours is not asked for them.
+    attentions = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, RadixAttention) and pool.has_rows(m.layer_id)
+    ]
     width = pool.row_format.head_dim
     absorbed = {module.layer_id for _, module in attentions if is_absorbed(module, pool)}
     scales = {module.scaling for _, module in attentions if is_absorbed(module, pool)}
@@ -66,7 +72,7 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     for name, other in model.named_modules():
         if getattr(other, "learnable_sink_param", None) is not None:
             raise ValueError(_text(model, name, "has an attention sink", where))
-    if not attentions:
+    if not attentions and pool.row_pool.layer_num:  # a pipeline stage of a hybrid model may have none
         raise ValueError(
             f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
             "without --kv-cache-layout"

@@ -128,6 +128,10 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         """Values of a row's rotary part."""
         return self.full_kv_pool.qk_rope_head_dim
 
+    def has_rows(self, layer_id: int) -> bool:
+        """Whether a model layer is one of MLA; the others keep states."""
+        return layer_id in self.full_attention_layer_id_mapping
+
     def k_scale(self, layer_id: int) -> float:
         """What the stored values of a model layer are divided by; 1.0 for layouts without k_scale."""
         return self.full_kv_pool.k_scale(self._transfer_full_attention_id(layer_id))

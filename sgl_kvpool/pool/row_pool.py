@@ -74,6 +74,10 @@ class RowPool:
         """The pool that holds the rows: this one, or the one inside."""
         return self
 
+    def has_rows(self, layer_id: int) -> bool:
+        """Whether a model layer is attended over rows; of a hybrid model's layers only some are."""
+        return True
+
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a model layer, `[rows, 1, row_bytes]` uint8, a view of the live pool."""
         raise NotImplementedError

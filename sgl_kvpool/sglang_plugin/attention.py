@@ -24,6 +24,7 @@ def install() -> None:
     register_attention_backend(KVPOOL_BACKEND)(create_backend)
     register_names()
     seams.wrap("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", _create_draft)
+    seams.wrap("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", _wrap_for_model)
 
 
 def name_lists() -> tuple[list[str], ...]:
@@ -70,6 +71,22 @@ def create_backend(runner: Any):
     from sgl_kvpool.attention.cuda_backend import KVPoolMLACudaBackend
 
     return KVPoolMLACudaBackend(runner)
+
+
+def _wrap_for_model(original, runner, full_attn_backend):
+    """SGLang's wrapper for hybrid models, whose linear layers are told nothing of how rows are stored.
+
+    Lightning attention casts its float32 queries to the dtype of the KV cache unless that is `auto`, and
+    writes its result in theirs. A layout names a dtype of the rows, which linear layers do not have.
+    """
+    backend = original(runner, full_attn_backend)
+    linear: Any = getattr(backend, "linear_attn_backend", None)
+    if hasattr(linear, "kv_cache_dtype_str"):
+        from sgl_kvpool.pool import RowPool
+
+        if isinstance(runner.token_to_kv_pool, RowPool):
+            linear.kv_cache_dtype_str = "auto"
+    return backend
 
 
 def _require_mla(runner: Any) -> None:

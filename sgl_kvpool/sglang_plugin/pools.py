@@ -153,6 +153,10 @@ def _checked_k_scales(self, layout: MLAKVCacheLayout, readers: tuple[str, ...]) 
     if not layout.uses_k_scale:
         return {}
     k_scales = collect_k_scales(self.model)
+    if is_hybrid(self.model_config):
+        # Linear layers may be modules of the same class (lightning), and have no rows.
+        rows = {0} if self.is_draft_worker else set(self.mambaish_config.full_attention_layer_ids)
+        k_scales = {layer: value for layer, value in k_scales.items() if layer in rows}
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
     stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
     if scaled and stock:

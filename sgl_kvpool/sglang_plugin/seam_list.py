@@ -235,6 +235,10 @@ ATTENTION = (
         f"{_DRAFTS}._create_backend",
         ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
     ),
+    Seam(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        ("runner", "full_attn_backend"),
+    ),
     Seam(f"{_DRAFTS}.create_decode_backend", ("self",), hooked=False),
     Seam(f"{_DRAFTS}.create_draft_extend_backend", ("self",), hooked=False),
     Seam(

@@ -8,7 +8,12 @@ from deepseek_layer import HEADS, LAYER, NOPE, RANK, ROPE, V_DIM, build_layer
 
 pytestmark = pytest.mark.usefixtures("published")
 
-POOL = SimpleNamespace(row_format=SimpleNamespace(head_dim=RANK + ROPE), kv_lora_rank=RANK)
+POOL = SimpleNamespace(
+    row_format=SimpleNamespace(head_dim=RANK + ROPE),
+    kv_lora_rank=RANK,
+    has_rows=lambda layer_id: True,
+    row_pool=SimpleNamespace(layer_num=2),
+)
 
 
 def attention(**changes):

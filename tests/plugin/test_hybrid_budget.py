@@ -217,6 +217,18 @@ def test_scales_of_a_checkpoint_reach_their_layers(hooked):
     assert [pool.k_scale(layer_id) for layer_id in MLA_LAYERS] == [0.5, 0.25]
 
 
+def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
+    """Lightning layers are modules of the same class; a stage may have no others."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    kvc = hooked("fp8", "lightning", stage=(0, 3), pp_size=2)
+    kvc.model = torch.nn.ModuleList([RadixAttention(2, 16, 1.0, 2, layer_id) for layer_id in range(3)])
+    for module in kvc.model:
+        module.k_scale_float = 0.5
+    _, pool = pools_of(kvc, 128)
+    assert pool.get_kv_layer_ids() == []
+
+
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_a_sparse_hybrid(hooked, layout):
     """GLM5-Next: rows by their layout, index keys as SGLang counts them."""

@@ -1,0 +1,293 @@
+"""Hybrid models as SGLang serves them, on the CPU: its own pools, wrapper of backends and linear backends.
+
+Real: `HybridReqToTokenPool` with the states of the linear layers, our pool around the rows, the wrapper
+`HybridLinearAttnBackend` as SGLang's registry makes it, the backends of KDA and lightning attention with
+their metadata, batches and layers. Not real: FlashInfer's part of our CUDA backend (see
+test_cuda_backend.py) and the model around the layers.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import codec_oracle as oracle
+import numpy as np
+import torch
+from batches import forward_batch
+from test_backend import HEADS, RANK, SCALE
+from test_cuda_backend import CONTEXT, cuda_backend
+from test_host_attention import oracle_attention
+
+#: Of a model of `LAYERS` layers; the others keep states. Scales of a checkpoint are by model layer.
+MLA_LAYERS, LAYERS = (1, 3, 6), 8
+K_SCALES = {1: 0.25, 3: 2.0, 6: 0.5}
+#: Of the pool: whole pages of each size that is tried.
+TOKENS = 448
+DRAFTS = 4
+
+LAYOUTS = oracle.LAYOUTS
+PLACED = [
+    {"arrangement": "layer_major", "page_size": 1},
+    {"arrangement": "token_major", "page_size": 7},
+    {"arrangement": "token_major", "page_size": 64},
+    {"arrangement": "page_major", "page_size": 7},
+    {"arrangement": "page_major", "page_size": 64},
+]
+
+
+def request_table(kind, mla_layers=MLA_LAYERS):
+    """SGLang's table of requests with the states of the layers that are not of MLA."""
+    from sglang.srt.configs import mamba_utils
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    linear = [layer for layer in range(LAYERS) if layer not in mla_layers]
+    if kind != "lightning":
+        shape = mamba_utils.KimiLinearStateShape.create(tp_world_size=1, num_heads=2, head_dim=16)
+        params = mamba_utils.KimiLinearCacheParams(shape=shape, layers=linear)
+    else:
+        shape = mamba_utils.Mamba2StateShape.create(
+            tp_world_size=1, intermediate_size=0, n_groups=0, num_heads=2, head_dim=16, state_size=16,
+            conv_kernel=1,
+        )  # fmt: skip
+        params = mamba_utils.Mamba2CacheParams(shape=shape, layers=linear)
+    table = HybridReqToTokenPool(
+        size=8, mamba_size=10, mamba_spec_state_size=8, max_context_len=CONTEXT, device="cpu",
+        enable_memory_saver=False, cache_params=params, mamba_layer_ids=linear,
+        enable_mamba_extra_buffer=False, speculative_num_draft_tokens=DRAFTS,
+    )  # fmt: skip
+    table.req_index_to_mamba_index_mapping[:8] = torch.arange(1, 9, dtype=torch.int32)
+    return table
+
+
+def make_pool(
+    layout, mamba_pool, *, arrangement="layer_major", page_size=1, rope=64, mla_layers=MLA_LAYERS, **more
+):
+    """Of rows whose every byte is 0xFF: NaN where an encoding has one."""
+    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+    k_scales = {layer: K_SCALES.get(layer, 0.75) for layer in mla_layers}
+    bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement)
+    pool = bound(
+        size=TOKENS, page_size=page_size, head_num=1, head_dim=72, device="cpu", mamba_pool=mamba_pool,
+        dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True, kv_lora_rank=RANK,
+        qk_rope_head_dim=rope, full_attention_layer_ids=list(mla_layers), **more,
+    )  # fmt: skip
+    for tensor in whole_buffers(pool):
+        tensor.fill_(0xFF)
+    return pool
+
+
+def whole_buffers(pool):
+    """All bytes of a pool of rows, other layers' and padding too."""
+    rows = pool.full_kv_pool
+    tensors = rows.kv_buffer if rows.cross_layer is None else [rows.cross_layer.group.tensor]
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def model_configuration(kind, mla_layers=MLA_LAYERS):
+    """SGLang's configuration of a model with KDA (Kimi-Linear) or lightning attention (Ring, Ling 2.5)."""
+    from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
+    from sglang.srt.configs.kimi_linear import KimiLinearConfig
+
+    common = {
+        "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+        "intermediate_size": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "head_dim": 32, "pad_token_id": 0, "eos_token_id": 0, "rope_theta": 600000,
+    }  # fmt: skip
+    if kind == "kda":
+        kinds = {
+            "full_attn_layers": [i + 1 for i in mla_layers],  # from 1 on in checkpoints
+            "kda_layers": [i + 1 for i in range(LAYERS) if i not in mla_layers],
+        }
+        shape = {"head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 4}
+        more = {"architectures": ["KimiLinearForCausalLM"], "linear_attn_config": kinds | shape}
+        return KimiLinearConfig(**common, **more)
+    return BailingHybridConfig(
+        **common,
+        architectures=["BailingMoeV2_5ForCausalLM"],
+        layer_group_size=[0 if i in mla_layers else 1 for i in range(LAYERS)],
+        num_experts=1,
+        num_nextn_predict_layers=1,
+        short_conv_kernel_size=4 if kind == "kda-v3" else None,
+    )
+
+
+def runner_of(pool, table, model, *, kind="kda", draft=False):
+    """What the constructors of backends look at of SGLang's ModelRunner."""
+    config = model_configuration(kind)
+    return SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=table,
+        device="cpu",
+        model=model,
+        is_draft_worker=draft,
+        use_mla_backend=True,
+        kv_index_translator=object(),
+        server_args=SimpleNamespace(enable_mis=False),
+        sliding_window_size=None,
+        kv_cache_dtype=pool.dtype,
+        kv_cache_dtype_str="fp8_e4m3" if pool.dtype == torch.float8_e4m3fn else "bfloat16",
+        model_config=SimpleNamespace(
+            context_len=CONTEXT,
+            is_encoder_decoder=False,
+            num_attention_heads=HEADS,
+            quantization=None,
+            hf_config=config,
+            hf_text_config=config,
+        ),
+    )
+
+
+def radix_attention(layer_id, rope=64, **changes):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    fields = {
+        "num_heads": HEADS, "head_dim": RANK + rope, "scaling": SCALE, "num_kv_heads": 1, "v_head_dim": RANK,
+        "layer_id": layer_id,
+    }  # fmt: skip
+    return RadixAttention(**fields | changes)
+
+
+class HybridCase:
+    """Requests with keys of their own in every MLA layer, at random slots; a step runs all layers.
+
+    `lengths` are of whole sequences; what is beyond `prefixes` is stored by the step itself.
+    """
+
+    def __init__(
+        self, layout, lengths, prefixes, monkeypatch, *, on_cuda=False, rope=64, reads_rows=False,
+        mla_layers=MLA_LAYERS, draft=False, draft_step=0, kind="kda", **placed,
+    ):  # fmt: skip
+        monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
+        self.layout, self.lengths, self.prefixes, self.rope = layout, lengths, prefixes, rope
+        self.on_cuda, self.mla_layers = on_cuda, mla_layers
+        self.table = request_table(kind, mla_layers)
+        self.pool = make_pool(layout, self.table.mamba_pool, rope=rope, mla_layers=mla_layers, **placed)
+        self.layers = {layer: radix_attention(layer, rope) for layer in mla_layers}
+        model = torch.nn.ModuleList(self.layers.values())
+        self.runner = runner_of(self.pool, self.table, model, kind=kind, draft=draft)
+        self.backend = self.full = self._build(draft_step, monkeypatch)
+        generator = torch.Generator().manual_seed(7)
+        page_size = self.pool.page_size
+        slots = torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + page_size
+        self.slots = list(slots.split(lengths))
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        for row, own in zip(self.rows, self.slots, strict=True):
+            self.table.req_to_token[row, : len(own)] = own.int()
+        # Keys are parts of wider tensors, as what a projection returns.
+        self.keys = {
+            layer: [torch.randn(n, 1, RANK + rope + 5, generator=generator).bfloat16() for n in lengths]
+            for layer in mla_layers
+        }
+        self.keys = {i: [k[..., : RANK + rope] for k in keys] for i, keys in self.keys.items()}
+        for layer, module in self.layers.items():
+            for own, keys, prefix in zip(self.slots, self.keys[layer], prefixes, strict=True):
+                if prefix:
+                    nope, roped = keys[:prefix, :, :RANK], keys[:prefix, :, RANK:]
+                    self.pool.set_mla_kv_buffer(module, own[:prefix], nope, roped)
+        self.q = {}
+
+    def _build(self, draft_step, monkeypatch):
+        if not self.on_cuda:
+            from sgl_kvpool.attention.backend import KVPoolMLABackend
+
+            return KVPoolMLABackend(self.runner)
+        config, draft = self.runner.model_config, self.runner.is_draft_worker
+        backend = cuda_backend(self, draft_step=draft_step, monkeypatch=monkeypatch)
+        self.runner.model_config, self.runner.is_draft_worker = config, draft
+        backend.req_to_token_pool = self.table
+        backend.kv_index_translator = self.runner.kv_index_translator
+        return backend
+
+    def wrap(self, full=None):
+        """Put SGLang's wrapper around our backend, as the scheduler does; steps go through it from now on."""
+        from sglang.srt.layers.attention import attention_registry
+
+        from sgl_kvpool.sglang_plugin import attention
+
+        own = inspect.unwrap(attention_registry.attn_backend_wrapper)
+        self.backend = attention._wrap_for_model(own, self.runner, full or self.full)
+        self.linear = self.backend.linear_attn_backend
+        return self.backend
+
+    def batch(self, mode):
+        # A verification's lengths do not count what is verified.
+        seq_lens = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
+        batch = forward_batch(mode, self.slots, self.prefixes, seq_lens, self.rows)
+        fresh = [n - p for n, p in zip(self.lengths, self.prefixes, strict=True)]
+        if mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+            batch.spec_info = SimpleNamespace(
+                draft_token_num=fresh[0], num_tokens_per_req=fresh[0], ragged_verify_layout=None
+            )
+        if mode in ("DECODE", "TARGET_VERIFY"):
+            batch.extend_num_tokens = None
+        if mode == "TARGET_VERIFY":
+            batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = None
+        elif mode != "DECODE":
+            batch.extend_prefix_lens = torch.tensor(self.prefixes)
+            batch.extend_seq_lens = torch.tensor(fresh)
+            batch.extend_start_loc = torch.tensor([0, *np.cumsum(fresh)[:-1]])
+        if self.on_cuda and mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+            batch.seq_lens_cpu = None  # not needed, so that it cannot be waited for
+        return batch
+
+    def run(self, mode, *, split=False):
+        """`{layer: result}` of one step of all MLA layers."""
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        return {layer: self.layer_step(batch, layer, split=split) for layer in self.mla_layers}
+
+    def layer_step(self, batch, layer, *, split=False):
+        pairs = zip(self.keys[layer], self.prefixes, strict=True)
+        keys = torch.cat([torch.nn.functional.pad(k[p:], (0, 3)) for k, p in pairs])[..., : RANK + self.rope]
+        tokens = len(keys)
+        generator = torch.Generator().manual_seed(8 + layer)
+        dtype = torch.float32 if self.on_cuda else torch.bfloat16
+        q = torch.randn(tokens, HEADS, RANK + self.rope, generator=generator).to(dtype)
+        self.q[layer] = q
+        k, extra = keys, {}
+        if split:
+            # As the absorbed core gives them: the latent part of a batched product, transposed.
+            extra = {"q_rope": q[..., RANK:], "k_rope": keys[..., RANK:]}
+            q, k = q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1), keys[..., :RANK]
+        else:
+            q = q.reshape(tokens, -1)
+        return self.backend.forward(q, k, k[..., :RANK], self.layers[layer], batch, **extra)
+
+    # ---------------------------------------------------------------- what is right
+
+    def encoded(self, layer, keys):
+        """Rows of some keys in a layer, by the oracle: with the scale of that layer of the model."""
+        nope, roped = keys[:, 0, :RANK], keys[:, 0, RANK:] if self.rope else None
+        row_bytes, scale = self.pool.row_format.row_bytes, K_SCALES.get(layer, 0.75)
+        return oracle.encode(nope, roped, self.layout, RANK, self.rope, row_bytes, scale)
+
+    def wanted(self, layer, *, fresh_as_computed):
+        """In float64 over the decoded rows of one layer."""
+        out, start = [], 0
+        for keys, prefix in zip(self.keys[layer], self.prefixes, strict=True):
+            scale = K_SCALES.get(layer, 0.75)
+            rows = self.encoded(layer, keys)
+            values = oracle.decode(rows, self.layout, RANK, self.rope, scale).astype(np.float64)
+            if fresh_as_computed:
+                values[prefix:] = keys[prefix:, 0].double().numpy()
+            q = self.q[layer][start : start + len(keys) - prefix].float().numpy()
+            start += len(keys) - prefix
+            out.append(oracle_attention(q, values, RANK, prefix)[0])
+        return np.concatenate(out).reshape(start, -1)
+
+    def assert_right(self, found, *, fresh_as_computed):
+        exact = {"rtol": 2e-4, "atol": 2e-5} if self.on_cuda else {"rtol": 1e-2, "atol": 4e-3}
+        for layer, out in found.items():
+            wanted = self.wanted(layer, fresh_as_computed=fresh_as_computed)
+            np.testing.assert_allclose(out.float().numpy(), wanted, err_msg=f"layer {layer}", **exact)
+
+    def assert_stored(self):
+        """Each layer holds the rows of its own keys; not one byte else was touched. Ends the case."""
+        slots = torch.cat(self.slots)
+        for layer in self.mla_layers:
+            rows = self.pool.get_row_buffer(layer).squeeze(1)
+            places = self.pool.slot_to_row(slots)
+            expected = self.encoded(layer, torch.cat(self.keys[layer]))
+            assert (rows[places].numpy() == expected).all(), f"layer {layer}"
+            rows[places] = 0xFF
+        assert all((tensor == 0xFF).all() for tensor in whole_buffers(self.pool))

@@ -1,0 +1,256 @@
+"""SGLang's own hybrid models: which of their layers our backend attends, and how they choose the form.
+
+Models are real and on the meta device: their modules are what is looked at.
+"""
+
+from types import SimpleNamespace
+
+import deepseek_layer
+import pytest
+import torch
+from deepseek_layer import BACKEND, HEADS, RANK, ROPE, Server, build_layer
+from hybrid_case import LAYERS, MLA_LAYERS, model_configuration
+
+pytestmark = pytest.mark.usefixtures("published")
+
+WIDTH = 576
+#: Names of models, the kind of their linear layers, and their layers of MLA.
+TARGETS = [
+    ("KimiLinear", "kda", MLA_LAYERS),
+    ("BailingMoeV2_5", "lightning", (3, 7)),
+    ("BailingMoeV3", "kda-v3", MLA_LAYERS),
+]
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """`build(name, kind, **config)`: a model of SGLang's with no memory behind it."""
+    from sglang.srt.layers.rotary_embedding import base as rotary
+    from sglang.srt.models import bailing_moe_linear, bailing_moe_nextn, bailing_moe_v3, kimi_linear
+    from sglang.srt.runtime_context import get_parallel
+
+    classes = {
+        "KimiLinear": kimi_linear.KimiLinearForCausalLM,
+        "BailingMoeV2_5": bailing_moe_linear.BailingMoeV2_5ForCausalLM,
+        "BailingMoeV3": bailing_moe_v3.BailingMoeV3ForCausalLM,
+        "NextN": bailing_moe_nextn.BailingMoeForCausalLMNextN,
+    }
+    monkeypatch.setattr(rotary, "_is_cpu", True)  # else it looks for vLLM's kernel
+    # Of linear layers; on a CPU there is one for MLA alone.
+    monkeypatch.setattr(bailing_moe_linear, "get_rope_wrapper", lambda *a, **named: None)
+    stages = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
+
+    def run(name, kind, **changes):
+        config = model_configuration(kind)
+        if name == "BailingMoeV2_5":
+            config.layer_group_size = 4  # every fourth layer; this model takes no list
+        for field, value in changes.items():
+            setattr(config, field, value)
+        with torch.device("meta"), get_parallel().override(pp_group=stages, tp_group=None):
+            return classes[name](config=config)
+
+    return run
+
+
+def pool_of(layers, width=WIDTH):
+    return SimpleNamespace(
+        row_format=SimpleNamespace(head_dim=width),
+        kv_lora_rank=512,
+        has_rows=lambda layer: layer in layers,
+        row_pool=SimpleNamespace(layer_num=len(layers)),
+    )
+
+
+def attentions(model):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, RadixAttention)}
+
+
+def check(model, pool, *, multi_head=True):
+    from sgl_kvpool.attention.layers import check_layers
+
+    check_layers(model, pool, multi_head=multi_head)
+
+
+@pytest.mark.parametrize(("name", "kind", "layers"), TARGETS)
+def test_targets(build, name, kind, layers):
+    model = build(name, kind)
+    absorbed = {m.layer_id for n, m in attentions(model).items() if n.endswith("attn_mqa")}
+    assert absorbed == set(layers) == set(model.config.full_attention_layer_ids)
+    check(model, pool_of(layers))
+    others = {m.layer_id for m in attentions(model).values()} - absorbed
+    # Linear layers of lightning attention are modules of the same class.
+    assert others == (set(range(LAYERS)) - absorbed if kind == "lightning" else set())
+    if others:
+        with pytest.raises(ValueError, match="keys 32 wide and not rows of 576"):
+            check(model, pool_of(range(LAYERS)))
+    with pytest.raises(ValueError, match="attn_mha .* keys 192 wide .*on a CPU; serve"):
+        check(model, pool_of(layers), multi_head=False)
+
+
+@pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
+def test_drafts_in_the_same_checkpoint(build, kind):
+    """Their one layer is number 0, whatever it is called in the checkpoint: as SGLang builds their pool."""
+    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+
+    model = build("NextN", kind)
+    assert {m.layer_id for m in attentions(model).values()} == {0}
+    check(model, pool_of([0]))
+    assert collect_k_scales(model) == {}
+    model.model.decoder.attention.attn_mqa.k_scale_float = 0.5
+    model.model.decoder.attention.attn_mha.k_scale_float = 1.0
+    assert collect_k_scales(model) == {0: 0.5}
+
+
+def test_scales_of_linear_layers_are_not_those_of_rows(build):
+    """SGLang's loader gives one to every module of the class, and the pool refuses layers it has not."""
+    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+
+    model = build("BailingMoeV2_5", "lightning")
+    for module in attentions(model).values():
+        module.k_scale_float = 0.25
+    assert collect_k_scales(model) == {3: 0.25, 7: 0.25}
+
+
+def test_rows_without_rotary_values_and_a_model_with_them(build):
+    """Bailing's third version with `use_mla_nope` and a `qk_rope_head_dim`: SGLang's pool leaves them out."""
+    model = build("BailingMoeV3", "kda-v3", use_mla_nope=True)
+    with pytest.raises(ValueError, match="attn_mqa .*keys 576 wide and not rows of 512 values"):
+        check(model, pool_of(MLA_LAYERS, width=512))
+    check(build("BailingMoeV3", "kda-v3", use_mla_nope=True, qk_rope_head_dim=0), pool_of(MLA_LAYERS, 512))
+
+
+def test_full_attention_that_is_not_mla(build):
+    with pytest.raises(ValueError, match=r"layers.3.attention.attn .*keys 32 wide and not rows of 576"):
+        check(build("BailingMoeV2_5", "lightning", full_attention_type="gqa"), pool_of([3, 7]))
+
+
+def test_a_stage_without_mla():
+    """A stage of a pipeline whose layers all keep states has a pool of no layers, and nothing to attend."""
+    stage = torch.nn.Linear(1, 1)
+    check(stage, pool_of([]))
+    with pytest.raises(ValueError, match="has no attention layer"):
+        check(stage, pool_of([1]))
+
+
+def test_kimi_k3():
+    """The same class with a gate around `o_proj`, behind the backend; split weights of GGUF are absorbed."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+    from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
+
+    assert issubclass(KimiK3MLAAttention, DeepseekV2AttentionMLA)
+    for method in ("forward_prepare", "forward_core", "forward_absorb_core", "forward_normal_core"):
+        assert getattr(KimiK3MLAAttention, method) is getattr(DeepseekV2AttentionMLA, method)
+    config = model_configuration("kda")
+    config.q_lora_rank, config.mla_use_output_gate = 48, True
+    with torch.device("meta"):
+        check(torch.nn.ModuleList([KimiK3MLAAttention(config, 6)]), pool_of(MLA_LAYERS))
+
+
+# -------------------------------------------------------------------- the form, inside the wrapper
+
+
+class HybridServer(Server):
+    """As `Server`, of layer 3 in a hybrid model: pool and backend are inside of SGLang's wrappers."""
+
+    def __init__(self, layout="bf16", k_scale=1.0):
+        from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+
+        from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+        super().__init__(layout, k_scale=k_scale)
+        layer = self.attention.layer_id
+        bound = LayoutHybridLinearKVPool.bind(layout, {1: 7.0, layer: k_scale})
+        self.pool = bound(
+            size=deepseek_layer.SLOTS, page_size=1, head_num=1, head_dim=72, device="cpu", mamba_pool=None,
+            dtype=torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16, use_mla=True,
+            kv_lora_rank=RANK, qk_rope_head_dim=ROPE, full_attention_layer_ids=[1, layer],
+        )  # fmt: skip
+        for tensor in self.pool.full_kv_pool.kv_buffer:
+            tensor.view(torch.uint8).fill_(0xFF)
+        ours = deepseek_layer.recorder(self.pool, self.attention)
+        # SGLang stamps the names on the outermost backend alone.
+        del ours.prefill_attention_backend_str, ours.decode_attention_backend_str
+        states = SimpleNamespace(
+            needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False, forward_extend=None
+        )
+        self.backend = HybridLinearAttnBackend(ours, states, [1, layer])
+        self.backend.prefill_attention_backend_str = self.backend.decode_attention_backend_str = BACKEND
+        self.backend.calls = ours.calls
+        ours.init_mha_chunk_metadata = lambda batch, ragged: self.chunks.append(ragged)
+        self.chunks = []
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Our name in SGLang's lists, and this process as if it had CUDA where it matters."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
+
+    from sgl_kvpool.sglang_plugin import attention
+
+    monkeypatch.setenv("SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD", "10")
+    monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "25")
+    monkeypatch.setattr(forward_mha, "_is_cuda", True)
+    registry = handler.AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    lists = attention.name_lists()
+    before = [list(names) for names in lists]
+    attention.register_names()
+    yield
+    for names, old in zip(lists, before, strict=True):
+        names[:] = old
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("mode", "prefixes", "capacity", "method"),
+    [
+        ("EXTEND", [0, 0], 25, "MHA_ONE_SHOT"),
+        ("EXTEND", [3, 4], 25, "MLA"),
+        ("EXTEND", [11, 6], 25, "MHA_ONE_SHOT"),
+        ("EXTEND", [11, 6], 8, "MHA_CHUNKED_KV"),
+        ("DECODE", [15, 8], 25, "MLA"),
+        ("TARGET_VERIFY", [13, 6], 25, "MLA"),
+    ],
+)
+def test_forms(named, layout, mode, prefixes, capacity, method, monkeypatch):
+    """The model looks for the name of the outer backend, and reads the pool that the outer one has."""
+    monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", str(capacity))
+    lengths, k_scale = [16, 9], 0.5
+    found = []
+    for server in (HybridServer(layout, k_scale), Server(layout, k_scale=k_scale)):
+        if any(prefixes):
+            server.run("EXTEND", prefixes, [0, 0])
+        found.append(server.run(mode, lengths, prefixes))
+        assert server.method == method
+        layer = server.attention.layer_id
+        found.append(server.pool.get_row_buffer(layer))
+        if isinstance(server, HybridServer):
+            assert server.chunks == [False] * (method != "MLA" and any(prefixes))
+            assert (server.pool.get_row_buffer(1) == 0xFF).all()
+            assert server.attention.attn_mqa.layer_id == layer
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert torch.isfinite(found[0]).all()
+
+
+def test_without_rotation(named):
+    """NoPE as in Kimi-Linear: there are values in the rotary part of a row, and nothing turns them."""
+    server = HybridServer("bf16")
+    server.attention.rotary_emb = None
+    server.attention.skip_rope = True
+    server.run("EXTEND", [5, 9], [0, 0], graph="breakable")
+    (call,) = server.backend.calls
+    assert call.shapes["q_rope"] == (14, HEADS, ROPE)
+    rows = server.pool.get_key_buffer(server.attention.layer_id)[:, 0]
+    slots = torch.cat([server.slots[:5], server.slots[21:30]])
+    assert torch.equal(rows[slots, RANK:], call.tensors["k_rope"].squeeze(1))
+    hidden = torch.cat([server.hidden[:5], server.hidden[21:30]])
+    latent = server.attention.fused_qkv_a_proj_with_mqa(hidden)[0]
+    assert torch.equal(rows[slots, RANK:], latent[:, -ROPE:])
+
+
+def test_the_layer_is_sglangs():
+    assert type(build_layer()).__name__ == "DeepseekV2AttentionMLA"
