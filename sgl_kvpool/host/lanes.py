@@ -28,7 +28,7 @@ from sgl_kvpool.layout import RowFormat
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Lanes", "make_lanes"]
+__all__ = ["Lanes", "lanes_of", "make_lanes"]
 
 Engine = Callable[[TransferPlan], Any]
 
@@ -115,12 +115,40 @@ def make_lanes(
         there = TransferPlan(view, host, group.name, conversion)
         back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
         plans.append((there, back))
-    device = views[0].tensors[0].device if views[0].tensors else torch.device("cpu")
+    return lanes_of(plans, pages, pages.shape[1], engine=engine, io_backend=io_backend, pieces=pieces)
+
+
+def lanes_of(
+    plans: Sequence[tuple[TransferPlan, TransferPlan]],
+    pages: torch.Tensor,
+    staged_bytes: int,
+    *,
+    engine: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> Lanes:
+    """Lanes of plans, with the engines that suit the first of them.
+
+    Parameters
+    ----------
+    plans : sequence of (TransferPlan, TransferPlan)
+        To the host, and back.
+    pages : Tensor [pages, bytes], uint8, contiguous
+        The host's memory, which holds nothing yet.
+    staged_bytes : int
+        What a slot of a page buffer takes at least: a page of rows, of states `staged_state_bytes`.
+    engine, io_backend, pieces
+        As for `make_lanes`.
+    """
+    tensors = plans[0][0].source.tensors
+    device = tensors[0].device if tensors else torch.device("cpu")
     if device.type == "cpu":
         to_host: Engine = engine_class(required=engine == CPU_ENGINE)
         to_device: Engine = to_host
     else:
-        to_host, to_device = _gpu_engines(plans[0][0], pages, device, engine, io_backend, pieces)
+        to_host, to_device = _gpu_engines(
+            plans[0][0], pages, staged_bytes, device, engine, io_backend, pieces
+        )
     return Lanes(
         [Lane(there, "to_host", to_host) for there, _ in plans],
         [Lane(back, "to_device", to_device) for _, back in plans],
@@ -130,6 +158,7 @@ def make_lanes(
 def _gpu_engines(
     plan: TransferPlan,
     pages: torch.Tensor,
+    staged_bytes: int,
     device: torch.device,
     requested: str,
     io_backend: str,
@@ -137,7 +166,7 @@ def _gpu_engines(
 ) -> tuple[Engine, Engine]:
     """What makes the engines of both directions, which is fixed here."""
     try:
-        return _built_engines(plan, pages, device, requested, io_backend, pieces)
+        return _built_engines(plan, pages, staged_bytes, device, requested, io_backend, pieces)
     except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
         if requested != "auto":
             raise
@@ -148,6 +177,7 @@ def _gpu_engines(
 def _built_engines(
     plan: TransferPlan,
     pages: torch.Tensor,
+    staged_bytes: int,
     device: torch.device,
     requested: str,
     io_backend: str,
@@ -171,14 +201,14 @@ def _built_engines(
         )
         link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
         logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
-        made.append(_maker(name, calls, pages, device, pieces, direction == "to_host"))
+        made.append(_maker(name, calls, staged_bytes, device, pieces, direction == "to_host"))
     return made[0], made[1]
 
 
 def _maker(
     name: str,
     calls: Any,
-    pages: torch.Tensor,
+    staged_bytes: int,
     device: torch.device,
     pieces: RegisteredPieces | None,
     to_host: bool,
@@ -187,5 +217,5 @@ def _maker(
     if name == TorchEngine.name or pieces is None:
         return TorchEngine
     engine = GPU_ENGINES[name]
-    buffer = PageBuffer(pages.shape[1], device, calls) if engine is StagedEngine else None
+    buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
     return functools.partial(engine, tools=EngineTools(calls, device, buffer, pieces), to_host=to_host)

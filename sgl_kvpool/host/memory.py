@@ -14,7 +14,7 @@ from sgl_kvpool import metrics
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PIECE_BYTES", "page_pieces", "piece_step", "pin", "too_much"]
+__all__ = ["PIECE_BYTES", "HostTierTooLarge", "page_pieces", "piece_step", "pin", "too_much"]
 
 #: Bytes that are pinned in one call: some seconds' worth.
 PIECE_BYTES = 16 << 30
@@ -22,17 +22,25 @@ PIECE_BYTES = 16 << 30
 _PROGRESS_SECONDS = 10.0
 
 
-def too_much(size_bytes: int, tokens: int, by_ratio: bool, error: BaseException) -> ValueError:
+class HostTierTooLarge(ValueError):
+    """A host tier that does not fit into memory."""
+
+
+def too_much(
+    size_bytes: int, count: int, by_ratio: bool, error: BaseException, unit: str = "tokens"
+) -> HostTierTooLarge:
     """The error for a host tier that does not fit into memory.
 
     Parameters
     ----------
-    size_bytes, tokens : int
+    size_bytes, count : int
         Of the tier.
     by_ratio : bool
         Whether --hicache-ratio gave them; else --hicache-size did.
     error : exception
         What the allocation ended with.
+    unit : str
+        What is counted: tokens or states.
     """
     from sglang.srt.mem_cache.pool_host import base
 
@@ -41,8 +49,8 @@ def too_much(size_bytes: int, tokens: int, by_ratio: bool, error: BaseException)
     else:
         remedy = "Give a smaller --hicache-size (GB)"
     reserve = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    return ValueError(
-        f"the host tier needs {size_bytes / 1e9:.2f} GB for {tokens} tokens and could not get them "
+    return HostTierTooLarge(
+        f"the host tier needs {size_bytes / 1e9:.2f} GB for {count} {unit} and could not get them "
         f"({type(error).__name__}: {error}); SGLang keeps {reserve / 1e9:.1f} GB of host memory free. "
         f"{remedy}, or leave out --enable-hierarchical-cache"
     )

@@ -1,7 +1,8 @@
-"""Host pages as SGLang's controller sees them: state and transfers. A base of `HierarchicalMLAHostPool`."""
+"""Host pages as SGLang's controller sees them: which are good, and transfers. A base of the tier's pools."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.lanes import Lanes
 from sgl_kvpool.host.slots import DevicePages, pages_of, slot_list_problem
 from sgl_kvpool.host.stored_pages import StoredPagesPool
@@ -17,18 +19,22 @@ __all__ = ["MovedPagesPool", "kv_group"]
 
 
 def kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
-    """The one group of an MLA pool."""
+    """The one group of an MLA pool, or of a pool of states."""
     (group,) = caches.groups
     return group
 
 
 class MovedPagesPool(StoredPagesPool):
-    """Base of `HierarchicalMLAHostPool`, which sets these."""
+    """Base of the host tier's pools, which set these."""
 
     _device_views: list[CanonicalKVCaches]
     _lanes: Lanes
     #: Lists of the transfer at hand: SGLang's, and as the lanes take them.
     _listed: tuple[Any, ...]
+
+    def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[Lane, int]]:
+        """Lanes, and parts of their groups, that make up a layer as the controller numbers them."""
+        raise NotImplementedError
 
     # ---------------------------------------------------------------- page state
 
@@ -99,17 +105,15 @@ class MovedPagesPool(StoredPagesPool):
         Exception
             Engine and torch failed; see `Lane.run`.
         """
-        if not is_draft and layer_id not in self._host_layer_by_controller:
+        parts = self._parts_of(layer_id, is_draft)
+        if not parts:
             return  # a layer of another pipeline stage
-        host_layer = self._host_layer_by_controller[layer_id]
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost[host_pages].any():
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
-        draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
-        lanes = self._lanes.to_device
-        lane, part = (lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)
-        lane.run(host_pages, device_pages, part)
+        for lane, part in parts:
+            lane.run(host_pages, device_pages, part)
 
     def backup_from_device_all_layer(
         self, device_pool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str

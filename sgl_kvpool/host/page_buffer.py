@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PageBuffer", "buffer_bytes"]
+__all__ = ["PageBuffer", "buffer_bytes", "staged_state_bytes"]
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
@@ -39,6 +39,19 @@ def buffer_bytes(page_bytes: int) -> int:
         At most 128 MiB, or, if pages are longer than 16 MiB, 8 of them.
     """
     return 2 * _SLOTS * _slot_bytes(page_bytes)
+
+
+def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
+    """What a slot takes at least of a host slot of states, whose parts travel in groups.
+
+    Parameters
+    ----------
+    state_bytes : int
+        Of all layers: tens of megabytes, of which several would be a good part of a GPU's memory.
+    largest_part_bytes : int
+        Of one state of one layer, which is not taken apart.
+    """
+    return min(state_bytes, max(largest_part_bytes, _SLOT_BYTES))
 
 
 class PageBuffer:

@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.canonical import CanonicalKVCaches
 from sgl_kvpool.host import memory
 from sgl_kvpool.host.conversion import host_layout_problem
 from sgl_kvpool.host.jobs import RegisteredPieces
 from sgl_kvpool.host.labels import HOST_LABELS, HostTierOptions
+from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.lanes import make_lanes
 from sgl_kvpool.host.moved_pages import MovedPagesPool, kv_group
 from sgl_kvpool.host.stored_pages import storage_format_tag
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["HierarchicalMLAHostPool"]
 
 
-class HierarchicalMLAHostPool(MovedPagesPool):
+class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
 
     Parameters
@@ -221,6 +223,17 @@ class HierarchicalMLAHostPool(MovedPagesPool):
             " and ".join(map(str, self._lanes.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
         )
+
+    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[Lane, int]]:
+        if not is_draft and layer_id not in self._host_layer_by_controller:
+            return []
+        host_layer = self._host_layer_by_controller[layer_id]
+        draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
+        lanes = self._lanes.to_device
+        return [(lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)]
+
+    def _page_view(self, page: int) -> torch.Tensor:
+        return self.kv_buffer[page].unsqueeze(0)
 
     def _init_write_back_staging_buffers(self) -> None:
         self.staging_page_capacity = 0

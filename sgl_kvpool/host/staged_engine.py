@@ -40,7 +40,7 @@ class StagedEngine(GpuEngine):
     plan : TransferPlan
         With or without a conversion. Parts may have different sizes.
     tools : EngineTools
-        With a page buffer whose slots hold a page of all parts.
+        With a page buffer. Parts that are longer together than its slots go to the host in groups, too.
     to_host : bool
         Direction.
     """
@@ -56,7 +56,8 @@ class StagedEngine(GpuEngine):
         host = plan.target_group if to_host else plan.source_group
         parts = range(len(host.layers))
         # A pipeline stage may have no layer.
-        self._groups: list[range] = [] if not parts else [parts] if to_host else _load_groups(host)
+        wanted = self._buffer.slot_bytes if to_host else _GROUP_BYTES
+        self._groups: list[range] = _groups(host, wanted, self._buffer.slot_bytes) if parts else []
         self._hops = [self._make_hops(group) for group in self._groups]
         self._group_of = {part: i for i, group in enumerate(self._groups) for part in group}
         self._load: _Load | None = None
@@ -171,13 +172,16 @@ def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
     return replace(group, layers=tuple(group.layers[i] for i in parts))
 
 
-def _load_groups(host: CanonicalGroup) -> list[range]:
-    """Parts in their order, as many together as make up `_GROUP_BYTES` of a host page."""
+def _groups(host: CanonicalGroup, wanted_bytes: int, most_bytes: int) -> list[range]:
+    """Parts in their order, as many together as make up so much of a host page and fit into a slot."""
     groups: list[range] = []
     first, size_bytes = 0, 0
     for part, layer in enumerate(host.layers):
+        if first < part and size_bytes + layer.runs.size_bytes > most_bytes:
+            groups.append(range(first, part))
+            first, size_bytes = part, 0
         size_bytes += layer.runs.size_bytes
-        if size_bytes >= _GROUP_BYTES or part == len(host.layers) - 1:
+        if size_bytes >= wanted_bytes or part == len(host.layers) - 1:
             groups.append(range(first, part + 1))
             first, size_bytes = part + 1, 0
     return groups

@@ -1,4 +1,4 @@
-"""Host pages as SGLang's stores see them: names, bytes, addresses. A base of `HierarchicalMLAHostPool`."""
+"""Host pages as SGLang's stores see them: names, bytes, addresses. A base of the host tier's pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.host import page_seal
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -50,24 +50,36 @@ def storage_format_tag(
     return f"{tag}-k{scales}" if scales else tag
 
 
-class StoredPagesPool(MLATokenToKVPoolHost):
-    """Base of `HierarchicalMLAHostPool`, which sets these.
+class StoredPagesPool(HostKVCache):
+    """Base of the host tier's pools, which set these.
 
     Attributes
     ----------
     storage_format_tag : str
     seals_pages : bool
         Whether pages that stores copy carry a digest.
+    stored_dtype : torch.dtype
+        Of what stores that copy are given.
     page_bytes : int
         Of a page of all layers.
     """
 
+    storage_format_tag: str
     seals_pages: bool
     #: `stored_under`: SGLang stores and fetches on threads of their own.
     _key_of = threading.local()
     _pages: torch.Tensor  # [pages, page_bytes] uint8
     #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
     _lost: np.ndarray
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what stores that copy are given: SGLang's for this kind of pool."""
+        return self.dtype
+
+    def _page_view(self, page: int) -> torch.Tensor:
+        """A page in the shape that SGLang's own pool of this kind has it in, a view."""
+        raise NotImplementedError
 
     @property
     def page_bytes(self) -> int:
@@ -122,7 +134,7 @@ class StoredPagesPool(MLATokenToKVPoolHost):
             First slot of the page.
         flat : bool
             True: a copy of its bytes, and the digest if pages are sealed, `[bytes / itemsize]`. False: a view
-            `[1, layers, page_size, 1, row]`, which stores without a copy write to and read from.
+            (of rows `[1, layers, page_size, 1, row]`), which stores without a copy write to and read from.
 
         Raises
         ------
@@ -134,7 +146,7 @@ class StoredPagesPool(MLATokenToKVPoolHost):
         slot = int(index)
         (page,) = self.first_pages_of(torch.tensor([slot]))
         if not flat:
-            return self.kv_buffer[page].unsqueeze(0)
+            return self._page_view(page)
         if self._lost[page]:
             raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
         raw = self._pages[page].numpy()
@@ -142,11 +154,11 @@ class StoredPagesPool(MLATokenToKVPoolHost):
             raw = page_seal.sealed(raw, self.storage_format_tag, self._key(slot))
         else:
             raw = raw.copy()
-        return torch.from_numpy(raw).view(self.dtype)
+        return torch.from_numpy(raw).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Memory that takes what `get_data_page` gave a store, `[bytes / itemsize]`."""
-        return torch.zeros(self._stored_bytes, dtype=torch.uint8).view(self.dtype)
+        return torch.zeros(self._stored_bytes, dtype=torch.uint8).view(self.stored_dtype)
 
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
         """Take a page back from a store, or nothing of it.
@@ -169,7 +181,7 @@ class StoredPagesPool(MLATokenToKVPoolHost):
         self._lost[page] = False
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes in bytes of pages, one each, for stores that copy from and to them directly.
+        """Addresses and sizes in bytes, for stores that copy from and to pages directly: one each.
 
         Raises
         ------
@@ -181,5 +193,5 @@ class StoredPagesPool(MLATokenToKVPoolHost):
         if len(indices) % self.page_size:
             raise ValueError(f"{len(indices)} slots are no whole number of pages of {self.page_size}")
         pages = self.first_pages_of(indices)
-        addresses = self.kv_buffer.data_ptr() + pages * self.page_bytes
+        addresses = self._pages.data_ptr() + pages * self.page_bytes
         return addresses.tolist(), [self.page_bytes] * len(pages)

@@ -218,7 +218,7 @@ class _Regions:
         info.validate(layer_ids=pool_info.layer_ids)
         kinds = {f"conv_{index}": states for index, states in enumerate(info.conv)} | {"ssm": info.temporal}
         references = [
-            self._reference(states[index], layer_id, kind, _shape_of_state(states[index]), 1)
+            self._reference(_as_stored(states[index]), layer_id, kind, _shape_of_state(states[index]), 1)
             for index, layer_id in enumerate(pool_info.layer_ids)
             for kind, states in kinds.items()
             if states[index].numel()  # a model without convolutions has empty ones
@@ -305,8 +305,19 @@ def _stored_bytes(pool: Any) -> int:
     return total
 
 
+def _stored_axes(states: torch.Tensor) -> list[int]:
+    """Axes of `[slots, ...]` as they lie in memory, from the outermost; CPUs with AMX have another order."""
+    return [0, *sorted(range(1, states.dim()), key=lambda axis: -states.stride(axis))]
+
+
+def _as_stored(states: torch.Tensor) -> torch.Tensor:
+    """States with their bytes in a row, if they are so in any order of their axes; a view."""
+    return states if states.is_contiguous() else states.permute(_stored_axes(states))
+
+
 def _shape_of_state(states: torch.Tensor) -> str:
-    return f"{states.dtype} {tuple(states.shape[1:])}"
+    order = "" if states.is_contiguous() else f" axes {_stored_axes(states)[1:]}"
+    return f"{states.dtype} {tuple(states.shape[1:])}{order}"
 
 
 def _mapped(own: tuple[int, ...], names: _LayerIds) -> tuple[int, ...]:

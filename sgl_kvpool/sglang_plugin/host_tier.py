@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import seams, state_tier
 
 __all__ = ["install"]
 
@@ -27,6 +27,7 @@ def install() -> None:
     targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
     for target, hook in zip(targets, hooks, strict=True):
         seams.wrap(target, hook)
+    state_tier.install()
 
 
 # -------------------------------------------------------------------- construction
@@ -42,7 +43,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     from sglang.srt.runtime_context import get_memory
 
     memory, host_size = get_memory(), kwargs.get("host_size")
-    return HierarchicalMLAHostPool(
+    tier = HierarchicalMLAHostPool(
         kv_pool,
         memory.hicache_ratio,
         memory.hicache_size if host_size is None else host_size,
@@ -53,6 +54,8 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         allocator_type=get_allocator_type(),
         pool_label=kwargs.get("pool_label", "kv"),
     )
+    state_tier.row_tier_built(tier)
+    return tier
 
 
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):
@@ -84,7 +87,9 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     # SGLang compiles this function when it is first called, for 20 s on two cores, once per environment. Left
     # to its prefetch thread, every prompt that comes meanwhile waits and misses.
     get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
-    return original(self, storage_backend, *args, model_name=model_name, **kwargs)
+    result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
+    state_tier.watch_store(self)
+    return result
 
 
 # -------------------------------------------------------------------- before anything is queued
@@ -96,28 +101,48 @@ def _ours(host_pool: Any) -> bool:
     return isinstance(host_pool, HierarchicalMLAHostPool)
 
 
-def _load(original, self, host_indices, *args, device_indices=None, **kwargs):
+def _moved_by_us(host_pool: Any) -> bool:
+    from sgl_kvpool.host.moved_pages import MovedPagesPool
+
+    return isinstance(host_pool, MovedPagesPool)
+
+
+def _load(
+    original,
+    self,
+    host_indices,
+    priority=None,
+    node_id=-1,
+    extra_pools=None,
+    *,
+    device_indices=None,
+    **kwargs,
+):
     """Queue a load if its lists are good; None is a miss for SGLang, which computes the tokens again.
 
-    Behind this call the tree takes the tokens for loaded, so nothing later can refuse.
+    Rows and states of a hybrid model are loaded both or not at all. Behind this call the tree takes the
+    tokens for loaded, so nothing later can refuse.
     """
     pool = self.mem_pool_host.anchor_entry.host_pool
+    arguments = (host_indices, priority, node_id, extra_pools)
     if not _ours(pool):
-        return original(self, host_indices, *args, device_indices=device_indices, **kwargs)
-    problem = pool.slots_problem(host_indices)
+        return original(self, *arguments, device_indices=device_indices, **kwargs)
+    problem = pool.slots_problem(host_indices) or state_tier.host_problem(self, extra_pools)
     for tier in _tiers_of_drafts(self):
         problem = problem or tier.slots_problem(host_indices, allocated_here=False)
     if problem is None and device_indices is not None:
         problem = pool.device_slots_problem(device_indices)
+    problem = problem or state_tier.device_problem(self, extra_pools)
     if problem is not None:
         metrics.failed("load_pages", problem)
         return None
     queued = len(self.load_queue)
-    found = original(self, host_indices, *args, device_indices=device_indices, **kwargs)
-    if found is None or device_indices is not None:
-        return found
-    problem = pool.device_slots_problem(found)
+    found = original(self, *arguments, device_indices=device_indices, **kwargs)
+    if found is None:
+        return None
+    problem = pool.device_slots_problem(found) or state_tier.device_problem(self, extra_pools)
     if problem is None:
+        state_tier.join_states(self, self.load_queue[-1])
         return found
     # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given back:
     # a second owner of a slot would read the first one's rows.
@@ -133,20 +158,20 @@ def _tiers_of_drafts(controller: Any) -> list[Any]:
     return [pool for pool in pools if _ours(pool)]
 
 
-def _write(original, self, device_indices, *args, **kwargs):
-    """Queue a backup if its list is good; None leaves the node not backed up."""
+def _write(original, self, device_indices, priority=None, node_id=-1, extra_pools=None, **kwargs):
+    """Queue a backup if its lists are good, rows' and states'; None leaves the node not backed up."""
     pool = self.mem_pool_host.anchor_entry.host_pool
     if _ours(pool):
-        problem = pool.device_slots_problem(device_indices)
+        problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
         if problem is not None:
             metrics.failed("backup_pages", problem)
             return None
-    return original(self, device_indices, *args, **kwargs)
+    return original(self, device_indices, priority, node_id, extra_pools, **kwargs)
 
 
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
     """Lists where our engines want them; SGLang's backends want both on the GPU, or both on the CPU."""
-    if not _ours(host_pool):
+    if not _moved_by_us(host_pool):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
     return host_pool.slots_for_transfer(host_indices, device_indices)
 

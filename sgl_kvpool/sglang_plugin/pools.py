@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
@@ -289,13 +290,23 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     """Bytes on the GPU that a host tier's pages go through; 0 if no engine needs any."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sgl_kvpool.host.page_buffer import buffer_bytes
+    from sgl_kvpool.host.page_buffer import buffer_bytes, staged_state_bytes
 
     view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
     ours = has_host_tier(view) and options.takes(layout, _arrangement(kvc), view.device)
     if not ours or view.device == "cpu" or not options.may_stage:
         return 0
     drafts = kvc.spec_aux_config.eagle_draft_num_layers if kvc.spec_algorithm.is_eagle() else 0
-    layers = kvc.layer_info.num_effective_layers + int(drafts or 0)
+    hybrid, stage = getattr(kvc, "mambaish_config", None), kvc.layer_info
+    layers, states = stage.num_effective_layers, 0
+    if hybrid is not None:
+        here = range(stage.start_layer, stage.end_layer)
+        layers = sum(layer in here for layer in hybrid.full_attention_layer_ids)
+        cache = hybrid.mamba2_cache_params
+        parts = [math.prod(shape) * cache.dtype.conv.itemsize for shape in cache.shape.conv]
+        parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
+        slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
+        states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
+    layers += int(drafts or 0)
     rows = _row_format(kvc, options.host_layout(layout))
-    return buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0
+    return states + (buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0)

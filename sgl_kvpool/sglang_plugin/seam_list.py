@@ -20,6 +20,7 @@ __all__ = [
     "SCHEDULER",
     "SERVER_ARGS",
     "SPARSE_ATTENTION",
+    "STATE_TIER",
     "STEPS",
     "Seam",
 ]
@@ -135,11 +136,11 @@ HOST_TIER = (
     ),
     Seam(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.load",
-        ("self", "host_indices", "device_indices"),
+        ("self", "host_indices", "priority", "node_id", "extra_pools", "device_indices"),
     ),
     Seam(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.write",
-        ("self", "device_indices"),
+        ("self", "device_indices", "priority", "node_id", "extra_pools"),
     ),
     Seam(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController._move_pool_indices",
@@ -206,6 +207,70 @@ HOST_TIER = (
     Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
     Seam("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False),
     Seam("sglang.srt.runtime_context.get_memory", hooked=False),
+)
+
+_STATES = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
+_STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
+
+#: Used in schedulers with a host tier of a hybrid model; those that are hooked in this order.
+STATE_TIER = (
+    Seam(
+        f"{_HICACHE}.hybrid_pool_assembler.build_hybrid_mamba_stack",
+        ("params", "decls", "mamba_pool"),
+    ),
+    Seam(f"{_HICACHE}.hybrid_pool_assembler._split_hicache_size", ("hicache_size", "kv_pools")),
+    Seam(
+        f"{_HICACHE}.hybrid_pool_assembler.build_mamba_host_pool",
+        ("mamba_pool", "pool_info", "host_size", "layout", "mtp_draft_device_pools"),
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back",
+        ("self", "params"),
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.finalize_match_result_in_cache",
+        ("self", "params", "result"),
+        hooked=False,
+    ),
+    Seam(
+        f"{_STATES}.__init__",
+        (
+            *("self", "buffer_info", "host_to_device_ratio", "host_size", "device_capacity", "pin_memory"),
+            *("allocator_type", "layout", "mtp_draft_buffer_infos"),
+        ),
+        hooked=False,
+    ),
+    *(
+        Seam(f"{_STATES}.{name}", ("self", *parameters), hooked=False)
+        for name, parameters in {
+            "_configure_npu_mamba_io": (),
+            "_init_write_back_staging_buffers": (),
+            "alloc": ("need_size",),
+            "clear": (),
+            "free": ("indices",),
+            "get_data_page": ("index", "flat"),
+            "get_dummy_flat_data_page": (),
+            "get_hybrid_pool_buffer": (),
+            "get_page_buffer_meta": ("indices",),
+            "get_size_per_token": (),
+            "init_kv_buffer": (),
+            "is_stride_page_aligned": ("page_size_bytes",),
+            "set_from_flat_data_page": ("index", "data_page"),
+        }.items()
+    ),
+    Seam(
+        f"{_STATES}.load_to_device_per_layer",
+        ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
+        hooked=False,
+    ),
+    Seam(
+        f"{_STATES}.backup_from_device_all_layer",
+        ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
+        hooked=False,
+    ),
+    # Of the store that is attached, which may be of any class.
+    Seam(f"{_STORE}.batch_get_v2", ("self", "transfers", "extra_info"), hooked=False),
+    Seam(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
 )
 
 #: Used in schedulers for `--disaggregation-mode`; those that are hooked in this order.
@@ -384,6 +449,7 @@ SCHEDULER = (
     ),
     Seam(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
     *HOST_TIER,
+    *STATE_TIER,
     *DISAGGREGATION,
     *ATTENTION,
     *SPARSE_ATTENTION,

@@ -21,6 +21,7 @@ from sgl_kvpool.sglang_plugin.seam_list import (
     SCHEDULER,
     SERVER_ARGS,
     SPARSE_ATTENTION,
+    STATE_TIER,
     STEPS,
     Seam,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "SCHEDULER",
     "SERVER_ARGS",
     "SPARSE_ATTENTION",
+    "STATE_TIER",
     "STEPS",
     "Seam",
     "check",

@@ -116,3 +116,55 @@ def nothing_left_out():
     calls().forget()
     yield
     assert calls().play(0) == 0  # nothing of one test reaches the next
+
+
+@pytest.fixture
+def hybrid_of(no_reserve, published, process_group, monkeypatch):
+    """`hybrid_of(layout, ...)`: a `Model` of hybrid_tier.py, whose host tier SGLang has built with our hooks."""
+    import hybrid_tier
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_parallel,
+        publish,
+        restore_context,
+        snapshot_context,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import host_tier
+
+    host_tier.install()
+    before = snapshot_context()
+    made = []
+
+    def build(
+        layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
+        label="page_first", store=None, served="model", sizes=None, policy="write_through", tree=None, **extra,
+    ):  # fmt: skip
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
+            hicache_mem_layout=label, hicache_write_policy=policy,
+            hicache_io_backend={"page_first": "kernel", "page_first_direct": "direct"}[label],
+            hicache_storage_backend=store and "file", served_model_name=served,
+            hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
+            hicache_storage_prefetch_policy="wait_complete", **(sizes or {"hicache_ratio": 2.0}),
+        )  # fmt: skip
+        get_parallel().clear_stamp()
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        if store:
+            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+        requests = hybrid_tier.request_pool(states, slots)
+        pool = hybrid_tier.hybrid_pool(
+            layout, requests.mamba_pool, arrangement, page_size, tokens * page_size, **extra
+        )
+        model = hybrid_tier.make_model(args, process_group, pool, requests, page_size, monkeypatch, tree)
+        made.append(model)
+        return model
+
+    yield build
+    for model in made:
+        if model.controller.enable_storage:
+            model.controller.detach_storage_backend()
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    restore_context(before)

@@ -18,7 +18,7 @@ from sgl_kvpool.host.conversion import RowConversion
 from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, StagedEngine
 from sgl_kvpool.host.jobs import CopyJob, RegisteredPieces
 from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.staged_engine import _load_groups
+from sgl_kvpool.host.staged_engine import _GROUP_BYTES, _groups
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
@@ -153,11 +153,11 @@ def test_parts_of_several_sizes_in_one_plan(published):
 def test_layers_come_in_groups():
     """As many as make up 256 KiB of a page; each group is one copy of a page."""
     host, _ = side("page_major", 0, layers=61, tokens=64, row=416, pages=2)
-    assert [len(group) for group in _load_groups(host.groups[0])] == [10] * 6 + [1]
+    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [10] * 6 + [1]
     host, _ = side("page_major", 0, layers=61, tokens=64, row=1152, pages=2)
-    assert [len(group) for group in _load_groups(host.groups[0])] == [4] * 15 + [1]
+    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [4] * 15 + [1]
     host, _ = side("page_major", 0, layers=3, tokens=1, row=416, pages=2)
-    assert [len(group) for group in _load_groups(host.groups[0])] == [3]
+    assert [len(group) for group in _groups(host.groups[0], _GROUP_BYTES, 16 << 20)] == [3]
 
 
 # ---------------------------------------------------------------------------------------- copies

@@ -1,0 +1,267 @@
+"""Small hybrid models: real pools of rows and states, SGLang's tree and controller over them, on the CPU.
+
+Bytes are found by numpy in SGLang's own tensors, without any view of ours.
+"""
+
+import hashlib
+import threading
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from host_tier import GUARD, rows
+
+#: MLA layers 1 and 4, linear ones 0, 2, 3 of a model with five.
+ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
+#: (conv shapes, ssm shape, conv dtype, ssm dtype); the second has no multiple of 16 bytes anywhere.
+STATES = {
+    "kda": ([(3, 96)], (2, 16, 16), torch.bfloat16, torch.float32),
+    "odd": ([(3, 7), (2, 5)], (3, 5, 7), torch.bfloat16, torch.float32),
+    "three-convs": ([(3, 32), (3, 16), (3, 8)], (2, 8, 8), torch.float32, torch.bfloat16),
+    "no-ssm": ([(3, 24)], (0, 8, 8), torch.bfloat16, torch.float32),
+}
+
+
+def cache_params(kind="kda", layers=STATE_LAYERS):
+    conv, temporal, conv_dtype, ssm_dtype = STATES[kind]
+    return SimpleNamespace(
+        shape=SimpleNamespace(conv=conv, temporal=temporal), layers=list(layers), is_kda=True,
+        dtype=SimpleNamespace(conv=conv_dtype, temporal=ssm_dtype),
+    )  # fmt: skip
+
+
+def state_pool(kind="kda", slots=6, layers=STATE_LAYERS):
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    return MambaPool(
+        size=slots, spec_state_size=0, cache_params=cache_params(kind, layers), mamba_layer_ids=list(layers),
+        device="cpu",
+    )  # fmt: skip
+
+
+def state_tensors(pool):
+    """`[layers, slots, bytes]` uint8 of each component in SGLang's order, writable."""
+    found = []
+    for states in (pool.mamba_cache.temporal, *pool.mamba_cache.conv):
+        assert states.is_contiguous()
+        if states.numel():
+            raw = states.view(-1).view(torch.uint8).numpy()
+            found.append(raw.reshape(*states.shape[:2], -1))
+    return found
+
+
+def state_bytes(pool, slot):
+    """What SGLang's stores would get of a slot: ssm of all layers, then each convolution's."""
+    return np.concatenate([part[:, slot].ravel() for part in state_tensors(pool)])
+
+
+def fill_states(pool, seed=0):
+    generator = np.random.default_rng(seed)
+    for part in state_tensors(pool):
+        part[...] = generator.integers(0, 256, part.shape, dtype=np.uint8)
+
+
+def guard(*pools):
+    for pool in pools:
+        parts = state_tensors(pool) if hasattr(pool, "mamba_cache") else rows(pool)
+        for part in parts:
+            part[...] = GUARD
+
+
+def hybrid_pool(layout, states, arrangement="layer_major", page_size=1, tokens=32, **extra):
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+
+    shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
+    return LayoutHybridLinearKVPool(
+        size=tokens, dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
+        page_size=page_size, head_num=2, head_dim=8, device="cpu", full_attention_layer_ids=ROW_LAYERS,
+        mamba_pool=states, use_mla=True, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_layout=layout,
+        kv_cache_arrangement=arrangement, **extra,
+    )  # fmt: skip
+
+
+def request_pool(kind="kda", slots=6):
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return HybridReqToTokenPool(
+        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=64, device="cpu",
+        enable_memory_saver=False, cache_params=cache_params(kind), mamba_layer_ids=STATE_LAYERS,
+        enable_mamba_extra_buffer=True,
+    )  # fmt: skip
+
+
+def _bytes(of, size):
+    return np.frombuffer(hashlib.shake_128(of).digest(size), dtype=np.uint8)
+
+
+class Request:
+    """What SGLang's tree asks of one."""
+
+    def __init__(self, rid="r"):
+        from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+        self.rid, self.kv, self.session = rid, ReqKvInfo(), None
+        self.last_node = self.best_match_node = None
+
+
+class Served:
+    """Rows and state that a request goes on from."""
+
+    def __init__(self, tokens, row_bytes, state):
+        self.tokens, self.rows, self.state = tokens, row_bytes, state
+
+
+class Model:
+    """A tree with a host tier over hybrid pools, and what each prefix has been given."""
+
+    def __init__(self, cache, pool, requests, page_size):
+        self.cache, self.pool, self.requests, self.page_size = cache, pool, requests, page_size
+        self.rows, self.states = pool.row_pool, requests.mamba_pool
+
+    @property
+    def controller(self):
+        return self.cache.cache_controller
+
+    @property
+    def tiers(self):
+        """Of rows, and of states."""
+        return [entry.host_pool for entry in self.controller.mem_pool_host.entries]
+
+    def row_bytes_of(self, tokens):
+        """Rows of a prompt, `[layers, tokens, row_bytes]`: as a model's, they depend on all tokens before."""
+        first = np.array(rows(self.rows)[0])
+        size = len(ROW_LAYERS) * first.shape[-1]
+        made = [_bytes(array("q", tokens[: i + 1]).tobytes(), size) for i in range(len(tokens))]
+        return np.stack(made).reshape(len(tokens), len(ROW_LAYERS), -1).transpose(1, 0, 2)
+
+    def state_of(self, tokens):
+        """The state behind a prompt, as `state_bytes`."""
+        size = sum(part[:, 0].size for part in state_tensors(self.states))
+        return _bytes(b"state" + array("q", tokens).tobytes(), size)
+
+    def put(self, tokens):
+        """Compute a prompt: new rows behind what the tree has, and a state at its end."""
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+
+        key = self.key(tokens)
+        found = self.cache.match_prefix(MatchPrefixParams(key=key))
+        had = self.cache.path_device_indices(found.last_device_node)
+        new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
+        assert new is not None
+        state = self.requests.mamba_allocator.alloc(1)
+        assert state is not None
+        slots = torch.cat([had, new])
+        for layer, made in zip(rows(self.rows), self.row_bytes_of(tokens), strict=True):
+            flat = np.array(layer)  # arranged rows are views with other strides
+            flat.reshape(-1, flat.shape[-1])[new.numpy()] = made[len(had) :]
+            layer[...] = flat
+        raw = self.state_of(tokens)
+        for part in state_tensors(self.states):
+            part[:, int(state)] = raw[: part[:, 0].size].reshape(part[:, 0].shape)
+            raw = raw[part[:, 0].size :]
+        result = self.cache.insert(
+            InsertParams(key=key, value=slots, mamba_value=state, prev_prefix_len=len(had))
+        )
+        if result.mamba_exist:
+            self.requests.mamba_allocator.free(state)
+        self.settle()
+
+    def key(self, tokens):
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(array("q", tokens))
+
+    def row_bytes(self, slots):
+        return np.stack(
+            [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in rows(self.rows)]
+        )
+
+    def settle(self):
+        """Submit backups and take their acknowledgements, as a scheduler's step does."""
+        self.cache.check_hicache_events()
+        self.cache.check_hicache_events()
+
+    def evict(self, tokens=1000, states=0):
+        """Push rows (with the states of their ends), or states alone, off the device; what stays is kept."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict(EvictParams(num_tokens=tokens, mamba_num=states))
+        self.poison()
+
+    def poison(self):
+        """Guard bytes in every slot of the device that is free."""
+        free = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
+        for layer in rows(self.rows):
+            layer[free] = GUARD
+        for part in state_tensors(self.states):
+            part[:, self.requests.mamba_allocator.free_slots.numpy()] = GUARD
+
+    def serve(self, tokens):
+        """What a request for these tokens would go on from: as the scheduler asks for it, step by step."""
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+
+        request = Request()
+        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), cow_mamba=True, req=request))
+        request.last_node, length = match.last_device_node, match.device_prefix_len
+        if match.host_hit_length > 0 or match.mamba_host_hit_length > 0:
+            lock = self.cache.inc_lock_ref(request.last_node)
+            request.host_loaded_length, request.last_node = self.cache.init_load_back(
+                InitLoadBackParams(
+                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
+                )
+            )
+            self.cache.dec_lock_ref(match.last_device_node, lock.to_dec_params())
+            length += request.host_loaded_length
+        self.cache.ready_to_load_host_cache()
+        slots = self.cache.path_device_indices(request.last_node)[:length]
+        kv, state = request.kv, None
+        if kv.mamba_cow_src_index is not None:
+            state = state_bytes(self.states, int(kv.mamba_cow_src_index))
+        elif kv.holds_mamba:
+            state = state_bytes(self.states, int(kv.mamba_pool_idx))
+        served = Served(length, self.row_bytes(slots), state)
+        if kv.holds_mamba:
+            self.requests.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(0))
+        self.settle()
+        return served
+
+    def check(self, tokens, length=None):
+        """The request gets rows and state of one prefix that was computed, or nothing; returns its length."""
+        served = self.serve(tokens)
+        if served.tokens == 0:
+            assert served.state is None
+        else:
+            prefix = tokens[: served.tokens]
+            assert np.array_equal(served.rows, self.row_bytes_of(prefix))
+            assert served.state is not None, f"a prefix of {served.tokens} tokens without a state"
+            assert np.array_equal(served.state, self.state_of(prefix))
+        if length is not None:
+            assert served.tokens == length
+        return served.tokens
+
+
+def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree=None):
+    """SGLang's tree with its host tier, built by SGLang with our hooks."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    # Of the model's kernels, whose config there is none of here.
+    monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda args: page_size)
+    allocator = PagedTokenToKVPoolAllocator(
+        pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+    )
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page_size,
+        tp_cache_group=process_group, enable_mamba_extra_buffer=True,
+        tree_components=(ComponentType.FULL, ComponentType.MAMBA), tree_core_backend=tree,
+    )  # fmt: skip
+    cache = UnifiedRadixCache(params)
+    cache.init_hicache(args, params)
+    cache.load_back_threshold = 1
+    assert isinstance(cache.load_cache_event, type(threading.Event()))
+    return Model(cache, pool, requests, page_size)

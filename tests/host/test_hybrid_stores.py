@@ -1,0 +1,189 @@
+"""SGLang's `file` store under rows and states: a prefix comes back with its state, or is computed."""
+
+import os
+import time
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_hybrid_tree import break_backups, prompt
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def fetch(model, tokens):
+    """Ask the store as the scheduler does for a waiting request."""
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+
+    found = model.cache.match_prefix(MatchPrefixParams(key=model.key(tokens)))
+    have = found.device_prefix_len
+    handle = CacheRequestHandle("r", 0)
+    model.cache.prefetch_from_storage(
+        handle, found.last_host_node, array("q", tokens[have:]),
+        model.cache.get_last_hash_value(found.last_host_node), matched_prefix_tokens=tokens[:have],
+    )  # fmt: skip
+    until = time.monotonic() + 30
+    while model.cache.has_ongoing_prefetch(handle) and time.monotonic() < until:
+        model.settle()
+        time.sleep(0.01)
+    assert not model.cache.has_ongoing_prefetch(handle)
+    model.cache.pop_prefetch_loaded_tokens(handle)
+    for _ in range(3):
+        model.settle()
+
+
+def stored(model, *prompts):
+    """Compute prompts, and wait until the store has what it gets of them."""
+    for tokens in prompts:
+        model.put(tokens)
+    until = time.monotonic() + 30
+    while model.cache.ongoing_backup and time.monotonic() < until:
+        model.settle()
+        time.sleep(0.01)
+    assert not model.cache.ongoing_backup
+    model.controller.detach_storage_backend()
+
+
+def files(store, states):
+    """Files of states, or of rows, the oldest first."""
+    found = [Path(store, name) for name in os.listdir(store) if name.endswith(".bin")]
+    return sorted((f for f in found if (".mamba" in f.name) == states), key=lambda f: f.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("tree", ["rust", "python"])
+@pytest.mark.parametrize(("layout", "kind"), [("fp4", "kda"), ("bf16", "odd"), ("fp8", "three-convs")])
+def test_a_restarted_server_finds_prefixes(hybrid_of, store, layout, kind, tree):
+    short, longer = prompt(8), prompt(16)
+    stored(hybrid_of(layout, kind, page_size=4, store=store, tree=tree), short, longer)
+    assert (len(files(store, True)), len(files(store, False))) == (2, 4)
+    again = hybrid_of(layout, kind, page_size=4, store=store, arrangement="token_major", tree=tree)
+    again.check(longer, 0)
+    fetch(again, longer)
+    again.check(longer, 16)
+    third = hybrid_of(layout, kind, page_size=4, store=store, tree=tree)
+    fetch(third, prompt(12))  # rows of twelve are there, a state of eight
+    third.check(prompt(12), 8)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def of_another_key(path):
+    (other,) = [f for f in files(path.parent, True) if f != path]
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [(cut, "page_read"), (flip, "page_digest"), (of_another_key, "page_digest")]
+)
+def test_a_damaged_state_is_a_miss_of_its_prefix(hybrid_of, store, failures, change, kind):
+    short, longer = prompt(8), prompt(16)
+    stored(hybrid_of(page_size=4, store=store), short, longer)
+    change(files(store, True)[-1])
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, longer)
+    again.check(longer, 0)
+    assert failures() == {kind: 1}
+    tiers = [tier.available_size() for tier in again.tiers]
+    assert tiers == [tier.size for tier in again.tiers]
+    fetch(again, short)
+    again.check(longer, 8)
+
+
+def test_a_state_that_is_not_there(hybrid_of, store, failures):
+    """SGLang looks for the longest prefix that has one."""
+    short, longer = prompt(8), prompt(16)
+    stored(hybrid_of(page_size=4, store=store), short, longer)
+    files(store, True)[-1].unlink()
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, longer)
+    again.check(longer, 8)
+    assert failures() == {}
+
+
+def test_damaged_rows_are_a_miss_of_their_state(hybrid_of, store, failures):
+    longer = prompt(16)
+    stored(hybrid_of(page_size=4, store=store), longer)
+    flip(files(store, False)[2])
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, longer)
+    again.check(longer, 0)
+    assert failures() == {"page_digest": 1}
+    assert [tier.available_size() for tier in again.tiers] == [tier.size for tier in again.tiers]
+
+
+@pytest.mark.parametrize("which", ["rows", "states"])
+def test_what_was_lost_in_its_backup_is_not_stored(hybrid_of, store, failures, monkeypatch, which):
+    short, longer = prompt(8), prompt(16)
+    model = hybrid_of(page_size=4, store=store)
+    model.put(short)
+    with monkeypatch.context() as patched:
+        break_backups(model.tiers[which == "states"], patched)
+        stored(model, longer)
+    assert failures() == {"backup": 1, "backup_lost": 1, "page_write": 1}
+    assert len(files(store, True)) == (2 if which == "rows" else 1)
+    assert len(files(store, False)) == (2 if which == "rows" else 4)
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, longer)
+    again.check(longer, 8)
+
+
+def test_other_states_or_rows_are_other_pages(hybrid_of, store):
+    """Equal rows with other states, and equal states with other rows, have other names."""
+    tokens = prompt(8)
+    first = hybrid_of("fp4", "kda", page_size=4, store=store)
+    stored(first, tokens)
+    before = {f.name: f.read_bytes() for f in Path(store).iterdir()}
+    for layout, kind in (("fp4", "three-convs"), ("bf16", "kda")):
+        other = hybrid_of(layout, kind, page_size=4, store=store)
+        assert other.tiers[0].storage_format_tag != first.tiers[0].storage_format_tag
+        fetch(other, tokens)
+        other.check(tokens, 0)
+        stored(other, tokens)
+    assert all(Path(store, name).read_bytes() == raw for name, raw in before.items())
+    again = hybrid_of("fp4", "kda", page_size=4, store=store)
+    fetch(again, tokens)
+    again.check(tokens, 8)
+
+
+def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
+    """Its rows are stored without it, and nobody finds them at that length."""
+    model = hybrid_of(page_size=4, store=store)
+
+    def full(key, value=None, *args):
+        if key.endswith(".mamba"):
+            raise OSError(28, "No space left on device")
+        return write(key, value, *args)
+
+    write, model.controller.storage_backend.set = model.controller.storage_backend.set, full
+    stored(model, prompt(8))
+    assert failures() == {"page_write": 1}
+    assert (len(files(store, True)), len(files(store, False))) == (0, 2)
+    again = hybrid_of(page_size=4, store=store)
+    fetch(again, prompt(8))
+    again.check(prompt(8), 0)
+
+
+def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
+    """What Mooncake registers and reads: one buffer, and for each key of a component its address in it."""
+    model = hybrid_of("fp8", "three-convs")
+    model.put(prompt(3))
+    tier = model.tiers[1]
+    (used,) = np.flatnonzero(tier.slot_used.numpy())
+    addresses, sizes = tier.get_page_buffer_meta(tier.slot_used.nonzero().view(-1))
+    (buffer,) = tier.get_hybrid_pool_buffer()
+    raw, begin = buffer.view(-1).numpy(), buffer.data_ptr()
+    read = np.concatenate([raw[a - begin : a - begin + n] for a, n in zip(addresses, sizes, strict=True)])
+    assert np.array_equal(read, model.state_of(prompt(3)))
+    assert int(used) * tier.size_per_token == addresses[0] - begin

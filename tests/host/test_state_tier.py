@@ -1,0 +1,351 @@
+"""HierarchicalStatePoolHost: bytes of states there and back, slots, what stores see, sizes, GPU engines."""
+
+import numpy as np
+import pytest
+import torch
+from host_tier import GUARD, LABELS, memory
+from hybrid_tier import STATES, fill_states, guard, hybrid_pool, state_bytes, state_pool, state_tensors
+
+pytestmark = pytest.mark.usefixtures("no_reserve")
+ODD = 16  # what slots begin at multiples of
+
+
+def state_tier(pool, label="page_first", ratio=2.0, size=0, **extra):
+    """Host tier with guard bytes everywhere."""
+    from sgl_kvpool.host.states import HierarchicalStatePoolHost
+
+    tier = HierarchicalStatePoolHost(pool, ratio, size, label, **extra)
+    host_bytes(tier)[...] = GUARD
+    return tier
+
+
+def host_bytes(tier):
+    """`[slots, slot bytes]` of the tier's memory, padding included."""
+    (buffer,) = tier.get_hybrid_pool_buffer()
+    return buffer.numpy()
+
+
+def move(tier, name, host, device, layers=3):
+    lists = torch.tensor(host), torch.tensor(device)
+    if name == "backup":
+        tier.backup_from_device_all_layer(None, *lists, "kernel")
+        return
+    for layer in range(layers):
+        tier.load_to_device_per_layer(None, *lists, layer, "kernel")
+
+
+# -------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("kind", STATES)
+def test_states_there_and_back(kind, label):
+    """Bit for bit and slot by slot; other slots, padding and the source stay as they are."""
+    pool = state_pool(kind)
+    fill_states(pool)
+    was = [part.copy() for part in state_tensors(pool)]
+    tier = state_tier(pool, label)
+    size = sum(part[:, 0].size for part in was)
+    assert tier.page_bytes == size
+    assert tier.size_per_token == tier.get_size_per_token() == -(-size // ODD) * ODD
+    move(tier, "backup", [7, 0, 4], [2, 6, 3])
+    expected = np.full_like(host_bytes(tier), GUARD)
+    for there, here in zip([7, 0, 4], [2, 6, 3], strict=True):
+        expected[there, :size] = state_bytes(pool, here)
+    assert np.array_equal(host_bytes(tier), expected)
+    assert all(map(np.array_equal, state_tensors(pool), was))
+
+    guard(pool)
+    move(tier, "load", [4, 7, 7], [1, 5, 2])  # one host slot for a node and for a request
+    for part, before in zip(state_tensors(pool), was, strict=True):
+        back = np.full_like(part, GUARD)
+        back[:, [1, 5, 2]] = before[:, [3, 2, 2]]
+        assert np.array_equal(part, back)
+    assert np.array_equal(host_bytes(tier), expected)
+
+
+def test_layer_by_layer():
+    """A layer's event says that its conv and ssm states are there, and nothing of other layers was touched."""
+    pool = state_pool("three-convs")
+    fill_states(pool)
+    was = [part.copy() for part in state_tensors(pool)]
+    tier = state_tier(pool)
+    move(tier, "backup", [1], [4])
+    guard(pool)
+    for layer in range(3):
+        tier.load_to_device_per_layer(None, torch.tensor([1]), torch.tensor([2]), layer, "kernel")
+        for part, before in zip(state_tensors(pool), was, strict=True):
+            assert np.array_equal(part[: layer + 1, 2], before[: layer + 1, 4])
+            assert (part[layer + 1 :] == GUARD).all()
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_rows_and_states_keep_out_of_each_other(layout):
+    from host_tier import fill, host_pool, slots
+    from host_tier import host_bytes as row_bytes
+
+    states = state_pool()
+    pool = hybrid_pool(layout, states, page_size=4)
+    fill(pool.row_pool)
+    fill_states(states)
+    rows_were = [part.copy() for part in memory(pool.row_pool)]
+    states_were = [part.copy() for part in state_tensors(states)]
+    row_tier, tier = host_pool(pool.row_pool), state_tier(states)
+    row_tier.backup_from_device_all_layer(None, slots([1, 3], 4), slots([2, 4], 4), "kernel")
+    assert (host_bytes(tier) == GUARD).all()
+    move(tier, "backup", [2], [3])
+    kept = row_bytes(row_tier).copy()
+    guard(states)
+    move(tier, "load", [2], [5])
+    assert all(map(np.array_equal, memory(pool.row_pool), rows_were))
+    assert np.array_equal(row_bytes(row_tier), kept)
+    fresh = [part.copy() for part in state_tensors(states)]
+    for layer in range(2):
+        row_tier.load_to_device_per_layer(None, slots([3], 4), slots([1], 4), layer, "kernel")
+    assert all(map(np.array_equal, state_tensors(states), fresh))
+    assert np.array_equal(state_tensors(states)[0][:, 5], states_were[0][:, 3])
+
+
+def test_convolutions_of_cpus_with_amx():
+    """SGLang keeps their axes in another order there: the same bytes of memory, under another name."""
+    plain, pool = state_pool(), state_pool()
+    conv = pool.mamba_cache.conv[0]
+    conv.as_strided_(conv.size(), (conv.stride(0), conv.stride(1), 1, conv.size(2)))
+    assert not conv.is_contiguous()
+    raw = conv.untyped_storage()
+    memory_of = torch.empty(0, dtype=torch.uint8).set_(raw).numpy().reshape(3, 7, -1)
+    memory_of[...] = np.random.default_rng(0).integers(0, 256, memory_of.shape, dtype=np.uint8)
+    was = memory_of.copy()
+    tier = state_tier(pool)
+    assert tier.storage_format_tag != state_tier(plain).storage_format_tag
+    move(tier, "backup", [1], [4])
+    memory_of[...] = GUARD
+    move(tier, "load", [1], [2])
+    expected = np.full_like(was, GUARD)
+    expected[:, 2] = was[:, 4]
+    assert np.array_equal(memory_of, expected)
+
+
+def test_packed_drafts_follow_the_target():
+    """As SGLang numbers them: behind the target's layers, in each part."""
+    pool, drafts = state_pool("odd"), [state_pool("odd", layers=[0]) for _ in range(2)]
+    for seed, each in enumerate((pool, *drafts)):
+        fill_states(each, seed)
+    tier = state_tier(pool, draft_pools=drafts)
+    assert tier.num_mamba_layers == 5
+    move(tier, "backup", [3], [2])
+    parts = zip(*map(state_tensors, (pool, *drafts)), strict=True)
+    wanted = np.concatenate([np.concatenate([p[:, 2].ravel() for p in part]) for part in parts])
+    assert np.array_equal(host_bytes(tier)[3, : tier.page_bytes], wanted)
+    was = [state_bytes(each, 2) for each in (pool, *drafts)]
+    guard(pool, *drafts)
+    move(tier, "load", [3], [5])
+    assert np.array_equal(state_bytes(pool, 5), was[0])
+    assert all((part == GUARD).all() for part in state_tensors(drafts[0]))
+    for layer in (3, 4):
+        tier.load_to_device_per_layer(
+            None, torch.tensor([3]), torch.tensor([5]), layer, "kernel", is_draft=True
+        )
+    assert [np.array_equal(state_bytes(d, 5), w) for d, w in zip(drafts, was[1:], strict=True)] == [True] * 2
+
+
+# -------------------------------------------------------------------- slots
+
+
+def test_a_slot_has_one_owner(caplog):
+    tier = state_tier(state_pool())
+    assert tier.size == 6 * 2 + 1
+    mine = tier.alloc(3)
+    assert tier.slots_problem(mine) is None
+    assert tier.free(mine) == 3
+    assert tier.slots_problem(mine) == "a host page of the list is not allocated"
+    assert tier.free(mine[:2]) == 2  # twice
+    assert "are free already" in caplog.text
+    assert tier.available_size() == tier.size
+    assert sorted(tier.alloc(tier.size).tolist()) == list(range(tier.size))
+    assert tier.alloc(1) is None
+    tier.clear()
+    assert tier.available_size() == tier.size
+
+
+def test_a_lost_slot_is_lost_until_it_is_written(failures, monkeypatch):
+    from test_controller import broken, torch_too
+
+    pool = state_pool()
+    tier = state_tier(pool)
+    slots = tier.alloc(2)
+    with monkeypatch.context() as patched:
+        lanes = tier._lanes.to_host
+        patched.setattr(lanes[0], "engine", lanes[0].engine)
+        broken(lanes)
+        torch_too(lanes, patched)
+        tier.backup_from_device_all_layer(None, slots, torch.tensor([1, 2]), "kernel")
+    assert failures() == {"backup": 1, "backup_lost": 1}
+    assert "lost in its backup" in tier.slots_problem(slots)
+    with pytest.raises(ValueError, match="lost in its backup"):
+        tier.get_data_page(int(slots[0]))
+    with pytest.raises(RuntimeError, match="lost in its backup"):
+        move(tier, "load", slots.tolist(), [1, 2])
+    move(tier, "backup", slots.tolist(), [1, 2])
+    assert tier.slots_problem(slots) is None
+
+
+def test_what_is_not_carried_is_refused(monkeypatch):
+    """Side states: no MLA model has them."""
+    from types import SimpleNamespace
+
+    pool = state_pool()
+    side = torch.zeros(7, 4)
+    pool.register_slot_state(
+        SimpleNamespace(iter_transfer_state_entries=lambda: [("side", side, None, None)])
+    )
+    with pytest.raises(ValueError, match="extra_0 beside the states .*leave out --enable-hierarchical-cache"):
+        state_tier(pool)
+    with pytest.raises(ValueError, match="--hicache-mem-layout layer_first is not one of page_first"):
+        state_tier(state_pool(), "layer_first")
+    with pytest.raises(ValueError, match="a draft's pool has 4 state slots, its target's 7"):
+        state_tier(state_pool(), draft_pools=[state_pool(slots=3, layers=[0])])
+
+
+# -------------------------------------------------------------------- stores
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_stores_get_the_order_of_sglang(kind):
+    """Copied pages are SGLang's bytes and a digest; stores without copies get one address per component."""
+    import ctypes
+
+    pool = state_pool(kind)
+    fill_states(pool)
+    tier = state_tier(pool)
+    move(tier, "backup", [2, 9], [4, 1])
+    page = tier.get_data_page(9)
+    assert page.dtype == torch.uint8
+    assert np.array_equal(page[:-16].numpy(), state_bytes(pool, 1))
+    into = tier.get_dummy_flat_data_page()
+    assert (into.dtype, into.shape) == (page.dtype, page.shape)
+    tier.set_from_flat_data_page(5, page)
+    assert np.array_equal(host_bytes(tier)[5, : tier.page_bytes], state_bytes(pool, 1))
+    assert (host_bytes(tier)[6] == GUARD).all()
+
+    addresses, sizes = tier.get_page_buffer_meta(torch.tensor([9, 2]))
+    components = state_tensors(pool)
+    assert len(addresses) == 2 * len(components)
+    # What Mooncake makes keys of: a temporal one unless there are no such states, then the convolutions'.
+    assert len(components) == (tier.temporal_state_elem_size > 0) + len(tier.conv_buffer)
+    wanted = [part[:, slot].tobytes() for slot in (1, 4) for part in components]
+    found = [ctypes.string_at(a, size) for a, size in zip(addresses, sizes, strict=True)]
+    assert found == wanted
+    assert tier.get_page_buffer_element_size() == sizes[0]
+    (buffer,) = tier.get_hybrid_pool_buffer()
+    assert all(buffer.data_ptr() <= a < buffer.data_ptr() + buffer.nbytes for a in addresses)
+    assert not tier.is_stride_page_aligned(4096)
+    with pytest.raises(IndexError):
+        tier.get_page_buffer_meta(torch.tensor([tier.size]))
+
+
+def test_pages_that_are_not_what_was_stored():
+    from sgl_kvpool.host.page_seal import DamagedPage
+
+    pool = state_pool()
+    fill_states(pool)
+    tier, other = state_tier(pool), state_tier(state_pool("odd"))
+    move(tier, "backup", [2], [4])
+    with tier.stored_under({2: "a"}):
+        page = tier.get_data_page(2)
+    flipped = page.clone()
+    flipped[100] ^= 1
+    for bad, keys in ((flipped, {3: "a"}), (page, {3: "b"}), (page[:-1], {3: "a"})):
+        with tier.stored_under(keys), pytest.raises(DamagedPage):
+            tier.set_from_flat_data_page(3, bad)
+    assert (host_bytes(tier)[3] == GUARD).all()
+    with tier.stored_under({3: "a"}):
+        tier.set_from_flat_data_page(3, page)
+    small = other.get_dummy_flat_data_page()
+    with other.stored_under({3: "a"}), pytest.raises(DamagedPage):
+        other.set_from_flat_data_page(3, page[: len(small)])
+
+
+def test_tags_tell_states_apart():
+    tags = {kind: state_tier(state_pool(kind)).storage_format_tag for kind in STATES}
+    tags["layers"] = state_tier(state_pool(layers=[0, 2])).storage_format_tag
+    tags["other layers"] = state_tier(state_pool(layers=[0, 2, 4])).storage_format_tag
+    tags["draft"] = state_tier(state_pool(), draft_pools=[state_pool(layers=[0])]).storage_format_tag
+    assert len(set(tags.values())) == len(tags)
+    assert state_tier(state_pool(slots=9)).storage_format_tag == tags["kda"]
+
+
+# -------------------------------------------------------------------- sizes
+
+
+def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
+    pool = state_pool()
+    slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+    assert state_tier(pool, ratio=3.5).size == int(6 * 3.5) + 1
+    assert state_tier(pool, size=1e-3).size == int(1e6 // slot) + 1
+    from sgl_kvpool.host import memory as tier_memory
+
+    with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-ratio"):
+        state_tier(pool, ratio=1e9)
+    with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-size"):
+        state_tier(pool, size=1e6)
+
+
+@pytest.mark.parametrize("host", ["same", "fp4"])
+def test_a_size_is_split_by_the_bytes_of_the_host(host):
+    """Not by those of the device, where rows of bf16 are 2.77 times as long."""
+    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.host.shares import TierShares
+
+    states = state_pool(slots=6)
+    pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
+    shares = TierShares.of(pool.row_pool, states)
+    row, slot = {"same": 1152, "fp4": 416}[host], 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+    assert (shares.rows, shares.states) == (30 * 2 * row, 6 * slot)
+    rows, kept = shares.split(8.0)
+    assert rows + kept == pytest.approx(8.0)
+    assert rows / (2 * row) / 30 == pytest.approx(kept / slot / 6)
+    assert shares.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
+
+
+# -------------------------------------------------------------------- GPU engines, over emulated streams
+
+
+@pytest.mark.parametrize("engine", ["staged", "copy_engine", "kernel"])
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("slot_bytes", [1 << 20, 4096])
+def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, nothing_left_out):
+    """Through page buffers that hold a slot of states, and through those that hold a few parts."""
+    from emulated import calls, tools
+
+    from sgl_kvpool.host import page_buffer
+    from sgl_kvpool.host.engines import GPU_ENGINES
+    from sgl_kvpool.host.slots import DevicePages
+
+    pool = state_pool(kind)
+    fill_states(pool)
+    was = [part.copy() for part in state_tensors(pool)]
+    tier = state_tier(pool)
+    (lane,), (back,) = tier._lanes.to_host, tier._lanes.to_device
+    monkeypatch.setattr(page_buffer, "_SLOT_BYTES", slot_bytes)
+    staged = page_buffer.staged_state_bytes(tier.page_bytes, tier._view.largest_part_bytes)
+    assert staged <= max(slot_bytes, tier._view.largest_part_bytes)
+    there, here = np.array([7, 0, 4]), DevicePages(torch.tensor([2, 6, 3]), 1)
+    store = GPU_ENGINES[engine](lane.plan, tools(staged), True)  # kept: its steps are only enqueued
+    store.copy(here, there)
+    calls().play(1)
+    expected = np.full_like(host_bytes(tier), GUARD)
+    for host, slot in zip([7, 0, 4], [2, 6, 3], strict=True):
+        expected[host, : tier.page_bytes] = np.concatenate([part[:, slot].ravel() for part in was])
+    assert np.array_equal(host_bytes(tier), expected)
+    guard(pool)
+    load = GPU_ENGINES[engine](back.plan, tools(staged), False)
+    there, here = np.array([4, 7, 7]), DevicePages(torch.tensor([1, 5, 2]), 1)
+    for layer in range(3):
+        for part in tier._view.parts_by_layer[layer]:
+            load.copy(there, here, part)
+    calls().play(2)
+    for part, before in zip(state_tensors(pool), was, strict=True):
+        wanted = np.full_like(part, GUARD)
+        wanted[:, [1, 5, 2]] = before[:, [3, 2, 2]]
+        assert np.array_equal(part, wanted)
