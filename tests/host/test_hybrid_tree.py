@@ -324,16 +324,18 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
         page_size=page_size, tokens=24, slots=7, tree=tree, sizes={"hicache_ratio": 1.2},
         arrangement="page_major", policy=policy,
     )  # fmt: skip
-    prompts, lengths, served = [], [], 0
+    prompts, shorter, lengths, served = [], {}, [], 0
     for _ in range(70):
         if prompts and random.random() < 0.5:
             base = prompts[random.integers(len(prompts))]
-            base = base[: page_size * random.integers(1, len(base) // page_size + 1)]
+            if random.random() < 0.5:
+                base = base[: page_size * random.integers(1, len(base) // page_size + 1)]
         else:
             base = []
         more = [int(t) for t in random.integers(0, 1 << 20, page_size * random.integers(1, 5))]
         tokens = [*base, *more][: 12 * page_size]
         prompts.append(tokens)
+        shorter[tuple(tokens)] = base
         model.check(tokens)
         with monkeypatch.context() as patched:
             if random.random() < 0.3:
@@ -344,6 +346,7 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
             model.evict(tokens=int(random.integers(0, 30)) * page_size, states=int(random.integers(0, 4)))
         for tokens in (prompts[random.integers(len(prompts))] for _ in range(3)):
             make_room(model, len(tokens))
+            model.check(shorter[tuple(tokens)] or tokens)  # which is on the device then, with its state
             lengths.append(model.check(tokens))
             served += lengths[-1] > 0
     assert served > 20
@@ -352,5 +355,8 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
 
 
 def make_room(model, tokens):
-    """As the scheduler before it computes or loads."""
-    model.evict(tokens=tokens, states=3)
+    """As SGLang before it computes or loads: what does not fit is pushed out, and no more."""
+    rows = tokens - model.cache.token_to_kv_pool_allocator.available_size()
+    states = 3 - model.requests.mamba_allocator.available_size()
+    if rows > 0 or states > 0:
+        model.evict(max(rows, 0), max(states, 0))
