@@ -215,18 +215,18 @@ def watch_store(controller: Any) -> None:
         store.batch_set_v2 = functools.partial(_set_states, tier, store.batch_set_v2)
 
 
-def _split_transfers(tier: Any, store_call: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
-    """Results of the transfers of other pools, and those of states."""
+def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
+    """Results of transfers that are not of states, or have no slots; and those that are."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    ours = [t for t in transfers if t.name == PoolName.MAMBA]
-    others = [t for t in transfers if t.name != PoolName.MAMBA]
-    return (store_call(others, extra_info) if others else {}), ours
+    ours = [t for t in transfers if t.name == PoolName.MAMBA and t.host_indices is not None]
+    others = [t for t in transfers if all(t is not one for one in ours)]
+    return (original(others, extra_info) if others else {}), ours
 
 
 def _get_states(tier, original, transfers, extra_info=None):
     """Which states could be read. SGLang takes the rows of a prefix only together with its state."""
-    results, ours = _split_transfers(tier, original, transfers, extra_info)
+    results, ours = _others_first(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
         with tier.stored_under(dict(zip(transfer.host_indices.tolist(), keys, strict=False))):
@@ -249,7 +249,7 @@ def _kind(error: Exception) -> str:
 
 def _set_states(tier, original, transfers, extra_info=None):
     """Store states that were not lost in their backup; rows are stored without them, and found by nobody."""
-    results, ours = _split_transfers(tier, original, transfers, extra_info)
+    results, ours = _others_first(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
         none = [False] * len(keys)

@@ -120,7 +120,7 @@ def nothing_left_out():
 
 @pytest.fixture
 def hybrid_of(no_reserve, published, process_group, monkeypatch):
-    """`hybrid_of(layout, ...)`: a `Model` of hybrid_tier.py, whose host tier SGLang has built with our hooks."""
+    """`hybrid_of(layout, ...)`: a `Model` of hybrid_tier.py, built by SGLang with our hooks."""
     import hybrid_tier
     from sglang.srt.runtime_context import (
         SpawnRanks,
@@ -139,13 +139,13 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
 
     def build(
         layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
-        label="page_first", store=None, served="model", sizes=None, policy="write_through", tree=None, **extra,
+        label="page_first", store=None, sizes=None, policy="write_through", tree=None, **extra,
     ):  # fmt: skip
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
             hicache_mem_layout=label, hicache_write_policy=policy,
             hicache_io_backend={"page_first": "kernel", "page_first_direct": "direct"}[label],
-            hicache_storage_backend=store and "file", served_model_name=served,
+            hicache_storage_backend=store and "file", served_model_name="model",
             hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
             hicache_storage_prefetch_policy="wait_complete", **(sizes or {"hicache_ratio": 2.0}),
         )  # fmt: skip

@@ -104,6 +104,7 @@ class Request:
 
         self.rid, self.kv, self.session = rid, ReqKvInfo(), None
         self.last_node = self.best_match_node = None
+        self.host_hit_length = self.swa_host_hit_length = self.mamba_host_hit_length = 0
 
 
 class Served:
@@ -205,6 +206,10 @@ class Model:
         request = Request()
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), cow_mamba=True, req=request))
         request.last_node, length = match.last_device_node, match.device_prefix_len
+        request.host_hit_length, request.mamba_host_hit_length = (
+            match.host_hit_length,
+            match.mamba_host_hit_length,
+        )
         if match.host_hit_length > 0 or match.mamba_host_hit_length > 0:
             lock = self.cache.inc_lock_ref(request.last_node)
             request.host_loaded_length, request.last_node = self.cache.init_load_back(

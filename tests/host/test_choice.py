@@ -70,7 +70,7 @@ def gpu_engines(plan, requested, pieces=True):
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredPieces() if pieces else None
-    return lanes._gpu_engines(plan, pages, torch.device("cpu"), requested, "kernel", given)
+    return lanes._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), requested, "kernel", given)
 
 
 def test_engines_that_cannot_be_built(monkeypatch, failures, plan):

@@ -123,6 +123,71 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
     assert len(set(states.device_indices.tolist())) == 2
 
 
+# -------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("host", ["same", "fp4"])
+def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
+    """As many host slots per slot of the device, of rows and of states; together what was asked for."""
+    from sgl_kvpool.host.labels import HostTierOptions
+
+    model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
+    rows, states = model.tiers
+    taken = rows.size * rows.size_per_token + states.size * states.size_per_token
+    assert abs(taken - 1e9) < rows.size_per_token + states.size_per_token
+    assert rows.size / 32 == pytest.approx(states.size / 6, rel=1e-3)
+    assert rows.size_per_token == 2 * {"same": 1152, "fp4": 416}[host]
+
+
+@pytest.mark.parametrize("which", ["mla", "mamba"])
+def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
+    """Whichever of them does not fit."""
+    from importlib import import_module
+
+    from sgl_kvpool.host.memory import HostTierTooLarge
+
+    module = import_module(f"sglang.srt.mem_cache.pool_host.{'base' if which == 'mla' else which}")
+    monkeypatch.setattr(module, "host_memory_budget_bytes", lambda *_: 0)
+    text = (
+        r"needs 0\.\d+ GB for \d+ (tokens|states) .*--hicache-ratio.*"
+        r"it was to have \d+\.\d+ GB of rows and \d+\.\d+ GB of states of linear layers$"
+    )
+    with pytest.raises(HostTierTooLarge, match=text):
+        hybrid_of()
+
+
+def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(hybrid_of, monkeypatch):
+    """SGLang's pool of states, and its split of a size."""
+    from hybrid_tier import state_pool
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    hybrid_of()  # with our hooks
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(self, *args, **kwargs):
+        seen.append((type(self).__name__, args[2]))
+        raise Stop
+
+    monkeypatch.setattr(hybrid_pool_assembler.MambaPoolHost, "__init__", stop)
+    states = state_pool()
+    stock = MLATokenToKVPool(
+        8, 1, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=2, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    (info,) = states.get_device_pool_infos()
+    with pytest.raises(Stop):
+        hybrid_pool_assembler.build_mamba_host_pool(states, info, host_size=1.5, layout="page_first")
+    assert seen == [("MambaPoolHost", 1.5)]
+    device = [pool.get_kv_size_bytes() for pool in (stock, states)]
+    assert hybrid_pool_assembler._split_hicache_size(3, (stock, states)) == pytest.approx(
+        tuple(3 * n / sum(device) for n in device)
+    )
+
+
 # -------------------------------------------------------------------- both or neither
 
 
@@ -249,25 +314,28 @@ def test_states_whose_load_fails_twice_stop_the_server(hybrid_of, monkeypatch, c
     assert "transfer of 2 pages to_device failed" in caplog.text
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tree):
+def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tree, policy):
     """Prompts that share prefixes, pools that are too small, evictions on both sides, lost backups."""
     random = np.random.default_rng(page_size)
     model = hybrid_of(
         page_size=page_size, tokens=24, slots=7, tree=tree, sizes={"hicache_ratio": 1.2},
-        arrangement="page_major",
+        arrangement="page_major", policy=policy,
     )  # fmt: skip
-    prompts, lengths, served = [], [], 0
+    prompts, shorter, lengths, served = [], {}, [], 0
     for _ in range(70):
         if prompts and random.random() < 0.5:
             base = prompts[random.integers(len(prompts))]
-            base = base[: page_size * random.integers(1, len(base) // page_size + 1)]
+            if random.random() < 0.5:
+                base = base[: page_size * random.integers(1, len(base) // page_size + 1)]
         else:
             base = []
         more = [int(t) for t in random.integers(0, 1 << 20, page_size * random.integers(1, 5))]
         tokens = [*base, *more][: 12 * page_size]
         prompts.append(tokens)
+        shorter[tuple(tokens)] = base
         model.check(tokens)
         with monkeypatch.context() as patched:
             if random.random() < 0.3:
@@ -278,6 +346,7 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
             model.evict(tokens=int(random.integers(0, 30)) * page_size, states=int(random.integers(0, 4)))
         for tokens in (prompts[random.integers(len(prompts))] for _ in range(3)):
             make_room(model, len(tokens))
+            model.check(shorter[tuple(tokens)] or tokens)  # which is on the device then, with its state
             lengths.append(model.check(tokens))
             served += lengths[-1] > 0
     assert served > 20
@@ -286,5 +355,8 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
 
 
 def make_room(model, tokens):
-    """As the scheduler before it computes or loads."""
-    model.evict(tokens=tokens, states=3)
+    """As SGLang before it computes or loads: what does not fit is pushed out, and no more."""
+    rows = tokens - model.cache.token_to_kv_pool_allocator.available_size()
+    states = 3 - model.requests.mamba_allocator.available_size()
+    if rows > 0 or states > 0:
+        model.evict(max(rows, 0), max(states, 0))

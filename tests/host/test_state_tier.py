@@ -65,7 +65,7 @@ def test_states_there_and_back(kind, label):
 
 
 def test_layer_by_layer():
-    """A layer's event says that its conv and ssm states are there, and nothing of other layers was touched."""
+    """A layer's event says that its conv and ssm states are there; of later layers nothing was touched."""
     pool = state_pool("three-convs")
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]

@@ -202,6 +202,36 @@ def test_page_buffers_on_a_gpu_are_charged(
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
 
 
+@pytest.mark.parametrize(
+    ("heads", "charged"), [(2, 2 * 4 * 16 * 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)), (4096, 2 * 4 * (16 << 20))]
+)
+def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads, charged):
+    """Rows of the MLA layers of the stage alone; of states at most sixteen slots, or 16 MiB."""
+    from types import SimpleNamespace as Namespace
+
+    from sglang.srt.arg_groups import overrides
+
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.pools import page_buffer_bytes
+
+    args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache")
+    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
+    # Of layers 2 to 7: three linear ones, and rows in 3 and 5.
+    states = Namespace(
+        layers=[0, 2, 4, 6, 8], dtype=Namespace(conv=torch.bfloat16, temporal=torch.float32),
+        shape=Namespace(conv=[(3, 48 * heads)], temporal=(heads, 16, 16)),
+    )  # fmt: skip
+    kvc = Namespace(
+        server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
+        layer_info=Namespace(start_layer=2, end_layer=8, num_effective_layers=6), spec_aux_config=None,
+        spec_algorithm=Namespace(is_eagle=lambda: False),
+        mambaish_config=Namespace(full_attention_layer_ids=[1, 3, 5, 9], mamba2_cache_params=states),
+    )  # fmt: skip
+    rows = 8 * 16 * 2 * 64 * 416
+    found = page_buffer_bytes(kvc, MLAKVCacheLayout.FP4)
+    assert found == rows + -(-charged // (8 * 256)) * 8 * 256
+
+
 @pytest.mark.parametrize("draft_tokens", [None, 4])
 def test_workspaces_of_attention_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, draft_tokens
