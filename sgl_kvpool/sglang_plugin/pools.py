@@ -1,30 +1,29 @@
-"""Hooks of the scheduler process: the pool's class and its memory budget; installs the others too."""
+"""Hooks of the scheduler process: the pool's class; installs the others too."""
 
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.sglang_plugin import attention, disaggregation, dsa, host_tier, seams
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import attention, budget, disaggregation, dsa, host_tier, seams
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
+from sgl_kvpool.sglang_plugin.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.launching import build_server_info
-from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name, row_format_of
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, arrangement_of, host_tier_of, layout_of
+from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, host_tier_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
-from sgl_kvpool.sglang_plugin.server_args import require_decided
-from sgl_kvpool.sglang_plugin.workspaces import attention_workspace_bytes
 
 if TYPE_CHECKING:
     from sgl_kvpool.pool import RowPool
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["collect_k_scales", "install", "page_buffer_bytes"]
+__all__ = ["collect_k_scales", "install"]
 
 _GB = 1 << 30  # as in SGLang's own log lines
 
@@ -32,41 +31,15 @@ _GB = 1 << 30  # as in SGLang's own log lines
 def install() -> None:
     """Register and apply the hooks of a scheduler process that was asked for a layout."""
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
     seams.wrap(f"{configurator}._build_hybrid_linear_kv_pool", _build_hybrid_linear_kv_pool)
     seams.wrap(f"{configurator}._build_token_to_kv_pool", _build_token_to_kv_pool)
-    seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
-    seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
     seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
+    budget.install()
     host_tier.install()
     disaggregation.install()
     attention.install()
     dsa.install()
-
-
-def _layout(configurator: Any) -> MLAKVCacheLayout | None:
-    """Layout of a KVCacheConfigurator's server, for models the layout applies to."""
-    require_decided(configurator.server_args)
-    layout = layout_of(configurator.server_args)
-    if layout is None or configurator.use_mla_backend:
-        return layout
-    if not configurator.is_draft_worker:
-        raise RuntimeError(f"--kv-cache-layout {layout} was asked for, but SGLang serves no MLA model")
-    return None  # a draft model of another kind keeps its own pool
-
-
-def _arrangement(configurator: Any) -> KVArrangement:
-    """Arrangement of a KVCacheConfigurator's rows."""
-    # Not a draft's: it has few layers, nothing reads its pages as one run, and with a single layer strides
-    # cannot tell packed rows from others.
-    if configurator.is_draft_worker:
-        return KVArrangement.LAYER_MAJOR
-    return arrangement_of(configurator.server_args)
-
-
-def _row_format(configurator: Any, layout: MLAKVCacheLayout) -> RowFormat:
-    return row_format_of(configurator.model_config, layout)
 
 
 # -------------------------------------------------------------------- the pool
@@ -74,7 +47,7 @@ def _row_format(configurator: Any, layout: MLAKVCacheLayout) -> RowFormat:
 
 def _resolve_kv_pool_class(original, self, *, kind, default):
     pool_class = original(self, kind=kind, default=default)
-    layout = _layout(self)
+    layout = asked_layout(self)
     if layout is None:
         return pool_class
     # SGLang asks for the class of every kind, whatever the model is, and constructs one of them.
@@ -97,7 +70,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
 
 def _build_hybrid_linear_kv_pool(original, self, **kwargs):
     """SGLang's wrapper of rows and states, of our class: its builder finds the class by this global name."""
-    layout = _layout(self)
+    layout = asked_layout(self)
     if layout is None:
         return original(self, **kwargs)
     from sglang.srt.mem_cache import kv_cache_configurator
@@ -117,8 +90,8 @@ def _bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool
     readers = (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
     return pool_class.bind(
         layout,
-        _checked_k_scales(configurator, layout, readers),
-        arrangement=_arrangement(configurator),
+        _checked_k_scales(configurator, layout, readers, _layers_with_rows(configurator)),
+        arrangement=asked_arrangement(configurator),
         readers=readers,
         host_tier=host_tier_of(configurator.server_args),
     )
@@ -136,7 +109,7 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
             "pools differently; leave out --kv-cache-layout, or use a draft of the target's kind"
         )
     if not sparse:
-        check_draft(layout, _arrangement(configurator), get_spec().speculative_draft_attention_backend)
+        check_draft(layout, asked_arrangement(configurator), get_spec().speculative_draft_attention_backend)
 
 
 def _readers(configurator: Any) -> tuple[str, ...]:
@@ -150,14 +123,24 @@ def _readers(configurator: Any) -> tuple[str, ...]:
     return tuple(name for name in attention_backends() if name is not None)
 
 
-def _checked_k_scales(self, layout: MLAKVCacheLayout, readers: tuple[str, ...]) -> dict[int, float]:
+def _layers_with_rows(configurator: Any) -> Collection[int] | None:
+    """Model layers that have rows; None for all. Linear layers may be of the same class (lightning)."""
+    if not is_hybrid(configurator.model_config):
+        return None
+    return (0,) if configurator.is_draft_worker else configurator.mambaish_config.full_attention_layer_ids
+
+
+def _checked_k_scales(
+    self,
+    layout: MLAKVCacheLayout,
+    readers: tuple[str, ...],
+    with_rows: Collection[int] | None = None,
+) -> dict[int, float]:
     if not layout.uses_k_scale:
         return {}
     k_scales = collect_k_scales(self.model)
-    if is_hybrid(self.model_config):
-        # Linear layers may be modules of the same class (lightning), and have no rows.
-        rows = {0} if self.is_draft_worker else set(self.mambaish_config.full_attention_layer_ids)
-        k_scales = {layer: value for layer, value in k_scales.items() if layer in rows}
+    if with_rows is not None:
+        k_scales = {layer: value for layer, value in k_scales.items() if layer in with_rows}
     scaled = sorted(layer for layer, value in k_scales.items() if value != 1.0)
     stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
     if scaled and stock:
@@ -208,7 +191,7 @@ def collect_k_scales(model: Any) -> dict[int, float]:
 
 def _build_token_to_kv_pool(original, self, **kwargs):
     pool = original(self, **kwargs)
-    layout = _layout(self)
+    layout = asked_layout(self)
     if layout is None:
         return pool
     from sgl_kvpool.pool import RowPool
@@ -218,7 +201,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"--kv-cache-layout {layout} was asked for, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
-    arrangement = _arrangement(self)
+    arrangement = asked_arrangement(self)
     if pool.kv_cache_arrangement is not arrangement:
         raise RuntimeError(
             f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
@@ -257,56 +240,3 @@ def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KV
             arrangement=arrangement.value,
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
         )
-
-
-# -------------------------------------------------------------------- the budget
-
-
-def _compute_cell_size(original, self, kvc, num_layers):
-    """Bytes per token: SGLang's number with its rows replaced by ours."""
-    cell_size = original(self, kvc, num_layers)
-    layout = _layout(kvc)
-    if layout is None:
-        return cell_size
-    import torch
-    from sglang.srt.mem_cache import kv_cache_configurator
-
-    values = kv_cache_configurator.calculate_mla_kv_cache_dim(
-        model_config=kvc.model_config, kv_cache_dtype=kvc.kv_cache_dtype
-    )
-    stock_row_bytes = values * torch.empty(0, dtype=kvc.kv_cache_dtype).element_size()
-    return cell_size + num_layers * (_row_format(kvc, layout).row_bytes - stock_row_bytes)
-
-
-def _init_pool_configurator(original, self, kvc):
-    original(self, kvc)
-    layout = _layout(kvc)
-    if layout is not None and not kvc.is_draft_worker:
-        workspace = attention_workspace_bytes(kvc, _row_format(kvc, layout))
-        self._fixed_overhead_bytes += workspace + page_buffer_bytes(kvc, layout)
-
-
-def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
-    """Bytes on the GPU that a host tier's pages go through; 0 if no engine needs any."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sgl_kvpool.host.page_buffer import buffer_bytes, staged_state_bytes
-
-    view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
-    ours = has_host_tier(view) and options.takes(layout, _arrangement(kvc), view.device)
-    if not ours or view.device == "cpu" or not options.may_stage:
-        return 0
-    drafts = kvc.spec_aux_config.eagle_draft_num_layers if kvc.spec_algorithm.is_eagle() else 0
-    hybrid, stage = getattr(kvc, "mambaish_config", None), kvc.layer_info
-    layers, states = stage.num_effective_layers, 0
-    if hybrid is not None:
-        here = range(stage.start_layer, stage.end_layer)
-        layers = sum(layer in here for layer in hybrid.full_attention_layer_ids)
-        cache = hybrid.mamba2_cache_params
-        parts = [math.prod(shape) * cache.dtype.conv.itemsize for shape in cache.shape.conv]
-        parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
-        slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
-        states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
-    layers += int(drafts or 0)
-    rows = _row_format(kvc, options.host_layout(layout))
-    return states + (buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0)

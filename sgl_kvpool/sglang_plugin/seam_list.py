@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
 from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
+from sgl_kvpool.sglang_plugin.seam import Seam
+from sgl_kvpool.sglang_plugin.tier_seams import DISAGGREGATION, HOST_TIER, STATE_TIER
 
 __all__ = [
     "ATTENTION",
@@ -24,32 +24,6 @@ __all__ = [
     "STEPS",
     "Seam",
 ]
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One thing of SGLang that sgl-kvpool uses.
-
-    Attributes
-    ----------
-    target : str
-        Dotted path.
-    parameters : tuple of str
-        Names the callable must take, in this order though not without others between; empty for what is
-        not called by us with arguments.
-    hooked : bool
-        True if we wrap it, so that it must be found wrapped afterwards.
-    members : tuple of str
-        Names a collection must contain.
-    added : tuple of str
-        Names that we put into a collection, so that it must contain them afterwards.
-    """
-
-    target: str
-    parameters: tuple[str, ...] = ()
-    hooked: bool = True
-    members: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
@@ -112,183 +86,6 @@ LAUNCHER = (
     ),
     Seam("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
     Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
-)
-
-_HICACHE = "sglang.srt.mem_cache.hybrid_cache"
-_HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
-
-#: Used in schedulers with a host tier; those that are hooked in this order.
-HOST_TIER = (
-    Seam(
-        f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
-        ("kv_pool", "page_size", "host_size", "mtp_draft_device_pools", "pool_label"),
-    ),
-    Seam(
-        f"{_HICACHE}.hybrid_pool_assembler._build_mha_mla_host_pool",
-        (
-            *("pool", "host_to_device_ratio", "page_size", "layout", "allocator_type", "pool_label"),
-            "host_token_capacity",
-        ),
-    ),
-    Seam(
-        "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
-        ("self", "storage_backend", "prefetch_threshold", "model_name"),
-    ),
-    Seam(
-        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.load",
-        ("self", "host_indices", "priority", "node_id", "extra_pools", "device_indices"),
-    ),
-    Seam(
-        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.write",
-        ("self", "device_indices", "priority", "node_id", "extra_pools"),
-    ),
-    Seam(
-        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController._move_pool_indices",
-        ("self", "host_pool", "host_indices", "device_indices", "write_back_jit"),
-    ),
-    Seam(
-        "sglang.srt.managers.cache_controller.HiCacheController.move_indices",
-        ("self", "host_indices", "device_indices"),
-    ),
-    Seam(
-        "sglang.srt.managers.cache_controller.HiCacheController._generic_page_get",
-        ("self", "operation", "hash_values", "host_indices", "extra_info"),
-    ),
-    Seam(
-        "sglang.srt.managers.cache_controller.HiCacheController._generic_page_set",
-        ("self", "hash_values", "host_indices", "extra_info"),
-    ),
-    Seam(
-        "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
-        ("self", "hash_values", "host_indices", "extra_info"),
-    ),
-    Seam(
-        f"{_HOST_POOL}.__init__",
-        (
-            *("self", "buffer_info", "host_to_device_ratio", "host_size", "page_size", "layout"),
-            *("pin_memory", "allocator_type", "override_kv_cache_dim", "draft_buffer_infos"),
-            *("device_capacity_tokens", "start_layer", "end_layer", "target_layer_num"),
-            *("pool_label", "host_token_capacity"),
-        ),
-        hooked=False,
-    ),
-    Seam(
-        f"{_HOST_POOL}.load_to_device_per_layer",
-        ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
-        hooked=False,
-    ),
-    Seam(
-        f"{_HOST_POOL}.backup_from_device_all_layer",
-        ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
-        hooked=False,
-    ),
-    *(
-        Seam(f"{_HOST_POOL}.{name}", ("self", *parameters), hooked=False)
-        for name, parameters in {
-            "_allocate_host_buffer": (),
-            "_initialize_transfer_views": (),
-            "_init_write_back_staging_buffers": (),
-            "alloc": ("need_size",),
-            "clear": (),
-            "get_contiguous_buf_infos": (),
-            "get_data_page": ("index", "flat"),
-            "get_dummy_flat_data_page": (),
-            "get_page_buffer_meta": ("indices",),
-            "get_size_per_token": (),
-            "init_kv_buffer": (),
-            "set_from_flat_data_page": ("index", "data_page"),
-        }.items()
-    ),
-    Seam("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", hooked=False),
-    Seam(
-        "sglang.srt.mem_cache.pool_host.common._CUDA_HOST_REGISTERED_RANGES_ATTR",
-        hooked=False,
-    ),
-    Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
-    Seam("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False),
-    Seam("sglang.srt.runtime_context.get_memory", hooked=False),
-)
-
-_STATES = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
-_STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
-
-#: Used in schedulers with a host tier of a hybrid model; those that are hooked in this order.
-STATE_TIER = (
-    Seam(
-        f"{_HICACHE}.hybrid_pool_assembler.build_hybrid_mamba_stack",
-        ("params", "decls", "mamba_pool"),
-    ),
-    Seam(f"{_HICACHE}.hybrid_pool_assembler._split_hicache_size", ("hicache_size", "kv_pools")),
-    Seam(
-        f"{_HICACHE}.hybrid_pool_assembler.build_mamba_host_pool",
-        ("mamba_pool", "pool_info", "host_size", "layout", "mtp_draft_device_pools"),
-    ),
-    Seam(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back",
-        ("self", "params"),
-    ),
-    Seam(
-        "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.finalize_match_result_in_cache",
-        ("self", "params", "result"),
-        hooked=False,
-    ),
-    Seam(
-        f"{_STATES}.__init__",
-        (
-            *("self", "buffer_info", "host_to_device_ratio", "host_size", "device_capacity", "pin_memory"),
-            *("allocator_type", "layout", "mtp_draft_buffer_infos"),
-        ),
-        hooked=False,
-    ),
-    *(
-        Seam(f"{_STATES}.{name}", ("self", *parameters), hooked=False)
-        for name, parameters in {
-            "_configure_npu_mamba_io": (),
-            "_init_write_back_staging_buffers": (),
-            "alloc": ("need_size",),
-            "clear": (),
-            "free": ("indices",),
-            "get_data_page": ("index", "flat"),
-            "get_dummy_flat_data_page": (),
-            "get_hybrid_pool_buffer": (),
-            "get_page_buffer_meta": ("indices",),
-            "get_size_per_token": (),
-            "init_kv_buffer": (),
-            "is_stride_page_aligned": ("page_size_bytes",),
-            "set_from_flat_data_page": ("index", "data_page"),
-        }.items()
-    ),
-    Seam(
-        f"{_STATES}.load_to_device_per_layer",
-        ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
-        hooked=False,
-    ),
-    Seam(
-        f"{_STATES}.backup_from_device_all_layer",
-        ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
-        hooked=False,
-    ),
-    # Of the store that is attached, which may be of any class.
-    Seam(f"{_STORE}.batch_get_v2", ("self", "transfers", "extra_info"), hooked=False),
-    Seam(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
-)
-
-#: Used in schedulers for `--disaggregation-mode`; those that are hooked in this order.
-DISAGGREGATION = (
-    Seam(
-        "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
-        ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
-    ),
-    Seam(
-        "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
-        ("self", "bootstrap_addr"),
-    ),
-    Seam(
-        "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
-        hooked=False,
-        members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
-    ),
-    Seam("sglang.srt.runtime_context.get_parallel", hooked=False),
 )
 
 _DEEPSEEK = "sglang.srt.models.deepseek_common"

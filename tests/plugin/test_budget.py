@@ -181,7 +181,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     from sglang.srt.arg_groups import overrides
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.pools import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
 
     tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
     arguments = [a for a in arguments if a != "without"]
@@ -212,7 +212,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
     from sglang.srt.arg_groups import overrides
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.pools import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache")
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
