@@ -190,6 +190,7 @@ def test_page_buffers_on_a_gpu_are_charged(
         server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
         layer_info=Namespace(num_effective_layers=LAYERS), spec_aux_config=None,
         spec_algorithm=Namespace(is_eagle=lambda: False),
+        mambaish_config=None,
     )  # fmt: skip
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
