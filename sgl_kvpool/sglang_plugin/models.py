@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
@@ -12,6 +13,7 @@ __all__ = [
     "is_hybrid",
     "is_rocm",
     "keeps_states_by_token",
+    "layers_with_rows",
     "model_name",
     "row_format_of",
 ]
@@ -24,22 +26,33 @@ def is_dsa(model_config: Any) -> bool:
     return is_deepseek_dsa(model_config.hf_config)
 
 
-def is_hybrid(model_config: Any) -> bool:
-    """Whether some layers of a model keep states of linear attention instead of rows."""
+def layers_with_rows(model_config: Any) -> Sequence[int] | None:
+    """Layers of a hybrid model that are no linear attention, which keeps states instead; None for others."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    return mambaish_config(model_config) is not None
+    hybrid = mambaish_config(model_config)
+    return None if hybrid is None else hybrid.full_attention_layer_ids
+
+
+def is_hybrid(model_config: Any) -> bool:
+    """Whether a model mixes MLA with linear attention."""
+    return layers_with_rows(model_config) is not None
 
 
 def keeps_states_by_token(model_config: Any, view: Any) -> bool:
     """Whether a server's prefix cache keeps states of linear layers in a way that needs pages of one token.
 
-    SGLang's other way, `extra_buffer`, needs a GPU and is what it chooses there (`arg_groups/mamba_hook.py`).
+    SGLang's other way, `extra_buffer`, is what it chooses for longer pages, where model, linear backend and
+    device have it (`overrides._mamba_radix_cache_resolution`, `mamba_hook.validate_mamba_extra_buffer`).
     """
+    from sglang.srt.arg_groups.overrides import supports_mamba_cache_extra_buffer
+
     if not is_hybrid(model_config):
         return False
     strategy = view.mamba_radix_cache_strategy
-    return strategy == "no_buffer" or (strategy == "auto" and view.device == "cpu")
+    if strategy != "auto":
+        return strategy == "no_buffer"
+    return view.device == "cpu" or not supports_mamba_cache_extra_buffer(view, model_config.hf_config)
 
 
 def is_rocm() -> bool:

@@ -14,7 +14,7 @@ from sgl_kvpool.sglang_plugin import attention, budget, disaggregation, dsa, hos
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.launching import build_server_info
-from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, model_name
+from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, host_tier_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
 
@@ -125,9 +125,9 @@ def _readers(configurator: Any) -> tuple[str, ...]:
 
 def _layers_with_rows(configurator: Any) -> Collection[int] | None:
     """Model layers that have rows; None for all. Linear layers may be of the same class (lightning)."""
-    if not is_hybrid(configurator.model_config):
-        return None
-    return (0,) if configurator.is_draft_worker else configurator.mambaish_config.full_attention_layer_ids
+    layers = layers_with_rows(configurator.model_config)
+    # A hybrid draft is one MLA layer, which SGLang's builder of pools numbers so.
+    return (0,) if layers is not None and configurator.is_draft_worker else layers
 
 
 def _checked_k_scales(

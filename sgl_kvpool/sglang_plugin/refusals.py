@@ -18,7 +18,7 @@ from sgl_kvpool.host.labels import (
     HostTierOptions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.models import model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import layers_with_rows, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 
 __all__ = [
@@ -260,7 +260,6 @@ def check_host_model(
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
     """Refuse models whose KV cache is not MLA, or whose geometry no layout stores."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
     name = model_name(model_config)
@@ -270,8 +269,8 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
             f"uses {model_config.attention_arch.name}; {remedy}"
         )
-    hybrid = mambaish_config(model_config)
-    if hybrid is not None and not hybrid.full_attention_layer_ids:
+    with_rows = layers_with_rows(model_config)
+    if with_rows is not None and not with_rows:
         raise ValueError(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and all "
             f"{model_config.num_hidden_layers} layers of {name} keep states instead; {remedy}"

@@ -75,6 +75,7 @@ SERVER_ARGS = (
     Seam("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
+    Seam(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
     Seam("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 

@@ -63,6 +63,7 @@ HYBRIDS = {
     "kda": _kimi(MLA_LAYERS),
     "kda-alone": _kimi([]),
     "kda-rank448": {**_kimi(MLA_LAYERS), "kv_lora_rank": 448},
+    "k3": {**_kimi(MLA_LAYERS), "architectures": ["KimiK3ForConditionalGeneration"]},
     "lightning": {**_BAILING, "architectures": ["BailingMoeV2_5ForCausalLM"]},
     "bailing-kda": {
         **_BAILING,

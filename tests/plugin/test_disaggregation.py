@@ -61,7 +61,7 @@ def no_groups(published):
 
 @pytest.fixture
 def manager_of(bootstrap, no_groups, monkeypatch):
-    """`manager_of(mode, pool, layout, draft)`: SGLang's manager of a server, with the arguments of its queue.
+    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with the arguments of its queue.
 
     `layout` is what the server was asked for; None is a server without the plugin.
     """
@@ -85,7 +85,13 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     made = []
     queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
 
-    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True):
+    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None):
+        model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
+        if with_rows is not None:  # a hybrid model, whose other layers have states
+            model = SimpleNamespace(
+                num_hidden_layers=2 * LAYERS,
+                hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
+            )
         args = ServerArgs(
             model_path="dummy", device="cpu", host="127.0.0.1", page_size=pool.page_size,
             disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
@@ -105,7 +111,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
             scheduler=SimpleNamespace(
                 rust_server=None, server_args=args, enable_hisparse=False,
                 tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str=shown)),
-                model_config=SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None),
+                model_config=model,
             ),
         )  # fmt: skip
         made.append(queue._init_kv_manager())

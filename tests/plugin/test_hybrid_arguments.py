@@ -7,7 +7,7 @@ nothing else of a GPU, so this machine answers for one: Hopper.
 import pytest
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
-DENSE = ["kda", "lightning", "bailing-kda", "bailing-kda-norope"]
+DENSE = ["kda", "k3", "lightning", "bailing-kda", "bailing-kda-norope"]
 HICACHE = "--enable-hierarchical-cache"
 TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 
@@ -62,6 +62,9 @@ def test_every_arrangement(serve, arrangement):
         # These need pages of one token, and a server that named none got them before it had a layout.
         (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), "cuda", 1, "no_buffer"),
         (("--disable-overlap-schedule",), "cpu", 1, "no_buffer"),
+        # Whose states SGLang keeps in no other way.
+        (("--linear-attn-backend", "cutedsl"), "cuda", 1, "no_buffer"),
+        (("--linear-attn-backend", "flashkda", "--page-size", "1"), "cuda", 1, "no_buffer"),
     ],
 )
 @pytest.mark.parametrize("model", DENSE)

@@ -1,0 +1,35 @@
+"""Prefill and decode servers of hybrid models: SGLang's queues describe rows and states of real pools."""
+
+import hybrid_pools
+import pytest
+from test_disaggregation import bootstrap, manager_of, no_groups, pool_of  # noqa: F401
+
+MLA_LAYERS = hybrid_pools.MLA_LAYERS
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("layout", hybrid_pools.LAYOUTS)
+def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, layout, sparse):  # noqa: F811
+    """By the model's layers; states by SGLang, as without a layout."""
+    pool = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
+    prefill = manager_of("prefill", pool, with_rows=MLA_LAYERS)
+    described, rows = prefill.kv_args, pool.full_kv_pool
+    assert described.kv_data_ptrs == [tensor.data_ptr() for tensor in rows.kv_buffer]
+    assert described.kv_item_lens == [pool.page_size * rows.row_format.row_bytes] * 3
+    assert described.kv_layer_ids == MLA_LAYERS
+    assert [kind.value for kind in described.state_types] == ["mamba", *(["dsa"] if sparse else [])]
+    assert described.state_data_ptrs[0] == pool.mamba_pool.get_contiguous_buf_infos()[0]
+    # The rows of bf16 are SGLang's own.
+    assert ("+kvpool:" in prefill.kv_cache_dtype_str) == (layout != "bf16")
+
+    peer = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
+    decode = manager_of("decode", peer, with_rows=MLA_LAYERS)
+    assert decode.try_ensure_parallel_info(bootstrap)
+    assert decode.kv_cache_dtype_str == prefill.kv_cache_dtype_str
+
+
+def test_other_rows_are_refused(manager_of, bootstrap):  # noqa: F811
+    manager_of("prefill", pool_of("fp4", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
+    decode = manager_of("decode", pool_of("fp8", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
+    with pytest.raises(RuntimeError, match=r"prefill server .* stores rows of layout fp4 .*layout fp8"):
+        decode.try_ensure_parallel_info(bootstrap)
