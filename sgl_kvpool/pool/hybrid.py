@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPoo
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.host.labels import HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.pool.arranged import RowWriteLoc
 from sgl_kvpool.pool.dsa import LayoutDSATokenToKVPool
+from sgl_kvpool.pool.k_scales import checked_k_scales
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.pool.row_pool import RowPool
 
@@ -73,8 +73,12 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
                 f"a {getattr(brought, '__name__', brought)} was given for the rows of layout {layout}, which "
                 "cannot store them; leave --kv-cache-layout out"
             )
-        places = {layer_id: place for place, layer_id in enumerate(full_attention_layer_ids)}
-        others = sorted(set(k_scales or {}) - set(places))
+        layer_ids = list(full_attention_layer_ids)
+        places = {layer_id: place for place, layer_id in enumerate(layer_ids)}
+        if len(places) < len(layer_ids):
+            raise ValueError(f"full_attention_layer_ids {layer_ids} has a layer twice")
+        scales = checked_k_scales(k_scales)  # here, where layers have the model's numbers
+        others = sorted(set(scales) - set(places))
         if others:
             raise ValueError(
                 f"k_scales has layers {others}, and only {sorted(places)} have rows; the checkpoint's KV "
@@ -83,12 +87,12 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         rows_class = LayoutDSATokenToKVPool if use_dsa else LayoutMLATokenToKVPool
         super().__init__(
             *args,
-            full_attention_layer_ids=list(full_attention_layer_ids),
+            full_attention_layer_ids=layer_ids,
             use_mla=True,
             use_dsa=use_dsa,
             full_kv_pool_class=rows_class.bind(
                 layout,
-                {places[layer_id]: value for layer_id, value in (k_scales or {}).items()},
+                {places[layer_id]: k_scale for layer_id, k_scale in scales.items()},
                 arrangement=KVArrangement.parse(kv_cache_arrangement),
                 readers=readers,
                 host_tier=host_tier,
@@ -160,13 +164,27 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         self._wait_for_layer(layer_id)  # the pool inside has no counter: this one has taken it over
         return self.full_kv_pool.get_row_buffer(place)
 
+    # SGLang's own renumber the layer object for the time of a call, which another thread would see, and make
+    # slots of row numbers (`RowWriteLoc`).
+
     def set_kv_buffer(
         self, layer, loc_info, cache_k, cache_v, k_scale=1.0, v_scale=1.0, dcp_kv_mask=None
     ) -> None:
         """Store combined rows `cache_k` `[tokens, 1, R + P]`; the scales are the pool's own."""
-        if isinstance(loc_info, RowWriteLoc):
-            # SGLang's makes a KVWriteLoc of it, and the row numbers in it would be taken for slots.
-            with self._transfer_id_context(layer):
-                self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v)
-            return
-        super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, dcp_kv_mask)
+        place = self._transfer_full_attention_id(layer.layer_id)
+        self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override=place)
+
+    def set_mla_kv_buffer(self, layer, loc_info, cache_k_nope, cache_k_rope) -> None:
+        """Store rows from a latent `[tokens, 1, R]` and a rope `[tokens, 1, P]` (None or empty if P is 0)."""
+        place = self._transfer_full_attention_id(layer.layer_id)
+        self.full_kv_pool.set_mla_kv_buffer(
+            layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=place
+        )
+
+    def get_mla_kv_buffer(
+        self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decoded latent and rope of some slots, as `LayoutMLATokenToKVPool.get_mla_kv_buffer`."""
+        place = self._transfer_full_attention_id(layer.layer_id)
+        self._wait_for_layer(layer.layer_id)
+        return self.full_kv_pool.get_mla_kv_buffer(layer, loc, dst_dtype, layer_id_override=place)

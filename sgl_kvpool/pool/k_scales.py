@@ -1,15 +1,42 @@
-"""The k_scales of pools, as a part of names: rows that were divided by other scales are other rows."""
+"""The k_scales of pools: what they may be, and as a part of names: rows divided by others are other rows."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 
-__all__ = ["k_scales_digest"]
+__all__ = ["checked_k_scales", "k_scales_digest"]
+
+
+def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
+    """k_scales by layer, as Python's numbers.
+
+    Raises
+    ------
+    ValueError
+        A key that is no layer id, or a scale that is not finite and positive as kernels see it.
+    """
+    checked = {}
+    for layer_id, k_scale in (k_scales or {}).items():
+        if not isinstance(layer_id, int):
+            raise ValueError(f"k_scales has a key {layer_id!r}; keys are model layer ids (int)")
+        try:
+            checked[layer_id] = float(k_scale)
+            stored = torch.tensor(checked[layer_id], dtype=torch.float32).item()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"k_scale={k_scale!r} of layer {layer_id} is no number") from error
+        if not 0.0 < stored < float("inf"):
+            raise ValueError(
+                f"k_scale={k_scale} of layer {layer_id} is not finite and positive in float32; "
+                "the checkpoint's KV scales are damaged, or choose a layout that uses none"
+            )
+    return checked
 
 
 def k_scales_digest(pools: Sequence[LayoutMLATokenToKVPool]) -> str:

@@ -22,6 +22,7 @@ from sgl_kvpool.codec import gather_parts, store_rows
 from sgl_kvpool.host.labels import HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
+from sgl_kvpool.pool.k_scales import checked_k_scales
 from sgl_kvpool.pool.row_pool import RowPool
 
 __all__ = ["LayoutMLATokenToKVPool"]
@@ -82,17 +83,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
         self.host_tier = host_tier or HostTierOptions()
         self._check_readers(readers)
-        self._k_scales = dict(k_scales or {})
+        self._k_scales = checked_k_scales(k_scales)
         env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
-        for layer_id, k_scale in self._k_scales.items():
-            if not isinstance(layer_id, int):
-                raise ValueError(f"k_scales has a key {layer_id!r}; keys are model layer ids (int)")
-            stored = torch.tensor(k_scale, dtype=torch.float32).item()  # as kernels see it
-            if not 0.0 < stored < float("inf"):
-                raise ValueError(
-                    f"k_scale={k_scale} of layer {layer_id} is not finite and positive in float32; "
-                    "the checkpoint's KV scales are damaged, or choose a layout that uses none"
-                )
         super().__init__(*args, **kwargs)
 
     def _check_readers(self, readers: Sequence[str]) -> None:
@@ -203,14 +195,18 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         return self.kv_lora_rank
 
     def get_mla_kv_buffer(
-        self, layer, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+        self,
+        layer,
+        loc: torch.Tensor,
+        dst_dtype: torch.dtype | None = None,
+        layer_id_override: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Decoded latent and rope of some slots.
 
         Parameters
         ----------
         layer : RadixAttention
-            Only its `layer_id` is used.
+            Only its `layer_id` is used, and that only without an override.
         loc : torch.Tensor
             `[tokens]` int32 or int64 slots.
         dst_dtype : torch.dtype, optional
@@ -223,7 +219,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         tuple of torch.Tensor
             `[tokens, 1, R]` and `[tokens, 1, P]`, each contiguous; the second is None if P is 0.
         """
-        layer_id = layer.layer_id
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         dtype = dst_dtype or (torch.bfloat16 if self.kv_cache_layout.is_packed else self.dtype)
         as_stored = dtype == torch.float8_e4m3fn
         # Every e4m3 value is a bf16 value, so the stored ones survive the way through bf16.

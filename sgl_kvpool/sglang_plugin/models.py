@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 __all__ = [
     "device_name",
+    "host_tier_page_size",
     "is_dsa",
     "is_hybrid",
     "is_rocm",
@@ -17,6 +19,9 @@ __all__ = [
     "model_name",
     "row_format_of",
 ]
+
+#: Tokens of a page with a host tier.
+HOST_TIER_PAGE_SIZE = 64
 
 
 def is_dsa(model_config: Any) -> bool:
@@ -53,6 +58,16 @@ def keeps_states_by_token(model_config: Any, view: Any) -> bool:
     if strategy != "auto":
         return strategy == "no_buffer"
     return view.device == "cpu" or not supports_mamba_cache_extra_buffer(view, model_config.hf_config)
+
+
+def host_tier_page_size(model_config: Any, view: Any) -> int:
+    """Tokens of a page with a host tier, unless the user names another size.
+
+    Of hybrid models one that divides the interval at which states are kept, as SGLang asks.
+    """
+    if not is_hybrid(model_config):
+        return HOST_TIER_PAGE_SIZE
+    return math.gcd(HOST_TIER_PAGE_SIZE, view.mamba_track_interval)
 
 
 def is_rocm() -> bool:

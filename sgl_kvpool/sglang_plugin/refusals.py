@@ -18,7 +18,7 @@ from sgl_kvpool.host.labels import (
     HostTierOptions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.models import layers_with_rows, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 
 __all__ = [
@@ -238,7 +238,7 @@ def check_host_model(
     arrangement: KVArrangement,
     options: HostTierOptions,
     model_config: Any,
-    device: str,
+    view: Any,
 ) -> None:
     """Refuse a layout of the host tier whose rows are not narrower, and pools our tier cannot describe."""
     from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
@@ -246,7 +246,10 @@ def check_host_model(
     from sgl_kvpool.host.conversion import host_layout_problem
 
     # Tails per request lie beside the pages (`pool.regions`).
-    if get_dsa_index_kpool_compress(model_config.hf_config) and options.takes(layout, arrangement, device):
+    ours = options.takes(layout, arrangement, view.device)
+    if ours and is_hybrid(model_config):
+        _check_states(layout, model_config, view)
+    if ours and get_dsa_index_kpool_compress(model_config.hf_config):
         raise ValueError(
             f"{model_name(model_config)} has compressed index keys, whose tails are in no page of a host "
             f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's "
@@ -256,6 +259,32 @@ def check_host_model(
     problem = host_layout_problem(rows, options.host_layout(layout))
     if problem is not None:
         raise ValueError(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
+
+
+def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
+    """Refuse states of a hybrid model that our host tier does not carry."""
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    flag, remedy = "--enable-hierarchical-cache", f"or serve without {LAYOUT.flag}"
+    for field, replay in (
+        ("enable_linear_replayssm", "--enable-linear-replayssm"),
+        ("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec"),
+    ):
+        if getattr(view, field):
+            raise ValueError(
+                f"{replay} does not work with {flag} and {LAYOUT.flag} {layout}: a state that comes back "
+                "from the host would meet the tokens that the slot's former owner was to replay; leave out "
+                f"one of the two, {remedy}"
+            )
+    layers, with_rows = model_config.num_hidden_layers, set(layers_with_rows(model_config) or ())
+    for rank in range(view.pp_size):
+        stage = range(*get_pp_indices(layers, rank, view.pp_size))
+        if not 0 < len(with_rows.intersection(stage)) < len(stage):
+            raise ValueError(
+                f"--pp-size {view.pp_size} gives layers {stage.start} to {stage.stop - 1} of "
+                f"{model_name(model_config)} a stage of their own, which has no rows or no states for "
+                f"{flag}; use fewer stages, {remedy}"
+            )
 
 
 def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:

@@ -51,7 +51,8 @@ FIELDS = (
     *(feature.field for feature in BACKEND_FEATURES),
     *(feature.field for feature in FEATURES),
     *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
-    "mamba_radix_cache_strategy",
+    *("mamba_radix_cache_strategy", "mamba_track_interval", "pp_size"),
+    *("enable_linear_replayssm", "enable_linear_replayssm_spec"),
 )
 
 #: Used in every process that loads plugins.
@@ -76,6 +77,11 @@ SERVER_ARGS = (
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
     Seam(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
+    Seam(
+        "sglang.srt.distributed.utils.get_pp_indices",
+        ("num_hidden_layers", "pp_rank", "pp_size"),
+        hooked=False,
+    ),
     Seam("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 
@@ -212,7 +218,12 @@ SCHEDULER = (
         hooked=False,
     ),
     Seam(f"{_HYBRID_POOL}._transfer_full_attention_id", ("self", "layer_id"), hooked=False),
-    Seam(f"{_HYBRID_POOL}._transfer_id_context", ("self", "layer"), hooked=False),
+    Seam(
+        f"{_HYBRID_POOL}.set_mla_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope"),
+        hooked=False,
+    ),
+    Seam(f"{_HYBRID_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
     Seam(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
     Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
     Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),

@@ -13,14 +13,12 @@ from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import attention_rules, dsa_rules, launching, refusals, seams
-from sgl_kvpool.sglang_plugin.models import is_dsa, keeps_states_by_token
+from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
 
 __all__ = ["install", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
-#: Tokens of a page with a host tier, unless the user names another size.
-HOST_TIER_PAGE_SIZE = 64
 #: Of the function that takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
 _installed = False
@@ -158,7 +156,7 @@ def _check_model(server_args, previous):
             sized = view.page_size is not None or keeps_states_by_token(model_config, view)
             if refusals.has_host_tier(view) and not sized:
                 # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
-                declared["page_size"] = HOST_TIER_PAGE_SIZE
+                declared["page_size"] = host_tier_page_size(model_config, view)
         # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
         declare_resolution(server_args, _SOURCE, **declared)
     previous(server_args)
@@ -232,7 +230,7 @@ def _finish(server_args, previous):
     refusals.check_features(layout, arrangement, view)
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if refusals.has_host_tier(view):
-        refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view.device)
+        refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:

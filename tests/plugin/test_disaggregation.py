@@ -61,7 +61,7 @@ def no_groups(published):
 
 @pytest.fixture
 def manager_of(bootstrap, no_groups, monkeypatch):
-    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with the arguments of its queue.
+    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with its queue's arguments.
 
     `layout` is what the server was asked for; None is a server without the plugin.
     """

@@ -59,6 +59,9 @@ def test_every_arrangement(serve, arrangement):
     [
         ((), "cuda", 64, "extra_buffer"),
         (("--page-size", "16"), "cuda", 16, "extra_buffer"),
+        # SGLang keeps states at whole pages only.
+        (("--mamba-track-interval", "32"), "cuda", 32, "extra_buffer"),
+        (("--mamba-track-interval", "100"), "cuda", 4, "extra_buffer"),
         # These need pages of one token, and a server that named none got them before it had a layout.
         (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), "cuda", 1, "no_buffer"),
         (("--disable-overlap-schedule",), "cpu", 1, "no_buffer"),
@@ -104,6 +107,30 @@ def test_compressed_index_keys_have_no_host_tier_of_ours(serve):
         with pytest.raises(ValueError, match="has compressed index keys, whose tails .*--kv-host-layout"):
             serve("glm5-compressed", "bf16", HICACHE, *ours)
     serve("glm5", "bf16", HICACHE, "--kv-host-engine", "staged")
+
+
+@pytest.mark.parametrize("spec", [False, True])
+def test_states_that_a_host_tier_cannot_give_back(serve, checkpoints, spec):
+    """SGLang resets the cursor of a state's replay where it copies states, and not where it loads them."""
+    flag, argv = "--enable-linear-replayssm", ["--mamba-radix-cache-strategy", "no_buffer"]
+    if spec:
+        flag = f"{flag}-spec"
+        argv += ["--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", "1"]
+        argv += ["--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2"]
+        argv += ["--speculative-draft-model-path", checkpoints["bailing-kda"], "--max-running-requests", "4"]
+    argv += [flag, "--disable-overlap-schedule"]
+    with pytest.raises(ValueError, match=f"{flag} does not work with {HICACHE} .*layout fp4"):
+        serve("bailing-kda", "fp4", HICACHE, *argv)
+    serve("bailing-kda", "fp4", *argv)
+
+
+@pytest.mark.parametrize(("stages", "layers"), [("6", "0 to 0"), ("3", "0 to 1"), ("2", "0 to 2")])
+def test_stages_without_rows_or_without_states_have_no_host_tier(serve, monkeypatch, stages, layers):
+    with pytest.raises(ValueError, match=f"--pp-size {stages} gives layers {layers} of Kimi.*fewer stages"):
+        serve("kda", "fp4", HICACHE, "--pp-size", stages)
+    serve("kda", "fp4", "--pp-size", stages)
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "4,2")
+    serve("kda", "fp4", HICACHE, "--pp-size", "2")
 
 
 @pytest.mark.parametrize("model", DENSE)

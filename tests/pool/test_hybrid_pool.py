@@ -388,6 +388,45 @@ def test_models_and_pools_that_it_is_not_for():
     assert hybrid_pool("fp4", full_kv_pool_class=MLATokenToKVPool).kv_cache_layout == "fp4"
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0, "x", None])
+def test_a_bad_scale_is_named_by_the_models_layer(bad):
+    with pytest.raises(ValueError, match=r"^k_scale=.* of layer 4 is "):
+        hybrid_pool("fp8", k_scales={4: bad})
+
+
+def test_lists_of_layers():
+    with pytest.raises(ValueError, match=r"full_attention_layer_ids \[1, 4, 1\] has a layer twice"):
+        hybrid_pool("fp4", full_attention_layer_ids=[1, 4, 1])
+    pool = hybrid_pool("fp4", full_attention_layer_ids=(layer_id for layer_id in (4, 1)))
+    assert pool.get_kv_layer_ids() == [4, 1]
+    assert pool.get_row_buffer(4).data_ptr() == pool.full_kv_pool.kv_buffer[0].data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_threads_that_share_a_layer_object(layout):
+    """Nobody sees another number in it."""
+    pool, attention = hybrid_pool(layout), layer(4)
+    nope, rope = values(1, 512, 64)
+    combined, seen = torch.cat([nope, rope], -1), set()
+    inner = pool.full_kv_pool
+
+    def spy(method):
+        original = getattr(inner, method)
+
+        def call(layer, *args, **kwargs):
+            seen.add(layer.layer_id)
+            return original(layer, *args, **kwargs)
+
+        setattr(inner, method, call)
+
+    for method in ("set_kv_buffer", "set_mla_kv_buffer", "get_mla_kv_buffer"):
+        spy(method)
+    pool.set_kv_buffer(attention, torch.tensor([1]), combined, combined)
+    pool.set_mla_kv_buffer(attention, torch.tensor([1]), nope, rope)
+    pool.get_mla_kv_buffer(attention, torch.tensor([1]))
+    assert seen == {4}
+
+
 def test_a_stage_without_mla_layers():
     """Of a pipeline."""
     pool = hybrid_pool("fp4", full_attention_layer_ids=[])
