@@ -1,8 +1,8 @@
 """`python hybrid_launch.py ...`: `python -m sglang.launch_server ...` for a hybrid model on a CPU.
 
 SGLang tracks states at page boundaries (`extra_buffer`, without which a hybrid model's pages are one token
-long and a prefix is found at the end of a request only) on GPUs it knows only, and says so while it reads its arguments, before
-anything of the model's is imported. The tracking itself is tensor indexing.
+long and a prefix is found at the end of a request only) on GPUs it knows only, and says so while it reads its
+arguments, before anything of the model's is imported. The tracking itself is tensor indexing.
 """
 
 import runpy
