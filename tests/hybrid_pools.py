@@ -1,5 +1,7 @@
 """Small real hybrid pools on the CPU, ours and SGLang's, and the bytes of their rows by numpy alone."""
 
+from types import SimpleNamespace
+
 import dsa_pools
 import numpy as np
 import torch
@@ -12,6 +14,12 @@ ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 ROW_BYTES = {"bf16": (1152, 1024), "fp8": (576, 512), "fp8_block_scale": (656, 528), "fp4": (416, 288)}
 #: What SGLang is shown.
 DTYPES = {layout: torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16 for layout in LAYOUTS}
+
+#: What SGLang's builder passes for pooled index keys; a page of 256 tokens has 64 of them.
+POOLED = {
+    "sparse": True, "page_size": 256, "size": 512, "index_kpool": 4, "index_kpool_compress": True,
+    "tail_extra_slots": 2, "max_running_requests": 3,
+}  # fmt: skip
 
 
 def states(layer_ids=LINEAR_LAYERS, slots=SLOTS_OF_STATES):
@@ -58,6 +66,18 @@ def stock_pool(layout, **extra):
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     return HybridLinearKVPool(**arguments(layout, **extra))
+
+
+def place(layer_id):
+    """Of a model layer among those with rows, by which the pool inside knows it."""
+    return MLA_LAYERS.index(layer_id)
+
+
+def waits(pool):
+    """What readers wait for from now on."""
+    waited = []
+    pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
+    return waited
 
 
 def rows(pool, layer_id):

@@ -28,6 +28,21 @@ pytestmark = pytest.mark.usefixtures("published")
 PACKED = ["fp8_block_scale", "fp4"]
 GUARD = 0xEE
 everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+#: Size of the pool and some slots by tokens of a page: the last slot, and both sides of a page's end.
+PAGES = {
+    1: (15, [15, 3, 6, 1]),
+    2: (14, [15, 3, 6, 1]),
+    PAGE: (SIZE, [15, 3, 6, 1]),
+    61: (122, [182, 61, 60, 1]),
+    64: (128, [191, 64, 63, 1]),
+}
+pages = pytest.mark.parametrize("page_size", PAGES)
+
+
+def paged(layout, arrangement, page_size):
+    """A pool with pages of so many tokens, and some of its slots."""
+    size, slots = PAGES[page_size]
+    return hybrid_pool(layout, arrangement, page_size=page_size, size=size), torch.tensor(slots)
 
 
 def guard(pool):
@@ -158,20 +173,20 @@ def locations(kind, pool, slots):
 
 @pytest.mark.parametrize("kind", ["tensor", "slots", "rows"])
 @pytest.mark.parametrize("method", ["set_kv_buffer", "set_mla_kv_buffer"])
+@pages
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_reach_the_rows_of_their_layer_and_no_others(layout, arrangement, method, kind):
+def test_writes_reach_the_rows_of_their_layer_and_no_others(layout, arrangement, page_size, method, kind):
     """By the model's layer, and not by its place; row numbers are not taken for slots."""
-    pool = hybrid_pool(layout, arrangement)
+    pool, slots = paged(layout, arrangement, page_size)
     guard(pool)
-    slots = torch.tensor([13, 3, 6, 1])
     nope, rope = values(4, 512, 64)
     written_by(method, pool, 3, locations(kind, pool, slots), nope, rope)
 
     found = np.array(rows(pool, 3))
     assert np.array_equal(found[slots.numpy()], expected_rows(layout, nope, rope))
-    untouched = np.setdiff1d(np.arange(SIZE + PAGE), slots.numpy())
-    assert (found[untouched] == GUARD).all()
+    assert len(found) == pool.size + page_size
+    assert (np.delete(found, slots.numpy(), axis=0) == GUARD).all()
     for other in (1, 4):
         assert (np.array(rows(pool, other)) == GUARD).all()
     assert states_are_guarded(pool)
@@ -291,38 +306,43 @@ def test_layers_without_rows_are_refused(layout, layer_id):
 # -------------------------------------------------------------------- moving
 
 
+@pages
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moves_are_of_whole_rows_in_every_mla_layer(layout, arrangement):
-    pool = hybrid_pool(layout, arrangement)
+def test_moves_are_of_whole_rows_in_every_mla_layer(layout, arrangement, page_size):
+    """One slot is source and target."""
+    pool, (last, middle, other, _) = paged(layout, arrangement, page_size)
     guard(pool)
     before = fill(pool)
-    pool.move_kv_cache(torch.tensor([3, 13]), torch.tensor([7, 3]))
+    target, source = torch.stack([middle, last]), torch.stack([other, middle])
+    pool.move_kv_cache(target, source)
     for layer_id, wanted in before.items():
-        wanted[[3, 13]] = wanted[[7, 3]]
+        wanted[target.numpy()] = wanted[source.numpy()]
         assert np.array_equal(np.array(rows(pool, layer_id)), wanted)
     assert states_are_guarded(pool)
 
 
+@pages
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cpu_copies_carry_rows_and_states(layout, arrangement, monkeypatch):
+def test_cpu_copies_carry_rows_and_states(layout, arrangement, page_size, monkeypatch):
     """What SGLang does to a request that it retracts; both are back, in other slots, and nothing else is."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    pool = hybrid_pool(layout, arrangement)
+    pool, slots = paged(layout, arrangement, page_size)
     before = fill(pool)
     generator = torch.Generator().manual_seed(3)
     for tensor in state_tensors(pool).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     kept = {name: tensor.clone() for name, tensor in state_tensors(pool).items()}
-    slots, state = torch.tensor([5, 14, 9, 2, 1]), torch.tensor([2, 5])
+    last, state = slots[0], torch.tensor([2, 5])
+    slots = torch.cat([slots, torch.tensor([9])])  # three pieces
     pool.full_kv_pool.cpu_offloading_chunk_size = 2
     saved = pool.get_cpu_copy(slots, mamba_indices=state)
     for layer_id in MLA_LAYERS:
         rows(pool, layer_id)[slots.numpy()] = GUARD
     for tensor in state_tensors(pool).values():
         tensor[:, state] = 7
-    others, other_state = torch.tensor([10, 11, 12, 13, 6]), torch.tensor([1, 3])
+    others, other_state = torch.tensor([10, last - 1, 12, last - 2, 5]), torch.tensor([1, 3])
     pool.load_cpu_copy(saved, others, mamba_indices=other_state)
     for layer_id, wanted in before.items():
         wanted[others.numpy()] = wanted[slots.numpy()]
@@ -357,6 +377,9 @@ def test_states_are_described_by_their_own_pool():
     assert pool.get_state_buf_infos() == pool.mamba_pool.get_contiguous_buf_infos()
     assert pool.get_state_layer_ids() == pool.mamba_pool.get_state_layer_ids()
     assert pool.get_state_dim_per_tensor() == pool.mamba_pool.get_state_dim_per_tensor()
+    assert pool.get_state_slice_outer_counts() == pool.mamba_pool.get_state_slice_outer_counts()
+    assert pool.get_state_conv_shard_groups() == pool.mamba_pool.get_state_conv_shard_groups()
+    assert len(pool.get_state_slice_outer_counts()) == len(pool.get_state_conv_shard_groups()) != 0
     addresses = set(pool.get_state_buf_infos()[0])
     assert not addresses & set(pool.get_contiguous_buf_infos()[0])
 

@@ -1,0 +1,189 @@
+"""Every public name of SGLang's HybridLinearKVPool, on ours beside SGLang's own around its own MLA pool.
+
+A release of SGLang with another method makes this fail, until somebody has looked at what it does to packed
+rows and has put it into one of the tables.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dsa_pools import layer, values
+from hybrid_pools import LAYOUTS, POOLED, hybrid_pool, stock_pool
+
+pytestmark = pytest.mark.usefixtures("published")
+
+LAYER, SLOTS = 3, torch.tensor([1, 2])
+INT32 = {"dtype": torch.int32}
+
+
+def combined(pool):
+    nope, rope = values(2, 512, 64)
+    return pool.set_kv_buffer(layer(LAYER), SLOTS, torch.cat([nope, rope], -1), nope)
+
+
+def decode_tokens(pool):
+    """One token of two requests, the last of a key of four tokens."""
+    keys = torch.ones(2, 128, dtype=torch.bfloat16)
+    at, blocks = torch.tensor([3, 3]), torch.arange(4, 12, **INT32).reshape(2, 4)
+    return pool.kpool_decode_update_index_cache(
+        LAYER, keys, keys, torch.ones(4, 128), blocks, SLOTS, at, at.to(torch.int32) + 1, at + 256
+    )
+
+
+#: Of every pool of MLA rows, and how each is called.
+SHOWN = {
+    "dsa_kv_cache_store_fp8": lambda pool: pool.dsa_kv_cache_store_fp8,
+    "get_contiguous_buf_infos": lambda pool: pool.get_contiguous_buf_infos(),
+    "get_cpu_copy": lambda pool: pool.get_cpu_copy(torch.arange(pool.page_size)),
+    "get_key_buffer": lambda pool: pool.get_key_buffer(LAYER),
+    "get_kv_buffer": lambda pool: pool.get_kv_buffer(LAYER),
+    "get_kv_buffer_shape": lambda pool: pool.get_kv_buffer_shape(),
+    "get_kv_cache_quant_method": lambda pool: pool.get_kv_cache_quant_method(),
+    "get_kv_layer_ids": lambda pool: pool.get_kv_layer_ids(),
+    "get_kv_size_bytes": lambda pool: pool.get_kv_size_bytes(),
+    "get_mla_kv_buffer": lambda pool: pool.get_mla_kv_buffer(layer(LAYER), SLOTS, torch.bfloat16),
+    "get_state_buf_infos": lambda pool: pool.get_state_buf_infos(),
+    "get_state_conv_shard_groups": lambda pool: pool.get_state_conv_shard_groups(),
+    "get_state_dim_per_tensor": lambda pool: pool.get_state_dim_per_tensor(),
+    "get_state_layer_ids": lambda pool: pool.get_state_layer_ids(),
+    "get_state_slice_outer_counts": lambda pool: pool.get_state_slice_outer_counts(),
+    "get_v_head_dim": lambda pool: pool.get_v_head_dim(),
+    "get_value_buffer": lambda pool: pool.get_value_buffer(LAYER),
+    "host_pool_decls": lambda pool: pool.host_pool_decls(),
+    "index_head_dim": lambda pool: pool.index_head_dim,
+    "index_kpool": lambda pool: pool.index_kpool,
+    "index_kpool_compress": lambda pool: pool.index_kpool_compress,
+    "index_page_size": lambda pool: pool.index_page_size,
+    "invalidate_index_buffer_for_layer": lambda pool: pool.invalidate_index_buffer_for_layer(LAYER),
+    "kv_cache_dim": lambda pool: pool.kv_cache_dim,
+    "load_cpu_copy": lambda pool: pool.load_cpu_copy(
+        pool.get_cpu_copy(torch.arange(pool.page_size)), torch.arange(pool.page_size)
+    ),
+    "maybe_get_custom_mem_pool": lambda pool: pool.maybe_get_custom_mem_pool(),
+    "move_kv_cache": lambda pool: pool.move_kv_cache(torch.tensor([3]), torch.tensor([1])),
+    "post_capture_active": lambda pool: pool.post_capture_active,
+    "quant_block_size": lambda pool: pool.quant_block_size,
+    "register_layer_transfer_counter": lambda pool: pool.register_layer_transfer_counter(None),
+    "set_kv_buffer": combined,
+    "set_mla_kv_buffer": lambda pool: pool.set_mla_kv_buffer(layer(LAYER), SLOTS, *values(2, 512, 64)),
+    "tail_extra_slots": lambda pool: pool.tail_extra_slots,
+    # Of sparse attention: AssertionError without it, and of the last three without pooled keys too.
+    "set_index_k_scale_buffer": lambda pool: pool.set_index_k_scale_buffer(
+        LAYER, SLOTS, torch.ones(2, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
+    ),
+    "get_index_k_with_scale_buffer": lambda pool: pool.get_index_k_with_scale_buffer(LAYER),
+    "get_broadcastable_index_k_with_scale_buffer": lambda pool: (
+        pool.get_broadcastable_index_k_with_scale_buffer(LAYER)
+    ),
+    "get_index_k_scale_buffer": lambda pool: pool.get_index_k_scale_buffer(
+        LAYER, torch.tensor([3], **INT32), torch.tensor([[1]], **INT32), 3, 3
+    ),
+    "get_compress_tail_buffers": lambda pool: pool.get_compress_tail_buffers(LAYER),
+    "kpool_decode_update_index_cache": decode_tokens,
+    "set_compress_tail_for_request": lambda pool: pool.set_compress_tail_for_request(
+        LAYER, torch.tensor(1), *torch.ones(2, 1, 128, dtype=torch.bfloat16), 1, 0
+    ),
+}
+OF_POOLED = {
+    "get_compress_tail_buffers", "kpool_decode_update_index_cache", "set_compress_tail_for_request",
+}  # fmt: skip
+OF_SPARSE = {name for name in SHOWN if "index_k_" in name} | OF_POOLED
+
+#: Of pools of keys and values apart, of quantised ones and of those resized after a capture: SGLang's MLA
+#: pools have none of it.
+NOT_OF_MLA = {
+    "finalize_backing": lambda pool: pool.finalize_backing(SimpleNamespace(max_total_num_tokens=4)),
+    "get_dequant_workspace": lambda pool: pool.get_dequant_workspace(),
+    "get_device_pool_infos": lambda pool: pool.get_device_pool_infos(),
+    "get_flashinfer_decode_dequant_workspace_kv_buffer": lambda pool: (
+        pool.get_flashinfer_decode_dequant_workspace_kv_buffer(layer(LAYER))
+    ),
+    "get_flashinfer_dequant_workspace_kv_buffer": lambda pool: (
+        pool.get_flashinfer_dequant_workspace_kv_buffer(layer(LAYER))
+    ),
+    "get_kv_scale_buffer": lambda pool: pool.get_kv_scale_buffer(LAYER),
+    "get_raw_kv_buffer": lambda pool: pool.get_raw_kv_buffer(LAYER),
+    "post_capture_backed_bytes": lambda pool: pool.post_capture_backed_bytes,
+}
+#: Flags and numbers that SGLang reads off the class or the pool.
+CONSTANTS = {
+    "cpu_copy_carries_mamba": True, "host_capacity_bytes": None, "host_capacity_tokens": None,
+    "host_transfer_translate": None, "layer_shard_enabled": False, "requires_physical_write_loc": False,
+}  # fmt: skip
+
+#: Where ours differs: packed rows have no values to view, and scaled rows are written by either method.
+NO_VALUES = {"get_kv_buffer", "get_value_buffer"}
+KINDS = {"dense": {}, "sparse": {"sparse": True}, "pooled": POOLED}
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("fp4", "pooled")]
+
+
+def raised(call, pool):
+    """The type of the exception, or None."""
+    try:
+        call(pool)
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def expected_differences(layout, kind):
+    """What ours raises where SGLang's own does not agree."""
+    if layout not in ("fp8_block_scale", "fp4"):
+        return {}
+    found = dict.fromkeys(NO_VALUES, TypeError)
+    if kind == "dense":
+        found["get_key_buffer"] = TypeError
+    if layout == "fp8_block_scale" and kind != "dense":
+        found["set_kv_buffer"] = None  # SGLang's scaled rows are not written by this method
+    return found
+
+
+def test_every_public_name_of_sglangs_class_is_known():
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    public = {name for name in dir(HybridLinearKVPool) if not name.startswith("_")}
+    called = {
+        name
+        for name in public
+        if callable(found := inspect.getattr_static(HybridLinearKVPool, name)) or isinstance(found, property)
+    }
+    assert not set(SHOWN) & set(NOT_OF_MLA)
+    assert called == set(SHOWN) | set(NOT_OF_MLA)
+    assert public - called == set(CONSTANTS)
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_ours_has_what_sglangs_has(layout, kind, monkeypatch):
+    """The same type of exception, or none."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    differences = expected_differences(layout, kind)
+    ours, stock = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+    absent = {"dense": OF_SPARSE, "sparse": OF_POOLED, "pooled": set()}[kind]
+    for name, call in SHOWN.items():
+        wanted = raised(call, stock)
+        assert raised(call, ours) == differences.get(name, wanted), name
+        if kind == "pooled" and name == "move_kv_cache":
+            assert wanted is AssertionError  # pooled keys would have to be made anew
+        elif name not in differences:
+            assert wanted == (AssertionError if name in absent else None), name
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_ours_lacks_what_sglangs_mla_pools_lack(layout, kind):
+    for name, call in NOT_OF_MLA.items():
+        pools = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+        ours, stock = (raised(call, pool) for pool in pools)
+        wanted = NotImplementedError if name == "get_device_pool_infos" else AttributeError
+        assert ours is stock is wanted, name
+    # A scale is of pools that divide by it.
+    assert raised(lambda pool: pool.get_key_buffer(LAYER, scale=0.5), pools[0]) is TypeError
+    assert raised(lambda pool: pool.get_key_buffer(LAYER, scale=0.5), pools[1]) is TypeError
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_constants_are_sglangs(layout, kind):
+    ours, stock = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
+    for name, value in CONSTANTS.items():
+        assert getattr(ours, name) is getattr(stock, name) is value, name
