@@ -75,7 +75,7 @@ class TierShares:
 
 
 def rows_declared(decls: Sequence[Any]) -> Any:
-    """The device pool of the rows, of what a pool declares for a host tier; a hybrid one declares its inner."""
+    """The device pool of the rows, of what a pool declares for a host tier: a hybrid one's inner pool."""
     return next(decl.device_pool for decl in decls if decl.is_primary)
 
 

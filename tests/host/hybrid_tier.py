@@ -293,7 +293,7 @@ class Model:
         return served
 
     def check(self, tokens, length=None):
-        """The request gets rows, index keys and state of one prefix that was computed, or none: its length."""
+        """The request gets rows, index keys and state of one computed prefix, or none of them: its length."""
         served = self.serve(tokens)
         if served.tokens == 0:
             assert served.state is None

@@ -277,7 +277,9 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     kvc = Namespace(
         server_args=args, model_config=model_config, is_draft_worker=False, mambaish_config=config,
-        layer_info=Namespace(start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]),
+        layer_info=Namespace(
+            start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]
+        ),
         spec_aux_config=None, spec_algorithm=Namespace(is_eagle=lambda: False),
     )  # fmt: skip
     assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) > 0
