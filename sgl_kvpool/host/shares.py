@@ -9,7 +9,7 @@ from typing import Any
 from sgl_kvpool.host.state_view import StateView
 from sgl_kvpool.host.states import state_slot_bytes
 
-__all__ = ["TierShares"]
+__all__ = ["TierShares", "rows_declared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +41,23 @@ class TierShares:
         Parameters
         ----------
         rows : LayoutMLATokenToKVPool
-            Of the target.
+            Of the target, or the hybrid pool that it is in.
         states : MambaPool
             Of the target.
         row_drafts, state_drafts : sequence
-            Pools of the drafts that are packed with them.
+            Pools of the drafts that are packed with them. Rows as for the target: SGLang lists a draft of a
+            hybrid model by its hybrid pool.
         """
-        pools = (rows, *row_drafts)
+        declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
+        pools = [rows_declared(decls) for decls in declared]
+        rows = pools[0]
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
         cells = _capacity(rows) * sum(pool.layer_num for pool in pools)
+        index_bytes = sum(_beside_rows(decl) for decls in declared for decl in decls if not decl.is_primary)
         slot_bytes = state_slot_bytes(StateView.of((states, *state_drafts)))
         return cls(
             rows=cells * host_row,
-            index_keys=sum(
-                keys.nbytes for pool in pools for keys in getattr(pool, "index_k_with_scale_buffer", ())
-            ),
+            index_keys=_capacity(rows) * index_bytes,
             states=_capacity(states) * slot_bytes,
             device_rows=cells * rows.row_format.row_bytes,
         )
@@ -70,6 +72,18 @@ class TierShares:
         if size_gb:
             return self.split(size_gb)
         return ratio * self.device_rows / 1e9, ratio * self.states / 1e9
+
+
+def rows_declared(decls: Sequence[Any]) -> Any:
+    """The device pool of the rows, of what a pool declares for a host tier: a hybrid one's inner pool."""
+    return next(decl.device_pool for decl in decls if decl.is_primary)
+
+
+def _beside_rows(decl: Any) -> int:
+    """Bytes per token of what the host keeps under the pages of the rows, in the layers that have any."""
+    layers = decl.owned_device_layers
+    count = decl.device_pool.layer_num if layers is None else len(layers)
+    return count * decl.storage_info.bytes_per_token_per_layer
 
 
 def _capacity(pool: Any) -> int:

@@ -210,7 +210,11 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     @synchronized
     def free(self, indices: torch.Tensor) -> int:
-        """Give slots back. SGLang's does not look at them; a slot given back twice would get two owners."""
+        """Give slots back; how many that were not free are now.
+
+        SGLang's does not look at them: a slot given back twice would get two owners. Nobody in SGLang decides
+        by the number; `release_transfers` adds it up as what was released.
+        """
         slots = indices.cpu()
         owned = torch.unique(slots[self.slot_used[slots]])
         if len(owned) != len(slots):
@@ -218,8 +222,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
                 "sgl-kvpool: state slots %s of the host are free already", sorted(set(slots.tolist()))
             )
         self.slot_used[owned] = False
-        super().free(owned)
-        return len(indices)
+        return super().free(owned)
 
     # ---------------------------------------------------------------- transfers
 

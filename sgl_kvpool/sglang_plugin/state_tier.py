@@ -48,10 +48,10 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
     """Say whose states those are that SGLang makes a host pool for next, and whose size it splits."""
     from sgl_kvpool.host.memory import HostTierTooLarge
     from sgl_kvpool.host.pool import HierarchicalMLAHostPool
-    from sgl_kvpool.host.shares import TierShares
+    from sgl_kvpool.host.shares import TierShares, rows_declared
 
     arguments = {"params": params, "decls": decls, "mamba_pool": mamba_pool, **kwargs}
-    rows = next(decl.device_pool for decl in decls if decl.is_primary)
+    rows = rows_declared(decls)
     if not HierarchicalMLAHostPool.takes(rows):
         return original(**arguments)
     from sglang.srt.runtime_context import get_memory
@@ -229,16 +229,27 @@ def _get_states(tier, original, transfers, extra_info=None):
     results, ours = _others_first(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
-        with tier.stored_under(dict(zip(transfer.host_indices.tolist(), keys, strict=False))):
-            try:
+        try:
+            with tier.stored_under(_keys_by_slot(transfer)):
                 results |= original([transfer], extra_info)
-            except Exception as error:  # whatever a store raises, this state is a miss
-                metrics.failed(_kind(error), f"state {', '.join(keys)} of the store", error=error)
-                results[transfer.name] = [False] * len(keys)
-                continue
+        except Exception as error:  # whatever a store raises, this state is a miss
+            metrics.failed(_kind(error), f"state {', '.join(keys)} of the store", error=error)
+            results[transfer.name] = [False] * len(keys)
+            continue
         if not all(results[transfer.name]):
             metrics.failed("page_read", f"state {', '.join(keys)} of the store")
     return results
+
+
+def _keys_by_slot(transfer: Any) -> dict[int, str]:
+    """SGLang brings a key for each slot, and its stores move nothing of a transfer with more of either.
+
+    Raises
+    ------
+    ValueError
+        There are more of one: which slot a key is of is not known.
+    """
+    return dict(zip(transfer.host_indices.tolist(), transfer.keys or [], strict=True))
 
 
 def _kind(error: Exception) -> str:
@@ -257,13 +268,13 @@ def _set_states(tier, original, transfers, extra_info=None):
             metrics.failed("page_write", f"{len(keys)} states, which were lost in their backup")
             results[transfer.name] = none
             continue
-        with tier.stored_under(dict(zip(transfer.host_indices.tolist(), keys, strict=False))):
-            try:
+        try:
+            with tier.stored_under(_keys_by_slot(transfer)):
                 results |= original([transfer], extra_info)
-            except Exception as error:  # the rows may be stored all the same
-                metrics.failed("page_write", f"{len(keys)} states", error=error)
-                results[transfer.name] = none
-                continue
+        except Exception as error:  # the rows may be stored all the same
+            metrics.failed("page_write", f"{len(keys)} states", error=error)
+            results[transfer.name] = none
+            continue
         if not all(results[transfer.name]):
             metrics.failed("page_write", f"{len(keys)} states, of which the store refused one")
     return results

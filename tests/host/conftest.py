@@ -3,6 +3,7 @@
 SGLang keeps 10 GiB of memory free when it makes a host tier. These take a megabyte, on machines of any size.
 """
 
+import ctypes
 import threading
 
 import pytest
@@ -107,6 +108,59 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def kernels(monkeypatch):
+    """SGLang's CUDA kernels that its pool of index keys calls, by memmove; the names of those that were."""
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host import dsa as pool_host
+
+    called = []
+
+    def item_copies(target, target_stride, source, source_stride, targets, sources, size):
+        for there, here in zip(targets.tolist(), sources.tolist(), strict=True):
+            ctypes.memmove(target + there * target_stride, source + here * source_stride, size)
+
+    def transfer_kv_per_layer_mla_pf_lf(
+        *, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
+    ):
+        called.append("per_layer_mla_pf_lf")
+        begin = src.data_ptr() + layer_id * item_size
+        item_copies(dst.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size)
+
+    def transfer_kv_all_layer_mla_lf_pf(
+        *, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
+    ):
+        called.append("all_layer_mla_lf_pf")
+        assert num_layers == len(src_layers)
+        for index, source in enumerate(src_layers.tolist()):
+            begin = dst.data_ptr() + index * item_size
+            item_copies(begin, dst_layout_dim, source, item_size, dst_indices, src_indices, item_size)
+
+    def transfer_kv_per_layer_direct_pf_lf(
+        *, src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
+    ):
+        called.append("per_layer_direct_pf_lf")
+        assert page_size == 1
+        (source,), (target,) = src_ptrs, dst_ptrs
+        target[dst_indices] = source[src_indices, layer_id].view(len(src_indices), -1)
+
+    def transfer_kv_all_layer_direct_lf_pf(*, src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
+        called.append("all_layer_direct_lf_pf")
+        assert page_size == 1
+        (target,) = dst_ptrs
+        for index, source in enumerate(src_ptrs):
+            target[dst_indices, index, 0] = source[src_indices]
+
+    for kernel in (
+        transfer_kv_per_layer_mla_pf_lf, transfer_kv_all_layer_mla_lf_pf,
+        transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf,
+    ):  # fmt: skip
+        monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
+    # It pins its memory whatever the device.
+    monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
+    return called
+
+
+@pytest.fixture
 def nothing_left_out():
     """Emulated streams that nothing of another test is on, and that leave out no wait."""
     from emulated import calls
@@ -139,7 +193,7 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
 
     def build(
         layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
-        label="page_first", store=None, sizes=None, policy="write_through", tree=None, **extra,
+        label="page_first", store=None, sizes=None, policy="write_through", tree=None, drafts=(), **extra,
     ):  # fmt: skip
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
@@ -157,7 +211,15 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
         pool = hybrid_tier.hybrid_pool(
             layout, requests.mamba_pool, arrangement, page_size, tokens * page_size, **extra
         )
-        model = hybrid_tier.make_model(args, process_group, pool, requests, page_size, monkeypatch, tree)
+        packed = [
+            hybrid_tier.draft_pool(
+                kind, layout, requests.mamba_pool, page_size, tokens * page_size, extra.get("sparse", False)
+            )
+            for kind in drafts
+        ]
+        model = hybrid_tier.make_model(
+            args, process_group, pool, requests, page_size, monkeypatch, tree, packed
+        )
         made.append(model)
         return model
 

@@ -1,6 +1,7 @@
 """Small hybrid models: real pools of rows and states, SGLang's tree and controller over them, on the CPU.
 
-Bytes are found by numpy in SGLang's own tensors, without any view of ours.
+With sparse attention there are index keys too, and a packed draft (MTP) has rows of its own. Bytes are found
+by numpy in SGLang's own tensors, without any view of ours.
 """
 
 import hashlib
@@ -8,9 +9,10 @@ import threading
 from array import array
 from types import SimpleNamespace
 
+import dsa_pools
 import numpy as np
 import torch
-from host_tier import GUARD, rows
+from host_tier import GUARD, device_pool, rows
 
 #: MLA layers 1 and 4, linear ones 0, 2, 3 of a model with five.
 ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
@@ -69,17 +71,40 @@ def guard(*pools):
             part[...] = GUARD
 
 
-def hybrid_pool(layout, states, arrangement="layer_major", page_size=1, tokens=32, **extra):
+def hybrid_pool(
+    layout,
+    states,
+    arrangement="layer_major",
+    page_size=1,
+    tokens=32,
+    sparse=False,
+    layers=ROW_LAYERS,
+    **extra,
+):
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.pool import LayoutHybridLinearKVPool
 
-    shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
+    shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype(is_dsa=sparse)
+    if sparse:
+        named = dsa_pools.arguments(layout)
+        extra |= {"use_dsa": True, "index_head_dim": 128, "kv_cache_dim": named["kv_cache_dim"]}
     return LayoutHybridLinearKVPool(
         size=tokens, dtype={"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[shown],
-        page_size=page_size, head_num=2, head_dim=8, device="cpu", full_attention_layer_ids=ROW_LAYERS,
+        page_size=page_size, head_num=2, head_dim=8, device="cpu", full_attention_layer_ids=list(layers),
         mamba_pool=states, use_mla=True, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_layout=layout,
         kv_cache_arrangement=arrangement, **extra,
     )  # fmt: skip
+
+
+def draft_pool(kind, layout, states, page_size, tokens, sparse=False):
+    """Pool of one layer of a draft that is packed: SGLang gives a hybrid model's in its hybrid pool."""
+    if kind == "hybrid":  # the states are the target's, of which it has no layer
+        return hybrid_pool(layout, states, page_size=page_size, tokens=tokens, sparse=sparse, layers=[0])
+    assert kind == "plain"
+    if sparse:
+        return dsa_pools.dsa_pool(layout, size=tokens, page_size=page_size, layer_num=1, start_layer=0)
+    pages = tokens // page_size + 1
+    return device_pool(layout, page_size=page_size, pages=pages, layers=1, start_layer=0)
 
 
 def request_pool(kind="kda", slots=6):
@@ -108,18 +133,20 @@ class Request:
 
 
 class Served:
-    """Rows and state that a request goes on from."""
+    """Rows, index keys and state that a request goes on from."""
 
-    def __init__(self, tokens, row_bytes, state):
-        self.tokens, self.rows, self.state = tokens, row_bytes, state
+    def __init__(self, tokens, row_bytes, index, state):
+        self.tokens, self.rows, self.index, self.state = tokens, row_bytes, index, state
 
 
 class Model:
     """A tree with a host tier over hybrid pools, and what each prefix has been given."""
 
-    def __init__(self, cache, pool, requests, page_size):
+    def __init__(self, cache, pool, requests, page_size, drafts=()):
         self.cache, self.pool, self.requests, self.page_size = cache, pool, requests, page_size
         self.rows, self.states = pool.row_pool, requests.mamba_pool
+        # SGLang's name for what a hybrid pool holds; the target's layers first.
+        self.row_pools = [self.rows, *(getattr(draft, "full_kv_pool", draft) for draft in drafts)]
 
     @property
     def controller(self):
@@ -128,14 +155,41 @@ class Model:
     @property
     def tiers(self):
         """Of rows, and of states."""
-        return [entry.host_pool for entry in self.controller.mem_pool_host.entries]
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        entries = self.controller.mem_pool_host.entry_map
+        return [entries[name].host_pool for name in (PoolName.KV, PoolName.MAMBA)]
+
+    def row_layers(self):
+        """Rows of all layers, those of drafts last."""
+        return [layer for pool in self.row_pools for layer in rows(pool)]
+
+    def index_layers(self):
+        """`[pages, bytes]` of the index keys of all layers, if there are any, those of drafts last."""
+        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+        sparse = [pool for pool in self.row_pools if isinstance(pool, DSATokenToKVPool)]
+        return [layer for pool in sparse for layer in dsa_pools.index_pages(pool)]
 
     def row_bytes_of(self, tokens):
         """Rows of a prompt, `[layers, tokens, row_bytes]`: as a model's, they depend on all tokens before."""
-        first = np.array(rows(self.rows)[0])
-        size = len(ROW_LAYERS) * first.shape[-1]
+        layers = self.row_layers()
+        size = len(layers) * layers[0].shape[-1]
         made = [_bytes(array("q", tokens[: i + 1]).tobytes(), size) for i in range(len(tokens))]
-        return np.stack(made).reshape(len(tokens), len(ROW_LAYERS), -1).transpose(1, 0, 2)
+        return np.stack(made).reshape(len(tokens), len(layers), -1).transpose(1, 0, 2)
+
+    def index_bytes_of(self, tokens):
+        """Index keys of a prompt, `[layers, pages, bytes]`."""
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return [
+            np.stack(
+                [
+                    _bytes(b"index %d" % at + array("q", tokens[:end]).tobytes(), layer.shape[1])
+                    for end in ends
+                ]
+            )
+            for at, layer in enumerate(self.index_layers())
+        ]
 
     def state_of(self, tokens):
         """The state behind a prompt, as `state_bytes`."""
@@ -154,10 +208,12 @@ class Model:
         state = self.requests.mamba_allocator.alloc(1)
         assert state is not None
         slots = torch.cat([had, new])
-        for layer, made in zip(rows(self.rows), self.row_bytes_of(tokens), strict=True):
+        for layer, made in zip(self.row_layers(), self.row_bytes_of(tokens), strict=True):
             flat = np.array(layer)  # arranged rows are views with other strides
             flat.reshape(-1, flat.shape[-1])[new.numpy()] = made[len(had) :]
             layer[...] = flat
+        for layer, made in zip(self.index_layers(), self.index_bytes_of(tokens), strict=True):
+            layer[self.pages_of(new)] = made[len(had) // self.page_size :]
         raw = self.state_of(tokens)
         for part in state_tensors(self.states):
             part[:, int(state)] = raw[: part[:, 0].size].reshape(part[:, 0].shape)
@@ -176,8 +232,11 @@ class Model:
 
     def row_bytes(self, slots):
         return np.stack(
-            [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in rows(self.rows)]
+            [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in self.row_layers()]
         )
+
+    def pages_of(self, slots):
+        return slots.numpy()[:: self.page_size] // self.page_size
 
     def settle(self):
         """Submit backups and take their acknowledgements, as a scheduler's step does."""
@@ -194,7 +253,7 @@ class Model:
     def poison(self):
         """Guard bytes in every slot of the device that is free."""
         free = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
-        for layer in rows(self.rows):
+        for layer in (*self.row_layers(), *self.index_layers()):
             layer[free] = GUARD
         for part in state_tensors(self.states):
             part[:, self.requests.mamba_allocator.free_slots.numpy()] = GUARD
@@ -226,20 +285,23 @@ class Model:
             state = state_bytes(self.states, int(kv.mamba_cow_src_index))
         elif kv.holds_mamba:
             state = state_bytes(self.states, int(kv.mamba_pool_idx))
-        served = Served(length, self.row_bytes(slots), state)
+        index = [np.array(layer[self.pages_of(slots)]) for layer in self.index_layers()]
+        served = Served(length, self.row_bytes(slots), index, state)
         if kv.holds_mamba:
             self.requests.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(0))
         self.settle()
         return served
 
     def check(self, tokens, length=None):
-        """The request gets rows and state of one prefix that was computed, or nothing; returns its length."""
+        """The request gets rows, index keys and state of one computed prefix, or none of them: its length."""
         served = self.serve(tokens)
         if served.tokens == 0:
             assert served.state is None
         else:
             prefix = tokens[: served.tokens]
             assert np.array_equal(served.rows, self.row_bytes_of(prefix))
+            for index, made in zip(served.index, self.index_bytes_of(prefix), strict=True):
+                assert np.array_equal(index, made)
             assert served.state is not None, f"a prefix of {served.tokens} tokens without a state"
             assert np.array_equal(served.state, self.state_of(prefix))
         if length is not None:
@@ -247,7 +309,7 @@ class Model:
         return served.tokens
 
 
-def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree=None):
+def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree=None, drafts=()):
     """SGLang's tree with its host tier, built by SGLang with our hooks."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -264,9 +326,10 @@ def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree
         disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page_size,
         tp_cache_group=process_group, enable_mamba_extra_buffer=True,
         tree_components=(ComponentType.FULL, ComponentType.MAMBA), tree_core_backend=tree,
+        mtp_draft_device_pools=tuple(drafts),
     )  # fmt: skip
     cache = UnifiedRadixCache(params)
     cache.init_hicache(args, params)
     cache.load_back_threshold = 1
     assert isinstance(cache.load_cache_event, type(threading.Event()))
-    return Model(cache, pool, requests, page_size)
+    return Model(cache, pool, requests, page_size, drafts)

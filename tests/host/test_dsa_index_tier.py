@@ -2,10 +2,9 @@
 
 SGLang's takes capacity, page size and label from ours, and moves pages by CUDA kernels that its branches
 choose by label and io backend. Here those kernels are played by memmove over the addresses that they are
-given, so what is chosen, and what it would move, is SGLang's.
+given (`kernels` of conftest.py), so what is chosen, and what it would move, is SGLang's.
 """
 
-import ctypes
 import threading
 from types import SimpleNamespace
 
@@ -32,59 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_reserve")
 
 
 # -------------------------------------------------------------------- index keys
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """SGLang's CUDA kernels that its pool of index keys calls, by memmove; the names of those that were."""
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.mem_cache.pool_host import dsa as pool_host
-
-    called = []
-
-    def item_copies(target, target_stride, source, source_stride, targets, sources, size):
-        for there, here in zip(targets.tolist(), sources.tolist(), strict=True):
-            ctypes.memmove(target + there * target_stride, source + here * source_stride, size)
-
-    def transfer_kv_per_layer_mla_pf_lf(
-        *, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
-    ):
-        called.append("per_layer_mla_pf_lf")
-        begin = src.data_ptr() + layer_id * item_size
-        item_copies(dst.data_ptr(), item_size, begin, src_layout_dim, dst_indices, src_indices, item_size)
-
-    def transfer_kv_all_layer_mla_lf_pf(
-        *, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
-    ):
-        called.append("all_layer_mla_lf_pf")
-        assert num_layers == len(src_layers)
-        for index, source in enumerate(src_layers.tolist()):
-            begin = dst.data_ptr() + index * item_size
-            item_copies(begin, dst_layout_dim, source, item_size, dst_indices, src_indices, item_size)
-
-    def transfer_kv_per_layer_direct_pf_lf(
-        *, src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
-    ):
-        called.append("per_layer_direct_pf_lf")
-        assert page_size == 1
-        (source,), (target,) = src_ptrs, dst_ptrs
-        target[dst_indices] = source[src_indices, layer_id].view(len(src_indices), -1)
-
-    def transfer_kv_all_layer_direct_lf_pf(*, src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
-        called.append("all_layer_direct_lf_pf")
-        assert page_size == 1
-        (target,) = dst_ptrs
-        for index, source in enumerate(src_ptrs):
-            target[dst_indices, index, 0] = source[src_indices]
-
-    for kernel in (
-        transfer_kv_per_layer_mla_pf_lf, transfer_kv_all_layer_mla_lf_pf,
-        transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf,
-    ):  # fmt: skip
-        monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
-    # It pins its memory whatever the device.
-    monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
-    return called
 
 
 EXPECTED = {

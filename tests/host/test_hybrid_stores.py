@@ -175,6 +175,28 @@ def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
     again.check(prompt(8), 0)
 
 
+@pytest.mark.parametrize("name", ["_get_states", "_set_states"])
+def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
+    """SGLang brings as many of both. Others are refused: no state is moved under a key of another."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    from sgl_kvpool.sglang_plugin import state_tier
+
+    (tier, asked), io = (hybrid_of().tiers[1], []), getattr(state_tier, name)
+
+    def store(transfers, extra_info):
+        asked.append(transfers)
+        return {transfer.name: [True] * len(transfer.keys) for transfer in transfers}
+
+    for slots, keys in ((2, 1), (1, 2), (1, 0)):
+        given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(slots), keys=["a", "b"][:keys])
+        assert io(tier, store, [given]) == {PoolName.MAMBA: [False] * keys}
+    assert asked == []
+    assert sum(failures().values()) == 3
+    given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(2), keys=["a", "b"])
+    assert io(tier, store, [given]) == {PoolName.MAMBA: [True, True]}
+
+
 def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
     """What Mooncake registers and reads: one buffer, and for each key of a component its address in it."""
     model = hybrid_of("fp8", "three-convs")

@@ -58,6 +58,38 @@ def test_states_of_all_kinds_in_pages(hybrid_of, states, label):
     model.check(prompt(192), 128)
 
 
+@pytest.mark.parametrize("drafts", [("hybrid",), ("plain",), ("hybrid", "hybrid")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_packed_drafts_come_back_too(hybrid_of, layout, drafts):
+    """Ring and Ling with MTP: SGLang lists the hybrid pool of a draft, whose states are the target's."""
+    model = hybrid_of(layout, drafts=drafts, arrangement="token_major")
+    assert model.tiers[0].layer_num == len(model.row_layers()) == 2 + len(drafts)
+    short, longer = prompt(4), prompt(9)
+    for tokens in (short, longer):
+        model.put(tokens)
+    model.evict()
+    for tokens in (short, longer):
+        model.check(tokens, len(tokens))
+
+
+@pytest.mark.parametrize("drafts", [(), ("hybrid",), ("plain",)])
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, label, drafts):
+    """Models with sparse attention, which SGLang serves in pages of 64."""
+    model = hybrid_of(layout, page_size=64, label=label, sparse=True, drafts=drafts)
+    assert len(model.index_layers()) == len(model.row_layers()) == 2 + len(drafts)
+    short, longer, other = prompt(128), prompt(256), prompt(64, 900)
+    for tokens in (short, longer, other):
+        model.put(tokens)
+    model.evict()
+    for tokens in (longer, other, short):
+        model.check(tokens, len(tokens))
+    model.evict()
+    model.check(prompt(192), 128)
+    assert kernels
+
+
 def test_a_narrower_host_tier_changes_rows_and_no_state(hybrid_of):
     from sgl_kvpool.host.conversion import RowConversion
     from sgl_kvpool.host.labels import HostTierOptions
@@ -139,6 +171,25 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
     assert rows.size_per_token == 2 * {"same": 1152, "fp4": 416}[host]
 
 
+@pytest.mark.parametrize("drafts", [(), ("hybrid",), ("plain", "plain")])
+@pytest.mark.parametrize("host", ["same", "fp4"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
+    """All of it together is what was asked for. An index key has 128 values of a byte and a float32."""
+    from sgl_kvpool.host.labels import HostTierOptions
+
+    model = hybrid_of(
+        "bf16", page_size=64, sparse=sparse, drafts=drafts, sizes={"hicache_size": 1},
+        host_tier=HostTierOptions(layout=host),
+    )  # fmt: skip
+    rows, states = model.tiers
+    layers = 2 + len(drafts)
+    token = layers * ({"same": 1152, "fp4": 416}[host] + (132 if sparse else 0))
+    slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+    assert abs(rows.size * token + states.size * slot - 1e9) < 64 * token + slot
+    assert abs(rows.size / (32 * 64) - states.size / 6) < 1 / 32 + 1 / 6  # a page and a slot
+
+
 @pytest.mark.parametrize("which", ["mla", "mamba"])
 def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
     """Whichever of them does not fit."""
@@ -216,6 +267,25 @@ def test_a_lost_backup_is_a_miss_of_both(hybrid_of, failures, monkeypatch, which
     model.check(longer, 9)
     model.evict()
     model.check(longer, 0)
+
+
+@pytest.mark.parametrize("which", ["rows", "states"])
+def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures, monkeypatch, which):
+    model = hybrid_of(page_size=64, sparse=True, drafts=("hybrid",))
+    short, longer = prompt(64), prompt(192)
+    model.put(short)
+    with monkeypatch.context() as patched:
+        break_backups(model.tiers[which == "states"], patched)
+        model.put(longer)
+    assert failures()["backup_lost"] == 1
+    model.evict()
+    before = [layer.copy() for layer in (*model.row_layers(), *model.index_layers())]
+    model.check(longer, 0)
+    assert all(map(np.array_equal, before, (*model.row_layers(), *model.index_layers())))
+    model.check(short, 64)
+    model.check(longer, 64)
+    model.put(longer)
+    model.check(longer, 192)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -233,6 +233,59 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
     assert found == rows + -(-charged // (8 * 256)) * 8 * 256
 
 
+@pytest.mark.parametrize("stage", [(0, 6), (2, 5)])
+@pytest.mark.parametrize(
+    ("model", "part_bytes"),
+    [
+        # By hand: positions of q, k and v in bf16 and matrices in float32; lightning has no convolution.
+        ("kda", (3 * 48 * 3 * 2, 3 * 16 * 16 * 4)),
+        ("bailing-kda", (3 * 32 * 3 * 2, 2 * 16 * 16 * 4)),
+        ("lightning", (2 * 16 * 16 * 4,)),
+    ],
+)
+def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
+    published, resolve, checkpoints, monkeypatch, model, part_bytes, stage
+):
+    """The budget knows SGLang's parameters alone, before there is a pool; the tier goes by the pool."""
+    from types import SimpleNamespace as Namespace
+
+    from hybrid_configs import MLA_LAYERS
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    from sgl_kvpool.host import page_buffer
+    from sgl_kvpool.host.state_view import StateView
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
+
+    args = resolve(
+        checkpoints[model], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache",
+        "--disable-overlap-schedule",
+    )  # fmt: skip
+    model_config = overrides.model_config_of(args)
+    config = mambaish_config(model_config)
+    params = config.mamba2_cache_params
+    layers = [layer for layer in range(*stage) if layer not in MLA_LAYERS]
+    pool = MambaPool(size=2, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
+    view = StateView.of([pool])
+    assert view.group.bytes_per_page == len(layers) * sum(part_bytes)
+    assert view.largest_part_bytes == max(part_bytes)
+
+    charged = []
+    monkeypatch.setattr(page_buffer, "staged_state_bytes", lambda *sizes: charged.append(sizes) or sizes[0])
+    monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
+    kvc = Namespace(
+        server_args=args, model_config=model_config, is_draft_worker=False, mambaish_config=config,
+        layer_info=Namespace(
+            start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]
+        ),
+        spec_aux_config=None, spec_algorithm=Namespace(is_eagle=lambda: False),
+    )  # fmt: skip
+    assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) > 0
+    assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]
+
+
 @pytest.mark.parametrize("draft_tokens", [None, 4])
 def test_workspaces_of_attention_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, draft_tokens
