@@ -53,6 +53,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 #: Prompts that share no beginning with any other.
 APART = [f"{n}: {TEXT[31 * n : 31 * n + 40 + 23 * n]}" for n in range(6)]
 LONG = 120
+#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
+FLUSH = "/flush_cache?timeout=30"
 
 
 def serve(arguments=(), environment=None):
@@ -106,7 +108,7 @@ def ask(server):
     # A prompt whose state was tracked while it was decoded.
     answers["continued"] = generate(PROMPTS[0] + answers["long"]["text"])
     answers["alone"] = [generate(prompt) for prompt in APART]
-    server.get("/flush_cache")
+    server.get(FLUSH)
     answers["together"] = generate(APART)
     # Log-probabilities of a prompt: one prefill without a cached prefix.
     answers["prompt"] = server.generate(
@@ -116,7 +118,7 @@ def ask(server):
         logprob_start_len=0,
     )
     if answers["info"]["enable_hierarchical_cache"]:
-        server.get("/flush_cache")
+        server.get(FLUSH)
         answers["filled"] = generate(PROMPTS[3])
         answers["device_hit"] = generate(PROMPTS[3])
         answers["fillers"] = [generate(text) for text in FILLERS]
