@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configurators import configurator
 from dsa_pools import DTYPES, INDEX_BYTES, LAYOUTS, row_bytes
 
 LAYERS = 3
@@ -28,9 +29,7 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     """`hooked(layout, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.attention import sparse
     from sgl_kvpool.sglang_plugin import pools
@@ -45,21 +44,10 @@ def hooked(published, resolve, checkpoints, monkeypatch):
         get_parallel().clear_stamp()  # of the process before
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         config = ModelConfig(checkpoints[draft_model]) if draft_model else model_config_of(args)
-        kvc = object.__new__(KVCacheConfigurator)
-        fields = {
-            "server_args": args, "model_config": config, "device": "cpu", "model": torch.nn.Module(),
-            "kv_cache_dtype": DTYPES.get(layout, torch.bfloat16), "kv_cache_dtype_str": None,
-            "use_mla_backend": True, "is_draft_worker": draft_model is not None,
-            "token_to_kv_pool_allocator": None, "pp_size": 1,
-            "kv_shard_spec": None, "kv_shard_rank": None, "kv_shard_group": None, "is_hybrid_swa": False,
-            "mambaish_config": None,
-            "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
-            "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=eagle),
-            "layer_info": SimpleNamespace(start_layer=0, end_layer=LAYERS, num_effective_layers=LAYERS),
-        }  # fmt: skip
-        for name, value in fields.items():
-            setattr(kvc, name, value)
-        return kvc
+        dtype = DTYPES.get(layout, torch.bfloat16)
+        return configurator(
+            args, config, dtype, draft=draft_model is not None, eagle=eagle, stage=(0, LAYERS)
+        )
 
     yield build
     get_parallel().clear_stamp()

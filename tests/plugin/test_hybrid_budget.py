@@ -4,10 +4,9 @@ Arguments are resolved by SGLang, those of sparse attention for a GPU that this 
 and rows are sized by SGLang's configurator and built by its builders, on the CPU.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from configurators import configurator
 from hybrid_configs import LAYERS, MLA_LAYERS
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
@@ -31,11 +30,8 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     """`hooked(layout, model, ...)`: SGLang's KVCacheConfigurator of a server whose arguments are resolved."""
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin import pools
 
@@ -52,23 +48,20 @@ def hooked(published, resolve, checkpoints, monkeypatch):
         get_parallel().clear_stamp()  # of the process before
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         config = ModelConfig(checkpoints[model], is_draft_model=True) if draft else model_config_of(args)
-        kvc = object.__new__(KVCacheConfigurator)
-        start, end = stage
-        fields = {
-            "server_args": args, "model_config": config, "device": "cpu", "model": torch.nn.Module(),
-            "kv_cache_dtype": torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16,
-            "kv_cache_dtype_str": None, "use_mla_backend": True, "is_draft_worker": draft,
-            "token_to_kv_pool_allocator": None, "pp_size": pp_size, "attn_dp_size": 1,
-            "kv_shard_spec": None, "kv_shard_rank": None, "kv_shard_group": None, "is_hybrid_swa": False,
-            "mambaish_config": mambaish_config(config), "hybrid_kda_config": None, "hybrid_gdn_config": None,
-            "post_capture_kv_active": False, "extra_mamba_cache_bytes_per_req": 0,
-            "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
-            "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=eagle),
-            "layer_info": SimpleNamespace(start_layer=start, end_layer=end, num_effective_layers=end - start),
-        }  # fmt: skip
-        for name, value in fields.items():
-            setattr(kvc, name, value)
-        return kvc
+        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+        return configurator(
+            args,
+            config,
+            dtype,
+            draft=draft,
+            eagle=eagle,
+            stage=stage,
+            pp_size=pp_size,
+            hybrid_kda_config=None,
+            hybrid_gdn_config=None,
+            post_capture_kv_active=False,
+            extra_mamba_cache_bytes_per_req=0,
+        )
 
     yield build
     get_parallel().clear_stamp()
