@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.plan import command as plan
 
 __all__ = ["main"]
 
@@ -61,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--port", type=_port, metavar="N", help="port in the commands of --print-command (30000)"
     )
     demo.set_defaults(run=_demo)
+
+    planned = commands.add_parser(
+        "plan", help="tokens and requests that fit on a GPU per layout, and the command for each"
+    )
+    plan.add_arguments(planned)
+    planned.set_defaults(run=_plan)
 
     doctor = commands.add_parser(
         "doctor", help="what is installed, whether it fits together, and what a server here would use"
@@ -172,6 +179,15 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 0
     _leave_in_order()
     return compare(arguments.layouts, arguments.out)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _leave_in_order()
+    try:
+        return plan.run(arguments)
+    except RuntimeError as error:
+        print(f"sgl-kvpool: {error}", file=sys.stderr)
+        return 2
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

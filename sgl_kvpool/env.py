@@ -12,6 +12,7 @@ __all__ = [
     "KV_CACHE_LAYOUT",
     "KV_HOST_ENGINE",
     "KV_HOST_LAYOUT",
+    "NOT_INHERITED",
     "OPTIONS",
     "PLUGIN",
     "PREFILL_READS_ROWS",
@@ -49,6 +50,9 @@ CHECK_FINITE = "SGL_KVPOOL_CHECK_FINITE"
 #: SGLang's: the only plugins it loads, separated by commas; all of them if unset. Ours is called PLUGIN.
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 PLUGIN = "sgl_kvpool"
+
+#: What would change a server that is compared with others, or whose arguments are all given.
+NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, SGLANG_PLUGINS)
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")

@@ -46,7 +46,17 @@ class TopkTransform(Enum):
 
 
 class UnsupportedCombination(ValueError):
-    """Layout, implementations and mode of which a kernel would be handed what it cannot read."""
+    """Layout, implementations and mode of which a kernel would be handed what it cannot read.
+
+    Attributes
+    ----------
+    instead : tuple of str or None
+        Implementations (prefill, decode) to name instead, if naming others helps.
+    """
+
+    def __init__(self, text: str, instead: tuple[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.instead = instead
 
 
 #: Our own decode, by the name it has in this table. SGLang knows it as `SPARSE_BF16`, which it stands in for.
@@ -189,7 +199,9 @@ def _select(
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
     if problem is not None:
-        raise UnsupportedCombination(f"{problem}; {nearest_pair(layout, prefill, decode)}")
+        raise UnsupportedCombination(
+            f"{problem}; {nearest_pair(layout, prefill, decode)}", _nearest(layout, prefill, decode)
+        )
     if mode not in EXTEND_MODES or layout not in IMPLEMENTATIONS[prefill].gathered:
         return TopkTransform.PAGED
     _check_ragged_modes(layout, prefill, decode, (mode,))
@@ -320,6 +332,14 @@ def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
             f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "
             f"stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
         )
+    best = _nearest(layout, prefill, decode)
+    return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
+
+
+def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
+    """By the names that SGLang takes."""
+    if layout is _FP4:
+        return SPARSE_BF16, SPARSE_BF16
     pairs = [
         pair
         for pair in working_pairs(layout)
@@ -329,5 +349,4 @@ def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
         and pair.count("flashinfer_sparse_mla") != 1
         and not any(layout in IMPLEMENTATIONS[name].copied for name in pair)
     ]
-    best = max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))
-    return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"
+    return max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))

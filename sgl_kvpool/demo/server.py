@@ -29,13 +29,6 @@ __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"
 DEMO_MODELS = "sgl_kvpool.demo.models"
 
 
-#: Variables of the user's that would change what a server here is compared for.
-_NOT_INHERITED = (
-    *env.OPTIONS,
-    *(env.PREFILL_READS_ROWS, env.FIX_TOPK, env.SGLANG_PLUGINS),
-)
-
-
 #: Requests to this machine go to it, whatever proxy the environment names.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -139,7 +132,7 @@ class Server:
 
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.
-        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 self.command,

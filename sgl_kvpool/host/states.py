@@ -28,7 +28,7 @@ from sgl_kvpool.host.state_view import StateView
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HierarchicalStatePoolHost", "state_slot_bytes"]
+__all__ = ["HierarchicalStatePoolHost", "padded_slot_bytes", "state_slot_bytes"]
 
 #: What slots begin at multiples of: enough for every dtype, and for the widest words of kernels.
 _ALIGNMENT_BYTES = 16
@@ -36,7 +36,12 @@ _ALIGNMENT_BYTES = 16
 
 def state_slot_bytes(view: StateView) -> int:
     """Bytes of a host slot: all parts, and padding to the next slot."""
-    return -(-view.group.bytes_per_page // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return padded_slot_bytes(view.group.bytes_per_page)
+
+
+def padded_slot_bytes(content_bytes: int) -> int:
+    """Bytes that a host slot takes for as many bytes of states."""
+    return -(-content_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):

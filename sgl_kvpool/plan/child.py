@@ -1,0 +1,97 @@
+"""The process that asks SGLang: `python -m sgl_kvpool.plan.child`, a request on stdin, answers on stdout.
+
+SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are a
+process's own. Input: one JSON object, with `machine` and `servers`. Output: one JSON line for
+each server, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+#: Modules whose functions decide; all have to be there before the GPU is described.
+_MODULES = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.model_executor.model_runner",
+)
+
+
+def main() -> int:
+    """Answer one request; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print
+    request = json.load(sys.stdin)
+    import importlib
+
+    for module in _MODULES:
+        importlib.import_module(module)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sgl_kvpool.plan.gpu import DescribedGPU, describe
+    from sgl_kvpool.plan.sizing import Machine, ServerRequest
+
+    machine = Machine(**request["machine"])
+    describe(DescribedGPU(machine.gpu_gib, machine.gpu_count))
+    for server in request["servers"]:
+        wanted = ServerRequest(server["model_path"], server["layout"], tuple(server["arguments"]))
+        print(_in_a_fork(wanted, machine), file=answers, flush=True)
+    return 0
+
+
+def _in_a_fork(wanted: Any, machine: Any) -> str:
+    """What the fork wrote, or that it ended without a word."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(_answer(wanted, machine), pipe)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)  # not the end of the program, which is the parent's
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status or not text:
+        return json.dumps({"failed": f"the process that sized it ended with status {status}"})
+    return text
+
+
+def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
+    """Sizes of a server, or why SGLang would not start it."""
+    from sgl_kvpool.attention.topk_transform import UnsupportedCombination
+    from sgl_kvpool.plan.sizing import size_server
+
+    try:
+        return size_server(wanted, machine)
+    except UnsupportedCombination as error:
+        if error.instead is None:
+            return {"refused": str(error)}
+        named = tuple(
+            f"--dsa-{phase}-backend={name}"
+            for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
+        )
+        if set(named) & set(wanted.arguments):
+            return {"refused": str(error)}
+        return {"refused": str(error), "instead": named}
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, SystemExit) as error:
+        # What SGLang and our rules refuse arguments with: the server would not start. Anything else is a
+        # mistake of ours, or another SGLang, and ends this process.
+        traceback.print_exc()
+        return {"refused": str(error) or repr(error)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The subcommand `plan`: its arguments, the servers it asks about, and the process that asks SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.plan import plot, report
+from sgl_kvpool.plan.model import PlannedModel, find_model
+from sgl_kvpool.plan.planned import Plan
+
+__all__ = ["add_arguments", "run"]
+
+#: What CUDA and NCCL take of a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
+#: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
+#: on H100s of 79.6 (pull request 3888).
+TAKEN_GIB = 3.0
+#: Tokens of a request, unless the model's context is shorter.
+CONTEXT_TOKENS = 32768
+#: What this command decides itself.
+_OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
+         "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
+         "--enable-hierarchical-cache")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server to ask about: layouts on the device (None: SGLang as it is) and on the host."""
+
+    layout: str | None
+    host_layout: str | None = None
+
+    def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
+        """Of `sglang.launch_server`, without the model. A host tier needs a size in GB of a rank."""
+        found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
+        if self.layout is not None:
+            found += ["--kv-cache-layout", self.layout]
+        if host_gb is not None:
+            found += ["--enable-hierarchical-cache", "--hicache-size", str(host_gb)]
+            if self.host_layout is not None:
+                found += ["--kv-host-layout", self.host_layout]
+        return [*found, *others]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of `sgl-kvpool plan`."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_CONFIG",
+        help="a checkpoint's folder, a config.json alone, or owner/name on Hugging Face",
+    )
+    parser.add_argument(
+        "--gpu-gb",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
+    )
+    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
+    parser.add_argument(
+        "--host-gb",
+        type=_positive,
+        metavar="N",
+        help="memory for a host tier on each node, all ranks together, in GB (1e9 bytes)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_count,
+        metavar="N",
+        help=f"tokens of a request, prompt and answer (the model's context, {CONTEXT_TOKENS} at most)",
+    )
+    parser.add_argument(
+        "--weights-gb",
+        type=_not_negative,
+        metavar="N",
+        help="size of all weights in GiB (that of the folder's safetensors files; else 0)",
+    )
+    parser.add_argument(
+        "--taken-gb",
+        type=_not_negative,
+        default=TAKEN_GIB,
+        metavar="N",
+        help=f"memory of a GPU in GiB that is taken before the weights are loaded ({TAKEN_GIB:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
+    parser.add_argument(
+        "server_arguments",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="behind --: further arguments of sglang.launch_server, for every layout",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, draw; 1 if no layout of ours can be served so.
+
+    Raises
+    ------
+    ValueError
+        No such model, or an argument that makes no sense.
+    OSError
+        The plot cannot be written.
+    """
+    model = find_model(arguments.model)
+    _check(arguments)
+    if arguments.plot is not None:
+        plot.check_plot(arguments.plot)
+    weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
+    machine = {
+        "gpu_gib": arguments.gpu_gb,
+        "gpu_count": max(arguments.tp, 8),  # a node has eight; SGLang asks whether there are enough
+        "taken_gib": arguments.taken_gb,
+        "weights_gib": weights_gib or 0.0,
+    }
+    candidates = _candidates(arguments.host_gb is not None)
+    print("asking SGLang; a minute ...", file=sys.stderr, flush=True)
+    with _model_path(model) as path:
+        servers = [_request(path, each, arguments) for each in candidates]
+        answers = _ask_again(machine, servers, ask(machine, servers))
+    plan = Plan.of(
+        model=model.launch_path,
+        machine=machine,
+        weights_known=weights_gib is not None,
+        tp_size=arguments.tp,
+        host_gb=arguments.host_gb,
+        context_tokens=arguments.context,
+        servers=list(zip(candidates, answers, strict=True)),
+        others=arguments.server_arguments,
+    )
+    if arguments.plot is not None:
+        plot.draw(plan, arguments.plot)
+    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan))
+    return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
+
+
+def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let a process of SGLang's size servers; RuntimeError with its last words if it does not.
+
+    Parameters
+    ----------
+    machine : dict
+        Fields of `sizing.Machine`.
+    servers : list of dict
+        Fields of `sizing.ServerRequest`.
+
+    Returns
+    -------
+    list of dict
+        What `sizing.size_server` returns, or `refused` with the reason.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
+    # It looks at no GPU that is here, and forks, so it wants no threads.
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "sgl_kvpool.plan.child"],
+        input=json.dumps({"machine": machine, "servers": servers}),
+        capture_output=True,
+        text=True,
+        env={**inherited, **alone},
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != len(servers):
+        raise RuntimeError(
+            f"the process that asks SGLang ended with status {done.returncode}; its last lines:\n"
+            + "\n".join(done.stderr.splitlines()[-15:])
+        )
+    answers = [json.loads(line) for line in lines]
+    for answer in answers:
+        if "failed" in answer:
+            raise RuntimeError(f"{answer['failed']}:\n" + "\n".join(done.stderr.splitlines()[-15:]))
+    return answers
+
+
+def _ask_again(
+    machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Those that are refused with arguments to name instead, with these."""
+    again = [number for number, answer in enumerate(answers) if "instead" in answer]
+    if not again:
+        return answers
+    changed = [
+        {**servers[number], "arguments": [*servers[number]["arguments"], *answers[number]["instead"]]}
+        for number in again
+    ]
+    found = list(answers)
+    for number, answer in zip(again, ask(machine, changed), strict=True):
+        if "refused" not in answer:
+            found[number] = {**answer, "added": answers[number]["instead"]}
+    return found
+
+
+def _request(model_path: str, candidate: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
+    # The size of a host tier changes nothing on the device; which one fits is known afterwards.
+    host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
+    words = candidate.arguments(arguments.tp, arguments.server_arguments, host_gb)
+    return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
+
+
+def _candidates(with_host: bool) -> list[Candidate]:
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    found = [Candidate(None), *(Candidate(layout) for layout in layouts)]
+    if with_host:
+        narrowest = MLAKVCacheLayout.FP4.value
+        found += [Candidate(layout, narrowest) for layout in layouts if layout != narrowest]
+    return found
+
+
+@contextmanager
+def _model_path(model: PlannedModel):
+    """A folder that SGLang finds the configuration in; of a file alone, one made for it."""
+    path = Path(model.named)
+    if model.config is None or path.is_dir():
+        yield str(path.resolve()) if path.is_dir() else model.named
+        return
+    with tempfile.TemporaryDirectory(prefix="sgl-kvpool-plan-") as folder:
+        (Path(folder) / "config.json").write_text(model.config, encoding="utf-8")
+        yield folder
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for word in arguments.server_arguments:
+        if word.partition("=")[0] in _OURS:
+            raise ValueError(
+                f"{word.partition('=')[0]} is what this command plans; use --model, --tp and --host-gb, and "
+                "leave it out behind --"
+            )
+    if arguments.taken_gb >= arguments.gpu_gb:
+        raise ValueError(
+            f"--taken-gb {arguments.taken_gb:g} leaves nothing of a GPU of {arguments.gpu_gb:g} GiB"
+        )
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < 1e6:  # NaN too
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to a million")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    return _number(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
