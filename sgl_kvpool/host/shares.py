@@ -1,13 +1,13 @@
-"""How rows and states of a hybrid model share the memory of a host tier: by the bytes that it keeps."""
+"""How rows and states of a hybrid model share the memory of a host tier: by the bytes that it keeps.
+
+Imports no SGLang: `sgl-kvpool plan` splits sizes too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from sgl_kvpool.host.state_view import StateView
-from sgl_kvpool.host.states import state_slot_bytes
 
 __all__ = ["TierShares", "rows_declared"]
 
@@ -48,6 +48,9 @@ class TierShares:
             Pools of the drafts that are packed with them. Rows as for the target: SGLang lists a draft of a
             hybrid model by its hybrid pool.
         """
+        from sgl_kvpool.host.state_view import StateView
+        from sgl_kvpool.host.states import state_slot_bytes
+
         declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
         pools = [rows_declared(decls) for decls in declared]
         rows = pools[0]

@@ -32,6 +32,12 @@ def main() -> int:
         importlib.import_module(module)
     from sglang.srt.plugins import load_plugins
 
+    from sgl_kvpool import env
+    from sgl_kvpool.sglang_plugin.seams import version_problem
+
+    problem = version_problem()
+    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
+        sys.exit(problem)
     load_plugins()
     from sgl_kvpool.plan.gpu import DescribedGPU, describe
     from sgl_kvpool.plan.sizing import Machine, ServerRequest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sgl_kvpool.host.shares import TierShares
+
 __all__ = ["HostBytes", "HostTokens", "host_tokens", "largest_whole_gb"]
 
 _GB = 1e9  # of --hicache-size
@@ -41,8 +43,6 @@ class HostBytes:
         """GB of rows and of states out of --hicache-size."""
         if not self.has_states:
             return size_gb, 0.0
-        from sgl_kvpool.host.shares import TierShares
-
         return TierShares(
             rows=self.device_tokens * self.token_bytes,
             index_keys=self.device_tokens * self.index_bytes,
@@ -82,9 +82,11 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
     """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank; 0 for none.
 
-    Of models with sparse attention the size is that of the rows, and their index keys come on top.
+    Of models with sparse attention the size is that of the rows, and their index keys come on top. Padding, a
+    page and a slot, is not counted.
     """
+    padding_bytes = page_size * (held.token_bytes + held.index_bytes) + held.slot_bytes
     size = int(memory_gb)
-    while size > 0 and host_tokens(held, size, page_size).total_bytes > memory_gb * _GB:
+    while size > 0 and host_tokens(held, size, page_size).total_bytes - padding_bytes > memory_gb * _GB:
         size -= 1
     return size

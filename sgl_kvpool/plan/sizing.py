@@ -5,6 +5,9 @@ Each server is sized in a process of its own: SGLang's arguments and configurati
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,14 +86,15 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
 
     pools.install()
     arguments = ("--model-path", request.model_path, "--device", "cuda", *request.arguments)
-    server_args = prepare_server_args(list(arguments))
+    server_args = _parsed(prepare_server_args, arguments)
     server_args.resolve_once()
     publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
     _check_plannable(server_args, view, model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
-    ranks = view.tp_size * (1 if view.enable_dp_attention else view.dp_size)
+    # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
+    ranks = view.tp_size * view.dp_size
     configurator = _configurator(server_args, view, model_config)
     config, available_bytes = _sized(configurator, machine, view.tp_size)
     sizes = _pool_configurator(configurator)
@@ -109,12 +113,23 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "mem_fraction_static": view.mem_fraction_static,
         "kv_cache_dtype": view.kv_cache_dtype,
         # Schedulers that have a cache of their own, each of `tokens`.
-        "caches": view.dp_size,
+        "caches": configurator.attn_dp_size * view.dp_size,
         "ranks_per_node": ranks // view.nnodes,
         "attention": asdict(attention),
         "host": tier,
         "model": _facts(model_config, configurator),
     }
+
+
+def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
+    """SGLang's record of arguments; ValueError with what its parser says of wrong ones."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(list(arguments))
+    except SystemExit as ended:
+        lines = said.getvalue().strip().splitlines()
+        raise ValueError(lines[-1] if lines else str(ended)) from ended
 
 
 def _check_plannable(server_args: Any, view: Any, model_config: Any) -> None:

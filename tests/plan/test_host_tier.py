@@ -1,0 +1,84 @@
+"""Tokens and slots of a host tier, against real host pools of real device pools."""
+
+import hybrid_tier
+import pytest
+from dsa_pools import dsa_pool
+from host_tier import ROW_BYTES, device_pool
+
+from sgl_kvpool.plan.host_tier import HostBytes, host_tokens, largest_whole_gb
+
+INDEX_BYTES = 132
+
+
+@pytest.fixture(autouse=True)
+def _published(published):
+    """Pools ask SGLang's runtime context."""
+
+
+def tier_of(pool, size_gb, page_size):
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    return HierarchicalMLAHostPool(pool, 2.0, size_gb, page_size, "page_first")
+
+
+@pytest.mark.parametrize("size_gb", [0.0007, 0.003, 0.0051])
+@pytest.mark.parametrize("page_size", [1, 61, 64])
+@pytest.mark.parametrize(("layout", "host"), [("bf16", "bf16"), ("fp4", "fp4"), ("bf16", "fp4")])
+def test_rows(layout, host, page_size, size_gb):
+    from sgl_kvpool.host.labels import HostTierOptions
+
+    options = HostTierOptions(layout="same" if host == layout else host)
+    pool = device_pool(layout, page_size=page_size, host_tier=options)
+    held = HostBytes(token_bytes=3 * ROW_BYTES[host], index_bytes=0, device_tokens=pool.size)
+    found = host_tokens(held, size_gb, page_size)
+    tier = tier_of(pool, size_gb, page_size)
+    assert (found.tokens, found.slots) == (tier.size, 0)
+    assert found.total_bytes == tier.kv_buffer.nbytes
+
+
+def test_index_keys_come_on_top():
+    """SGLang sizes the rows, and keeps index keys for as many tokens."""
+    pool = dsa_pool("fp4")
+    held = HostBytes(
+        token_bytes=pool.layer_num * 416,
+        index_bytes=pool.layer_num * INDEX_BYTES,
+        device_tokens=pool.size,
+    )
+    found = host_tokens(held, 0.002, 64)
+    assert found.tokens == tier_of(pool, 0.002, 64).size
+    assert found.total_bytes == found.tokens * pool.layer_num * (416 + INDEX_BYTES)
+
+
+@pytest.mark.parametrize("size_gb", [0.0011, 0.004])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_rows_and_states_share(layout, size_gb):
+    from sgl_kvpool.host.shares import TierShares
+    from sgl_kvpool.host.states import HierarchicalStatePoolHost
+
+    requests = hybrid_tier.request_pool()
+    pool = hybrid_tier.hybrid_pool(layout, requests.mamba_pool, page_size=64, tokens=128)
+    states = requests.mamba_pool
+    row_gb, state_gb = TierShares.of(pool, states).split(size_gb)
+    rows = tier_of(pool.row_pool, row_gb, 64)
+    slots = HierarchicalStatePoolHost(states, 2.0, state_gb, "page_first")
+    held = HostBytes(
+        token_bytes=rows.size_per_token,
+        index_bytes=0,
+        device_tokens=pool.row_pool.size,
+        slot_bytes=slots.size_per_token,
+        device_slots=states.size,
+    )
+    found = host_tokens(held, size_gb, 64)
+    assert (found.tokens, found.slots) == (rows.size, slots.size)
+
+
+def test_the_largest_size_fits():
+    held = HostBytes(token_bytes=25376, index_bytes=8052, device_tokens=10**6)
+    size = largest_whole_gb(held, 125.0, 64)
+    page = 64 * (25376 + 8052)
+    assert host_tokens(held, size, 64).total_bytes - page <= 125e9
+    assert host_tokens(held, size + 1, 64).total_bytes - page > 125e9
+    assert size == 94  # of rows, and 30 of index keys
+    plain = HostBytes(token_bytes=25376, index_bytes=0, device_tokens=10**6)
+    assert largest_whole_gb(plain, 125.0, 64) == 125
+    assert largest_whole_gb(plain, 0.99, 64) == 0

@@ -1,0 +1,194 @@
+"""The command `sgl-kvpool plan`: what is asked for and what is printed; one run from the shell to a picture."""
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool.cli import main
+from sgl_kvpool.plan import report
+from sgl_kvpool.plan.command import Candidate
+from sgl_kvpool.plan.model import find_model
+from sgl_kvpool.plan.planned import Plan
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+V32 = str(CONFIGS / "deepseek_v32.json")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", V32], "--gpu-gb"),
+        (["--gpu-gb", "80"], "--model"),
+        (["--model", V32, "--gpu-gb", "0"], "'0' is not above 0"),
+        (["--model", V32, "--gpu-gb", "-5"], "expected one argument|is not from 0"),
+        (["--model", V32, "--gpu-gb=-5"], "'-5' is not from 0"),
+        (["--model", V32, "--gpu-gb", "nan"], "'nan' is not from 0"),
+        (["--model", V32, "--gpu-gb", "inf"], "'inf' is not from 0"),
+        (["--model", V32, "--gpu-gb", "80", "--tp", "0"], "'0' is not a whole number above 0"),
+        (["--model", V32, "--gpu-gb", "80", "--tp", "1.5"], "'1.5' is not a whole number"),
+        (["--model", V32, "--gpu-gb", "80", "--context", "-1"], "expected one argument|whole number"),
+    ],
+)
+def test_numbers_that_make_no_sense(argv, message, capsys):
+    import re
+
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *argv])
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "nowhere/at/all"], "nowhere/at/all does not exist"),
+        (["--model", "/"], "/ has no config.json"),
+        (["--model", __file__], "is no JSON"),
+        (["--model", V32, "--", "--tp-size=4"], "--tp-size is what this command plans"),
+        (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is what this command plans"),
+        (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves nothing of a GPU of 80 GiB"),
+        (["--model", V32, "--plot", "/"], "--plot / is a folder"),
+        (["--model", V32, "--plot", "/nowhere/a.png"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_refused_before_sglang_is_asked(argv, message, capsys):
+    behind = argv.index("--") if "--" in argv else len(argv)
+    argv = [*argv[:behind], "--gpu-gb", "80", *argv[behind:]]
+    assert main(["plan", *argv]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "asking SGLang" not in said.err
+
+
+def test_a_list_is_no_configuration(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
+    assert "holds a list" in capsys.readouterr().err
+
+
+def test_what_a_model_can_be(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)).weights_gib is None
+    for number in range(2):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(3 << 29)
+    assert find_model(str(tmp_path)).weights_gib == 3.0
+    assert find_model(str(tmp_path)).launch_path == str(tmp_path)
+    assert find_model(str(tmp_path / "config.json")).launch_path == str(tmp_path)
+    assert find_model(V32).launch_path == "MODEL"
+    assert find_model("deepseek-ai/DeepSeek-V3.2").launch_path == "deepseek-ai/DeepSeek-V3.2"
+    assert find_model("deepseek-ai/DeepSeek-V3.2").config is None
+
+
+def answer(tokens=100_000, most=2048, **changes):
+    """What SGLang answers, in the form of `sizing.size_server`."""
+    return {
+        "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
+        "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
+        "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
+        "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
+        "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
+                  "kv_lora_rank": 512, "qk_rope_head_dim": 64, "context_len": 131072},
+        **changes,
+    }  # fmt: skip
+
+
+def plan(*servers, context=1000, host_gb=None, others=()):
+    machine = {"gpu_gib": 80.0, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 0.0}
+    return Plan.of(
+        model="M/N", machine=machine, weights_known=True, tp_size=8, host_gb=host_gb,
+        context_tokens=context, servers=servers, others=others,
+    )  # fmt: skip
+
+
+def test_requests_take_whole_pages():
+    """1000 tokens are 16 pages of 64."""
+    [server] = plan((Candidate("fp4"), answer(tokens=1024 * 5 + 960))).servers
+    assert (server.requests, server.limit) == (5, "memory for rows")
+    [server] = plan((Candidate("fp4"), answer(tokens=1024 * 5, caches=3))).servers
+    assert (server.tokens, server.requests) == (3 * 1024 * 5, 15)
+
+
+def test_what_bounds_requests():
+    [server] = plan((Candidate("fp4"), answer(most=7))).servers
+    assert (server.requests, server.limit) == (7, "--max-running-requests")
+    made = plan((Candidate("fp4"), answer(most=7, state_slots=35)))
+    assert made.servers[0].limit.startswith("states of linear layers")
+    assert "states of linear layers" in report.text(made)
+
+
+def test_a_context_that_the_model_has_not():
+    with pytest.raises(ValueError, match=r"--context 131073 is longer .* 131072 tokens"):
+        plan((Candidate("fp4"), answer()), context=131073)
+    assert plan((Candidate("fp4"), answer()), context=None).context_tokens == 32768
+
+
+def test_the_command_is_what_was_planned():
+    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0}
+    made = plan(
+        (Candidate("bf16", "fp4"), answer(host=host, added=["--dsa-decode-backend=x"])),
+        host_gb=810.0,
+        others=["--chat-template", "a b"],
+    )
+    words = shlex.split(made.servers[0].command)
+    assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "M/N"]
+    pairs = dict(itertools.pairwise(words))
+    assert pairs["--kv-cache-layout"] == "bf16"
+    assert pairs["--kv-host-layout"] == "fp4"
+    assert pairs["--tp-size"] == "8"
+    assert pairs["--hicache-size"] == "101"  # of 101.25 GB of each of 8 ranks
+    assert pairs["--chat-template"] == "a b"
+    assert pairs["--dsa-decode-backend"] == "x"
+    assert made.servers[0].host_tokens == (int(101e9) // 25376 // 64 + 1) * 64
+
+
+def test_too_little_for_a_host_tier():
+    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0}
+    made = plan((Candidate("fp4"), answer(host=host)), host_gb=7.9)
+    assert made.servers[0].hicache_size_gb == 0
+    assert "--enable-hierarchical-cache" not in made.servers[0].command
+    assert "no host tier: 7.9 GB are less than 1 GB per rank" in report.text(made)
+
+
+def test_every_server_refused():
+    made = plan((Candidate(None), {"refused": "one"}), (Candidate("fp4"), {"refused": "two"}))
+    shown = report.text(made)
+    assert "fp4: refused: two" in shown
+    assert "SGLang as it is: refused: one" in shown
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A hybrid model with a host tier, from the shell; JSON and picture."""
+    folder = tmp_path_factory.mktemp("ran")
+    command = [
+        *(Path(sys.executable).parent / "sgl-kvpool", "plan", "--model", CONFIGS / "kimi_linear.json"),
+        *("--gpu-gb", "79.6", "--tp", "2", "--weights-gb", "91", "--host-gb", "200"),
+        *("--context", "131072", "--json", "--plot", folder / "plan.png"),
+        *("--", "--mamba-full-memory-ratio", "0.3"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), (folder / "plan.png").read_bytes()
+
+
+def test_a_run_from_the_shell(ran):
+    made, picture = ran
+    assert (made["schema"], made["tp_size"], made["context_tokens"]) == (1, 2, 131072)
+    servers = {(server["layout"], server["host_layout"]): server for server in made["servers"]}
+    assert len(servers) == 8
+    tokens = [servers[name, None]["tokens"] for name in ("bf16", "fp8_block_scale", "fp8", "fp4")]
+    assert tokens == sorted(tokens)
+    assert all(server["refused"] is None for server in made["servers"])
+    fp4 = servers["fp4", None]
+    assert fp4["token_bytes"] == 7 * 416
+    assert fp4["hicache_size_gb"] == 100
+    assert fp4["host_slots"] > 0
+    assert "--mamba-full-memory-ratio 0.3" in fp4["command"]
+    assert servers["bf16", "fp4"]["host_tokens"] > servers["bf16", None]["host_tokens"]
+    assert picture.startswith(b"\x89PNG")

@@ -1,0 +1,236 @@
+"""`sgl-kvpool plan` against SGLang's pool configurator, driven in this process, and against hand arithmetic.
+
+The planner's process answers for a GPU by itself; here SGLang's arguments are resolved with what the other
+tests of this folder patch, and its KVCacheConfigurator is made without a model runner.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from configurators import configurator
+
+from sgl_kvpool.plan.command import ask
+
+CONFIGS = Path(__file__).resolve().parents[1] / "plan" / "configs"
+MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
+FRACTION = 0.8
+#: model: ranks, all layers, layers with rows, bytes per token besides rows.
+MODELS = {
+    "deepseek_v32": (8, 61, 61, 61 * 132),
+    "kimi_k2": (8, 61, 61, 0),
+    "kimi_linear": (4, 27, 7, 0),
+}
+ROWS = {None: 1152, "bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"]
+#: Of one request in one linear layer on one of 4 ranks: three positions of q, k and v of 8 heads of 128 in
+#: bf16, and 8 matrices of 128 x 128 in float32.
+STATE_BYTES = 3 * 3 * 1024 * 2 + 8 * 128 * 128 * 4
+TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
+#: Of deepseek_v32 unless it says otherwise: name: model, layout, arguments.
+OTHERS = {
+    "heuristic": ("deepseek_v32", "fp4", ["--tp-size", "8"]),
+    "fp8 without tilelang": ("deepseek_v32", "fp8", ["--tp-size", "8"]),
+    "tier": ("deepseek_v32", "fp4", ["--tp-size", "8", *TIER]),
+    "narrow": ("kimi_linear", "bf16", ["--tp-size", "4", *TIER, "--kv-host-layout", "fp4"]),
+    "mtp": ("deepseek_v32", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE", *TIER]),
+    "dp attention": ("kimi_k2", "fp4", ["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"]),
+    "replicas": ("kimi_k2", "fp4", ["--tp-size", "4", "--dp-size", "2"]),
+    "pipeline": ("kimi_k2", "fp4", ["--tp-size", "4", "--pp-size", "2"]),
+    "capped": ("kimi_k2", "fp4", ["--tp-size", "8", "--max-total-tokens", "1000"]),
+    "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
+    "unknown": ("kimi_k2", "fp4", ["--no-such-flag", "3"]),
+    "mha": ("mha", None, []),
+    "mha with a layout": ("mha", "fp4", []),
+}
+
+
+def arguments(model, layout):
+    words = ["--tp-size", str(MODELS[model][0]), "--mem-fraction-static", str(FRACTION)]
+    words += ["--kv-cache-layout", layout] if layout else []
+    return words + (TILELANG if (model, layout) == ("deepseek_v32", "fp8") else [])
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, checkpoints):
+    root = tmp_path_factory.mktemp("planned")
+    for model in MODELS:
+        (root / model).mkdir()
+        (root / model / "config.json").write_text((CONFIGS / f"{model}.json").read_text())
+    return {**{model: str(root / model) for model in MODELS}, "mha": checkpoints["mha"]}
+
+
+@pytest.fixture(scope="session")
+def planned(folders):
+    """`planned[key]`: what the planner's process answers, asked once for everything."""
+    keys = [(model, layout) for model in MODELS for layout in ROWS]
+    servers = [
+        {"model_path": folders[model], "layout": layout, "arguments": arguments(model, layout)}
+        for model, layout in keys
+    ]
+    for name, (model, layout, words) in OTHERS.items():
+        keys.append(name)
+        asked = ["--kv-cache-layout", layout] if layout else []
+        servers.append({"model_path": folders[model], "layout": layout, "arguments": [*asked, *words]})
+    return dict(zip(keys, ask(MACHINE, servers), strict=True))
+
+
+@pytest.fixture
+def sglang(published, resolve, folders, monkeypatch):
+    """`sglang(model, layout)`: KVCacheConfigurator of a server whose arguments are resolved here."""
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+
+    from sgl_kvpool.attention import few_queries, sparse
+    from sgl_kvpool.sglang_plugin import pools
+
+    pools.install()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
+    for module in (few_queries, sparse):
+        monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
+
+    def build(model, layout):
+        args = resolve(folders[model], *arguments(model, layout), device="cuda")
+        get_parallel().clear_stamp()  # of the process before
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+        if model == "deepseek_v32" and layout == "fp8_block_scale":
+            dtype = torch.float8_e4m3fn  # what sparse attention is shown
+        return configurator(
+            args, model_config_of(args), dtype, stage=(0, MODELS[model][1]), hybrid_kda_config=None,
+            hybrid_gdn_config=None, post_capture_kv_active=False, extra_mamba_cache_bytes_per_req=0,
+        )  # fmt: skip
+
+    yield build
+    get_parallel().clear_stamp()
+    publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+def rest_gib(model):
+    """Memory of a rank for rows and states."""
+    free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
+    return free - MACHINE["weights_gib"] / MODELS[model][0] - free * (1 - FRACTION)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ROWS)
+def test_sizes_are_those_of_sglangs_configurator(planned, sglang, model, layout):
+    from sglang.srt.runtime_context import get_schedule
+
+    found = planned[model, layout]
+    kvc = sglang(model, layout)
+    rest = rest_gib(model)
+    if kvc.mambaish_config is not None:
+        rest = kvc._handle_max_mamba_cache(rest)
+        assert found["state_slots"] == get_schedule().max_mamba_cache_size > 0
+    config = kvc.config_from_budget(int(rest * 2**30))
+    assert found["tokens"] == config.max_total_num_tokens
+    assert found["page_size"] == get_schedule().page_size
+    assert found["max_running_requests"] == kvc.resolve_max_num_reqs(config.max_total_num_tokens)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ROWS)
+def test_sizes_by_hand(planned, model, layout):
+    found = planned[model, layout]
+    ranks, layers, with_rows, beside = MODELS[model]
+    cell = with_rows * ROWS[layout] + beside
+    assert found["cell_bytes"] == cell
+    available = int(rest_gib(model) * 2**30)
+    if model == "kimi_linear":
+        slot = (layers - with_rows) * STATE_BYTES
+        assert found["state_slot_bytes"] == slot
+        # SGLang gives 0.9 / 1.9 of the memory to states, and one slot of it to padding.
+        slots = int(available * 0.9 / 1.9 / slot) - 1
+        assert abs(found["state_slots"] - slots) <= 1
+        available -= (found["state_slots"] + 1) * slot
+    assert abs(found["available_bytes"] - available) <= 64  # of GiB in doubles
+    wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
+    assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
+    assert (found["workspace_bytes"] > 0) == (layout not in (None, "bf16")) or model == "deepseek_v32"
+    assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
+
+
+def test_the_heuristic_of_the_memory_fraction(planned):
+    """memory_hook.py: 512 MB, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per request of graphs, 1.5 GB."""
+    gpu_mib = MACHINE["gpu_gib"] * 1024
+    reserved = 512 + 8192 * 1.5 + 8 / 8 * 1024 + 512 * 2 + 1.5 * 1024
+    assert planned["heuristic"]["mem_fraction_static"] == round((gpu_mib - reserved) / gpu_mib, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "names", "why"),
+    [
+        ("deepseek_v32", "bf16", ("dsa/flashmla_sparse", "dsa/fa3"), "SGLang's kernels"),
+        ("deepseek_v32", "fp8", ("dsa/tilelang", "dsa/tilelang"), "SGLang's kernels"),
+        ("deepseek_v32", "fp8_block_scale", ("dsa/flashmla_kv", "dsa/flashmla_kv"), "SGLang's kernels"),
+        ("deepseek_v32", "fp4", ("dsa/flashmla_sparse", "dsa/kvpool_mla"), "decode is ours"),
+        ("kimi_k2", None, ("fa3", "fa3"), "SGLang's choice"),
+        ("kimi_k2", "bf16", ("fa3", "fa3"), "reads bf16 rows as they are stored"),
+        ("kimi_k2", "fp8", ("kvpool_mla", "kvpool_mla"), "fa3 and flashinfer would cast the whole pool"),
+        ("kimi_k2", "fp4", ("kvpool_mla", "kvpool_mla"), "no other reads fp4 rows"),
+        ("kimi_linear", "fp8_block_scale", ("kvpool_mla", "kvpool_mla"), "no other reads"),
+    ],
+)
+def test_attention_and_its_reason(planned, model, layout, names, why):
+    found = planned[model, layout]["attention"]
+    assert (found["prefill"], found["decode"]) == names
+    assert why in found["why"]
+
+
+def test_what_works_instead_is_named(planned):
+    found = planned["fp8 without tilelang"]
+    assert "dsa-prefill-backend tilelang" in found["refused"]
+    assert found["instead"] == ["--dsa-prefill-backend=tilelang", "--dsa-decode-backend=tilelang"]
+
+
+def test_a_host_tier(planned):
+    """Its bytes; on the device it costs the page buffers of what stages."""
+    tier, plain = planned["tier"], planned["heuristic"]
+    assert tier["host"] == {"token_bytes": 61 * 416, "index_bytes": 61 * 132, "slot_bytes": 0}
+    assert plain["host"] is None
+    buffers = 128 << 20  # 61 layers of 64 tokens: 1.6 MB a page, more than 8 of its slots of 16 MiB
+    assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
+    narrow = planned["narrow"]
+    assert narrow["host"] == {"token_bytes": 7 * 416, "index_bytes": 0, "slot_bytes": 20 * STATE_BYTES}
+    assert narrow["cell_bytes"] == 7 * 1152
+
+
+def test_a_draft_is_charged(planned):
+    """The MTP layer has rows and index keys."""
+    assert planned["mtp"]["cell_bytes"] == 62 * (416 + 132)
+    assert planned["mtp"]["host"] == {"token_bytes": 62 * 416, "index_bytes": 62 * 132, "slot_bytes": 0}
+
+
+@pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
+def test_caches_of_data_parallelism(planned, name, caches, tp_size):
+    """Each has as many tokens as its weights leave, which DP attention does not copy."""
+    found = planned[name]
+    assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
+    free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
+    left = free - MACHINE["weights_gib"] / tp_size - free * (1 - found["mem_fraction_static"])
+    assert abs(found["available_bytes"] - left * 2**30) <= 64
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipeline", "--pp-size 2"),
+        ("capped", "--max-total-tokens"),
+        ("too heavy", "leave no GPU memory for the KV cache"),
+        ("unknown", "unrecognized arguments: --no-such-flag 3"),
+        ("mha", "no multi-head latent attention"),
+        ("mha with a layout", "LlamaForCausalLM uses MHA"),
+    ],
+)
+def test_refusals(planned, name, message):
+    assert message in planned[name]["refused"]
+    assert "tokens" not in planned[name]
+
+
+def test_answers_are_plain_json(planned):
+    for answer in planned.values():
+        assert json.loads(json.dumps(answer)) == answer
