@@ -170,10 +170,13 @@ def host_table() -> str:
 
 def _perplexities(file: str, columns: dict[str, str]) -> str:
     results = json.loads((BENCHMARKS / file).read_text())["results"]
+    names = {layout.value for layout in MLAKVCacheLayout}
     titles = [*columns, "perplexity per byte", "change", "standard error", "same top byte"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for result in results:
-        cells = [f"`{result[field]}`" for field in columns.values()] + [f"{result['perplexity']:.4f}"]
+        values = [result[field] for field in columns.values()]
+        cells = [f"`{value}`" if value in names else value for value in values]
+        cells.append(f"{result['perplexity']:.4f}")
         difference = result["difference"]
         if difference is None:
             cells += ["", "", ""]
@@ -187,7 +190,12 @@ def _perplexities(file: str, columns: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table}
+def rope_table() -> str:
+    """Perplexity with latent, rotary values or both in 4 bits, from `rope_cpu.json`."""
+    return _perplexities("rope_cpu.json", {"latent": "latent", "rotary values": "rotary"})
+
+
+TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table, "rope": rope_table}
 
 
 def page_with(text: str, name: str, table: str) -> str:
