@@ -126,7 +126,7 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for index, result in enumerate(sorted(results, key=lambda result: result.tokens)):
-        label, error = result.layout, 0.0
+        label, error = f"{result.layout}\n{result.row_bytes}-byte rows", 0.0
         if result.difference is not None:
             label += f"\n{_percent(result.difference)}"
             error = result.difference.standard_error * result.perplexity
@@ -140,6 +140,7 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
             textcoords="offset points",
             ha="center",
             va="bottom" if above else "top",
+            fontsize="small",
         )
     megabytes = results[0].pool_bytes / 1e6
     axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")
@@ -151,5 +152,6 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
     axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
     axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
     axes.grid(alpha=0.3)
-    figure.suptitle("What a KV-cache layout buys and what it costs (bars: standard error of the change)")
+    figure.suptitle("The demo's small model: tokens that fit, and what they cost")
+    axes.set_title("percent: change of the perplexity to bf16; bars: its standard error", fontsize="small")
     figure.savefig(path, dpi=120)

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Tables of ``docs/accuracy.md``: what each layout loses of random latents and costs the demo's model.
+
+    python scripts/accuracy_table.py [--write | --check]
+
+The errors are computed here, on a CPU, through the codec that servers use, in about ten seconds; the
+perplexities are read from the JSON files under ``docs/benchmarks/``. `--write` puts the tables into the page,
+`--check` fails if they differ from it. Needs SGLang, whose FP4 rows are one of the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sgl_kvpool.codec import decode_rows, encode_rows  # noqa: E402
+from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
+
+PAGE = ROOT / "docs" / "accuracy.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+ROWS, RANK = 4096, 512
+#: Values that share a scale in 4-bit formats.
+BLOCK = 16
+#: Largest number of e2m1 and of e4m3.
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+#: Channels of a latent that are 30 times as large as the others.
+OUTLIERS, OUTLIER_FACTOR = 8, 30.0
+
+
+# -------------------------------------------------------------------- what is stored
+
+
+def _normal(sigma: float) -> Callable[[torch.Generator, int], torch.Tensor]:
+    return lambda generator, rows: sigma * torch.randn(rows, RANK, generator=generator)
+
+
+def _student(generator: torch.Generator, rows: int) -> torch.Tensor:
+    squares = sum(torch.randn(rows, RANK, generator=generator).square() for _ in range(3))
+    return torch.randn(rows, RANK, generator=generator) / (squares / 3).sqrt()
+
+
+def _log_normal_channels(generator: torch.Generator, rows: int) -> torch.Tensor:
+    channels = torch.randn(RANK, generator=generator).exp()
+    return torch.randn(rows, RANK, generator=generator) * channels
+
+
+def _outlier_channels(generator: torch.Generator, rows: int) -> torch.Tensor:
+    channels = torch.ones(RANK)
+    channels[torch.randperm(RANK, generator=generator)[:OUTLIERS]] = OUTLIER_FACTOR
+    return torch.randn(rows, RANK, generator=generator) * channels
+
+
+#: Name in the table to a function of a generator and a number of rows.
+DISTRIBUTIONS = {
+    "N(0, 0.003)": _normal(0.003),
+    "N(0, 0.02)": _normal(0.02),
+    "N(0, 1)": _normal(1.0),
+    "N(0, 10)": _normal(10.0),
+    "Student's t, 3 degrees": _student,
+    "log-normal channels": _log_normal_channels,
+    f"{OUTLIERS} channels x{OUTLIER_FACTOR:.0f}": _outlier_channels,
+}
+
+
+def latents(name: str, rows: int = ROWS) -> torch.Tensor:
+    """Random latents [rows, 512], bfloat16; the same for the same arguments.
+
+    Parameters
+    ----------
+    name : str
+        Of `DISTRIBUTIONS`.
+    rows : int
+    """
+    generator = torch.Generator().manual_seed(list(DISTRIBUTIONS).index(name))
+    return DISTRIBUTIONS[name](generator, rows).bfloat16()
+
+
+# -------------------------------------------------------------------- in which form
+
+
+def stored_as(
+    layout: MLAKVCacheLayout, *, fitted_scale: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from latents to what a layout's rows hold of them, float32.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    fitted_scale : bool
+        Whether k_scale is the largest magnitude over 448 instead of 1.
+    """
+    fmt = layout.row_format(RANK, 0)
+
+    def through_rows(values: torch.Tensor) -> torch.Tensor:
+        k_scale = values.abs().max().item() / E4M3_MAX if fitted_scale else 1.0
+        rows = encode_rows(values, None, fmt, k_scale=k_scale)
+        return decode_rows(rows, fmt, torch.float32, k_scale=k_scale)
+
+    return through_rows
+
+
+def sglang_fp4(values: torch.Tensor) -> torch.Tensor:
+    """What SGLang's FP4 pool (``--kv-cache-dtype fp4_mx_block16``) holds of latents, by its own functions."""
+    from sglang.srt.layers.quantization.kvfp4_tensor import FP4MXBlock16KVQuantizeUtil as Law
+
+    # Both are compiled when they are first called, for 20 s and to the same numbers.
+    with torch.compiler.set_stance("force_eager"):
+        codes, scales = Law.batched_quantize(values.unsqueeze(1))
+        return Law.batched_dequantize(codes, scales, torch.float32).squeeze(1)
+
+
+def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
+    """e2m1 values with an e4m3 scale per 16, amax / 6; written out here, since kernels for it need a GPU."""
+    blocks = values.float().view(len(values), -1, BLOCK)
+    scales = (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX).clamp(max=E4M3_MAX)
+    scales = scales.to(torch.float8_e4m3fn).float()
+    scaled = torch.where(scales > 0, blocks / scales, torch.zeros(()))
+    # Nearest of the eight magnitudes; which of two equally near ones hardly matters to a sum of squares.
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    nearest = E2M1[torch.bucketize(scaled.abs(), middles)]
+    return (nearest * scaled.sign() * scales).view(values.shape)
+
+
+#: Column of the table to a function from latents to what is read back.
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{f"`{layout}`": stored_as(layout) for layout in MLAKVCacheLayout},
+    "`fp8`, k_scale fitted": stored_as(MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, fitted_scale=True),
+    "SGLang's `fp4_mx_block16`": sglang_fp4,
+    "NVFP4, no global scale": nvfp4_without_global_scale,
+}
+
+
+def relative_error(values: torch.Tensor, back: torch.Tensor) -> float:
+    """Root of the summed squared errors over that of the summed squared values, in float64."""
+    wanted = values.double()
+    return ((back.double() - wanted).norm() / wanted.norm()).item()
+
+
+# -------------------------------------------------------------------- tables
+
+
+def errors_table() -> str:
+    """Relative error of every form for every distribution, as Markdown."""
+    lines = ["| latents | " + " | ".join(FORMS) + " |", "|---" * (1 + len(FORMS)) + "|"]
+    for name in DISTRIBUTIONS:
+        values = latents(name)
+        errors = [relative_error(values, form(values)) for form in FORMS.values()]
+        lines.append(f"| {name} | " + " | ".join(f"{error:.3f}" if error else "0" for error in errors) + " |")
+    return "\n".join(lines)
+
+
+def demo_table() -> str:
+    """Perplexity of the demo's model per layout, from `demo_cpu.json`, as Markdown."""
+    return _perplexities("demo_cpu.json", {"layout": "layout"})
+
+
+def host_table() -> str:
+    """The same behind prefixes that came back from a host tier, from `host_layout_cpu.json`."""
+    return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
+
+
+def _perplexities(file: str, columns: dict[str, str]) -> str:
+    results = json.loads((BENCHMARKS / file).read_text())["results"]
+    names = {layout.value for layout in MLAKVCacheLayout}
+    titles = [*columns, "perplexity per byte", "change", "standard error", "same top byte"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for result in results:
+        values = [result[field] for field in columns.values()]
+        cells = [f"`{value}`" if value in names else value for value in values]
+        cells.append(f"{result['perplexity']:.4f}")
+        difference = result["difference"]
+        if difference is None:
+            cells += ["", "", ""]
+        else:
+            cells += [
+                f"{100 * difference['perplexity_change'] + 0.0:+.3f} %",
+                f"{100 * difference['standard_error']:.3f} %",
+                f"{100 * difference['same_top_token']:.2f} %",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rope_table() -> str:
+    """Perplexity with latent, rotary values or both in 4 bits, from `rope_cpu.json`."""
+    return _perplexities("rope_cpu.json", {"latent": "latent", "rotary values": "rotary"})
+
+
+TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table, "rope": rope_table}
+
+
+def page_with(text: str, name: str, table: str) -> str:
+    """The page's text with a table between the two comments of this name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{table}\n\n{end}{after}"
+
+
+def updated(text: str) -> str:
+    """The page's text with all tables as they are computed now."""
+    for name, table in TABLES.items():
+        text = page_with(text, name, table())
+    return text
+
+
+def main() -> int:
+    """Print, write or compare the tables; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help="compare with it")
+    arguments = parser.parse_args()
+    if not (arguments.write or arguments.check):
+        print("\n\n".join(table() for table in TABLES.values()))
+        return 0
+    old = PAGE.read_text()
+    new = updated(old)
+    if arguments.write:
+        PAGE.write_text(new)
+        return 0
+    if new != old:
+        print(f"{PAGE} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
+    return int(new != old)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

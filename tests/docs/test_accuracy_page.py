@@ -1,0 +1,58 @@
+"""docs/accuracy.md says what its script computes, and the script's peers are what they are called."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accuracy_table  # noqa: E402
+
+
+def test_the_page_is_what_the_script_computes():
+    pytest.importorskip("sglang")
+    page = accuracy_table.PAGE.read_text()
+    assert accuracy_table.updated(page) == page, "run scripts/accuracy_table.py --write"
+
+
+def test_latents_are_the_same_every_time_and_what_they_are_called():
+    kurtosis = {}
+    for name in accuracy_table.DISTRIBUTIONS:
+        values = accuracy_table.latents(name, 256)
+        assert torch.equal(values, accuracy_table.latents(name, 256))
+        assert (values.dtype, values.shape) == (torch.bfloat16, (256, 512))
+        wide = values.double()
+        kurtosis[name] = (wide.pow(4).mean() / wide.square().mean().square()).item()
+        if name.startswith("N("):
+            assert wide.std().item() == pytest.approx(float(name[5:-1]), rel=0.02)
+            assert kurtosis[name] == pytest.approx(3, rel=0.1)
+    assert min(value for name, value in kurtosis.items() if not name.startswith("N(")) > 10
+    channels = accuracy_table.latents("8 channels x30", 256).double().std(0)
+    assert int((channels > 15).sum()) == 8
+
+
+def test_errors_are_those_of_an_independent_decoder():
+    """The oracle of the codec's tests, on some rows of each distribution."""
+    from codec_oracle import decode, encode
+
+    for layout, row_bytes in (("bf16", 1024), ("fp8", 512), ("fp8_block_scale", 528), ("fp4", 288)):
+        for name in accuracy_table.DISTRIBUTIONS:
+            values = accuracy_table.latents(name, 8)
+            expected = decode(encode(values, None, layout, 512, 0, row_bytes), layout, 512, 0)
+            found = accuracy_table.FORMS[f"`{layout}`"](values)
+            assert np.array_equal(found.numpy(), expected), (layout, name)
+
+
+def test_nvfp4_is_the_nearest_number_under_the_nearest_scale():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    values = accuracy_table.latents("N(0, 0.02)", 4)
+    found = accuracy_table.nvfp4_without_global_scale(values).numpy().reshape(-1, 16)
+    for block, back in zip(values.float().numpy().reshape(-1, 16), found, strict=True):
+        scale = np.float32(np.abs(block).max() / np.float32(6)).astype(ml_dtypes.float8_e4m3fn)
+        grid = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64) * float(scale)
+        nearest = np.abs(block[:, None].astype(np.float64) - grid).min(1)
+        np.testing.assert_allclose(np.abs(block - back), nearest, rtol=1e-5, atol=1e-9)

@@ -1,0 +1,102 @@
+"""The table at the head of docs/compatibility.md, against what SGLang's resolution makes of its arguments."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+STATES = {"ran", "tested", "not run", "refused"}
+#: What the page has to speak of.
+FEATURES = (
+    "TP",
+    "PP",
+    "DP",
+    "DCP",
+    "EP",
+    "MTP",
+    "disaggregation",
+    "hierarchical",
+    "graphs",
+    "overlap",
+    "LoRA",
+)
+
+
+def table():
+    """Lines of the first table as (feature, device, arguments, state by layout, reason)."""
+    section = PAGE.read_text().split("\n## ")[1]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    assert header[2:6] == [f"`{layout}`" for layout in LAYOUTS]
+    rows = []
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == len(header), line
+        device, _, rest = cells[1].partition(" ")
+        argv = () if rest == "(default)" else tuple(shlex.split(rest.strip("`")))
+        rows.append((cells[0], device, argv, dict(zip(LAYOUTS, cells[2:6], strict=True)), cells[6]))
+    return rows
+
+
+ROWS = table()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row[1]}-{row[0]}" for row in ROWS])
+def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monkeypatch, row, layout):
+    import torch
+
+    _, device, argv, states, _ = row
+    # All that the resolution asks of a GPU.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    arguments = ("--kv-cache-layout", layout, *argv)
+    if states[layout] == "refused":
+        with pytest.raises(ValueError, match="does not work with") as error:
+            resolve(checkpoints["mla"], *arguments, device=device)
+        # By us, with the name of what was asked for and a way out.
+        assert re.search(r"kvpool_mla|--kv-cache-layout", str(error.value))
+        assert str(error.value).split()[0] in argv
+        assert "leave" in str(error.value) or "use" in str(error.value)
+    else:
+        resolve(checkpoints["mla"], *arguments, device=device)
+
+
+def test_the_arguments_are_what_is_refused(resolve, checkpoints, monkeypatch):
+    """Without a layout SGLang takes every line, so that a refusal is the layout's."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for _, device, argv, _, _ in ROWS:
+        resolve(checkpoints["mla"], *argv, device=device)
+
+
+def test_the_table_is_whole():
+    assert {state for row in ROWS for state in row[3].values()} == STATES
+    titles = " ".join(row[0] for row in ROWS)
+    assert [name for name in (*FEATURES, "LoRA") if name not in titles] == []
+    assert all(row[4] for row in ROWS)
+
+
+def test_what_ran_or_was_tested_names_a_test_that_exists():
+    for title, _, _, states, shown in ROWS:
+        named = re.findall(r"tests/[\w/]+(?:\.py)?", shown)
+        assert all((ROOT / name).exists() for name in named), title
+        if shown != "same" and {"ran", "tested"} & set(states.values()):
+            assert named, title
+        for function in re.findall(r"`(test_\w+)`", shown):
+            assert any(f"def {function}(" in (ROOT / name).read_text() for name in named), function
+
+
+def test_dcp_is_refused_for_other_kinds_of_models(resolve, checkpoints, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for model in ("dsa", "kda"):
+        for layout in LAYOUTS:
+            argv = ("--kv-cache-layout", layout, "--tp-size", "2", "--dcp-size", "2")
+            with pytest.raises(ValueError, match="^--dcp-size 2 does not work with --kv-cache-layout"):
+                resolve(checkpoints[model], *argv, device="cuda")
