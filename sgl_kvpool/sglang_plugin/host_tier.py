@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams, state_tier
 
 __all__ = ["install"]
@@ -38,7 +39,9 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     from sgl_kvpool.host.pool import HierarchicalMLAHostPool
 
     if not HierarchicalMLAHostPool.takes(kv_pool):
-        return original(kv_pool=kv_pool, **kwargs)
+        tier = original(kv_pool=kv_pool, **kwargs)
+        _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())), kwargs["page_size"])
+        return tier
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 
@@ -56,6 +59,22 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     )
     state_tier.row_tier_built(tier)
     return tier
+
+
+def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
+    """Name the rows of SGLang's own host pool in the keys of stores.
+
+    SGLang's pages carry no name, and its `file` store takes a longer file for a page: a server with shorter
+    rows would read what one with other rows wrote under the same model name. Rows of bf16 stay unnamed, as
+    those of servers without the plugin: they are the same.
+    """
+    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+
+    target = pools[0]
+    if isinstance(target, LayoutMLATokenToKVPool) and target.kv_cache_layout is not MLAKVCacheLayout.BF16:
+        from sgl_kvpool.host.stored_pages import storage_format_tag
+
+        tier.storage_format_tag = f"sglang-{storage_format_tag(pools, page_size)}"
 
 
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):

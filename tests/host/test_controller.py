@@ -12,6 +12,7 @@ from host_tier import (
     LABELS,
     LAYERS,
     LAYOUTS,
+    START,
     backup,
     device_pool,
     fill,
@@ -83,6 +84,31 @@ def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
     with pytest.raises(Built):
         controller_of(stock)
     assert built == [MLATokenToKVPoolHost]
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
+    """On CUDA it serves these two, and its file store takes the beginning of a longer file for a page."""
+    from sglang.srt.managers.cache_controller import storage_model_name
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+
+    monkeypatch.setattr(HierarchicalMLAHostPool, "takes", staticmethod(lambda pool: False))
+    # There is no CUDA driver to register memory with.
+    monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
+    names = []
+    for k_scales in ({}, {START + layer: 0.5 for layer in range(LAYERS)}):
+        pool = device_pool(layout, k_scales=k_scales if layout == "fp8" else {})
+        group = controller_of(pool).mem_pool_host
+        assert type(group.anchor_entry.host_pool) is MLATokenToKVPoolHost
+        names.append(storage_model_name("model", group.anchor_entry.host_pool))
+    if layout == "bf16":
+        assert names == ["model", "model"]  # as servers without the plugin
+        return
+    assert names[0].startswith("model-sglang-fp8-r512-p64-b576-v1")
+    assert names[1].startswith(f"{names[0]}-k")
 
 
 # ------------------------------------------------------------------ lists, before anything is queued
