@@ -22,6 +22,7 @@ FAILURES = {
     "engine_build": "an engine could not be built; the torch engine is used",
     "registration": "host memory could not be pinned; transfers use pageable memory",
     "load_pages": "a load from the host tier named bad pages; the tokens are computed again",
+    "load_elsewhere": "a load from the host tier is a miss on another rank; the tokens are computed again",
     "load": "a load by the engine failed; the torch engine carried it out",
     "backup_pages": "a backup to the host tier named bad pages; the tokens are not backed up",
     "backup": "a backup by the engine failed; the torch engine carried it out",

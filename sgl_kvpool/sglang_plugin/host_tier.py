@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import seams, state_tier
+from sgl_kvpool.sglang_plugin import ranks, seams, state_tier
 
 __all__ = ["install"]
 
@@ -139,8 +139,8 @@ def _load(
 ):
     """Queue a load if its lists are good; None is a miss for SGLang, which computes the tokens again.
 
-    Rows and states of a hybrid model are loaded both or not at all. Behind this call the tree takes the
-    tokens for loaded, so nothing later can refuse.
+    Rows and states of a hybrid model are loaded both or not at all, and on all ranks or on none. Behind this
+    call the tree takes the tokens for loaded, so nothing later can refuse.
     """
     pool = self.mem_pool_host.anchor_entry.host_pool
     arguments = (host_indices, priority, node_id, extra_pools)
@@ -152,22 +152,24 @@ def _load(
     if problem is None and device_indices is not None:
         problem = pool.device_slots_problem(device_indices)
     problem = problem or state_tier.device_problem(self, extra_pools)
-    if problem is not None:
-        metrics.failed("load_pages", problem)
+    if ranks.load_is_miss(self, problem):
         return None
     queued = len(self.load_queue)
     found = original(self, *arguments, device_indices=device_indices, **kwargs)
     if found is None:
         return None
     problem = pool.device_slots_problem(found) or state_tier.device_problem(self, extra_pools)
-    if problem is None:
-        state_tier.join_states(self, self.load_queue[-1])
-        return found
-    # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given back:
-    # a second owner of a slot would read the first one's rows.
-    del self.load_queue[queued:]
-    metrics.failed("load_pages", f"{problem}, from the allocator of the device pool")
-    return None
+    if problem is not None:
+        problem += ", from the allocator of the device pool"
+    # Lists on a GPU are not looked at (`device_slots_problem`), on any rank: nothing to agree on.
+    if found.device.type == "cpu" and ranks.load_is_miss(self, problem):
+        # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given
+        # back: a second owner of a slot would read the first one's rows. On no rank are they, so that all
+        # ranks have as many left.
+        del self.load_queue[queued:]
+        return None
+    state_tier.join_states(self, self.load_queue[-1])
+    return found
 
 
 def _tiers_of_drafts(controller: Any) -> list[Any]:

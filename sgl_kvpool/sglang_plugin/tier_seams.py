@@ -54,6 +54,17 @@ HOST_TIER = (
         "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
+    # Whose groups `ranks` agrees over, as this method does.
+    Seam(
+        f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.__init__",
+        ("self", "tp_group", "attn_cp_group", "attn_tp_group", "pp_group"),
+        hooked=False,
+    ),
+    Seam(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._all_reduce_attn_groups",
+        ("self", "tensor", "op"),
+        hooked=False,
+    ),
     Seam(
         f"{_HOST_POOL}.__init__",
         (

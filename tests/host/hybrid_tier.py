@@ -309,8 +309,10 @@ class Model:
         return served.tokens
 
 
-def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree=None, drafts=()):
-    """SGLang's tree with its host tier, built by SGLang with our hooks."""
+def make_model(
+    args, process_group, pool, requests, page_size, monkeypatch, tree=None, drafts=(), **ranks
+):  # fmt: skip
+    """SGLang's tree with its host tier, built by SGLang with our hooks; `ranks` are further groups."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -326,7 +328,7 @@ def make_model(args, process_group, pool, requests, page_size, monkeypatch, tree
         disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=page_size,
         tp_cache_group=process_group, enable_mamba_extra_buffer=True,
         tree_components=(ComponentType.FULL, ComponentType.MAMBA), tree_core_backend=tree,
-        mtp_draft_device_pools=tuple(drafts),
+        mtp_draft_device_pools=tuple(drafts), **ranks,
     )  # fmt: skip
     cache = UnifiedRadixCache(params)
     cache.init_hicache(args, params)

@@ -1,0 +1,68 @@
+"""Ranks that schedule the same requests, each with a host tier of its own: a miss on one is a miss on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvpool import metrics
+
+__all__ = ["load_is_miss"]
+
+
+def load_is_miss(controller: Any, problem: str | None) -> bool:
+    """Whether a load is a miss, here or on another rank: then it has to be one on all of them. It is counted.
+
+    A page that was lost in its backup is lost on one rank alone. Were it a miss there and a load on the
+    others, the ranks would compute batches of other lengths from then on. So every rank calls this at every
+    load. They do load alike: their trees match and evict alike, which SGLang relies on, and checks if it is
+    told to (`rank_consensus` of `init_load_back`).
+
+    Parameters
+    ----------
+    controller : HybridCacheController
+    problem : str or None
+        Why this rank cannot load; None if it can.
+
+    Raises
+    ------
+    RuntimeError
+        It is a miss, and the server has pipeline stages. These do not wait for each other when they schedule:
+        the stages before this one have taken the tokens for loaded.
+    """
+    if _everywhere(controller, problem is None):
+        return False
+    if problem is None:
+        metrics.failed("load_elsewhere", "see the log of that rank")
+    else:
+        metrics.failed("load_pages", problem)
+    if _size(controller.pp_group) > 1:
+        raise RuntimeError(
+            f"a load from the host tier of sgl-kvpool is impossible ({problem or 'on another rank'}), and "
+            "pipeline stages cannot agree on a miss; start the server again"
+        )
+    return True
+
+
+def _everywhere(controller: Any, good: bool) -> bool:
+    """Whether something is so on all ranks, over the groups that SGLang's tree agrees over on transfers.
+
+    Those are gloo's, of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler, as with DP
+    attention others have other requests. SGLang reduces over them in every step, on this thread.
+    """
+    import torch
+
+    groups = [group for group in (controller.attn_cp_group, controller.attn_tp_group) if _size(group) > 1]
+    if not groups and _size(controller.tp_group) > 1:
+        groups = [controller.tp_group]
+    if not groups:
+        return good
+    verdict = torch.tensor(int(good))
+    for group in groups:
+        torch.distributed.all_reduce(verdict, op=torch.distributed.ReduceOp.MIN, group=group)
+    return bool(verdict.item())
+
+
+def _size(group: Any) -> int:
+    import torch
+
+    return 1 if group is None else torch.distributed.get_world_size(group=group)

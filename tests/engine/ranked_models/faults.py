@@ -1,0 +1,33 @@
+"""Loaded by SGLang in each scheduler process: faults of rank 1 alone, of two tensor-parallel ranks.
+
+Each lasts for as long as a file of its name lies in the folder that the variable RANK_1_FAULTS names.
+"""
+
+import os
+from pathlib import Path
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.runtime_context import get_parallel
+
+from sgl_kvpool.host.lane import Lane
+
+_run, _get = Lane.run, HiCacheFile.get
+
+
+def _befalls_us(fault):
+    return get_parallel().tp_rank == 1 and (Path(os.environ["RANK_1_FAULTS"]) / fault).exists()
+
+
+def run(self, source_pages, target_pages, part=None):
+    if self.direction == "to_host" and _befalls_us("lose_backups"):
+        raise OSError(5, "lost on purpose")
+    _run(self, source_pages, target_pages, part)
+
+
+def get(self, key, *args, **kwargs):
+    if _befalls_us(key):
+        raise OSError(5, "unreadable on purpose")
+    return _get(self, key, *args, **kwargs)
+
+
+Lane.run, HiCacheFile.get = run, get

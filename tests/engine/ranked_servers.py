@@ -1,0 +1,112 @@
+"""Servers of two processes: what they are started with, and asked."""
+
+import os
+import time
+from pathlib import Path
+
+import host_tier_servers as host_tier
+from tiny_model import NEW_TOKENS, PROMPTS
+
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+
+HERE = Path(__file__).resolve().parent
+
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
+FLUSH = "/flush_cache?timeout=30"
+#: A prompt that no store has, and the page of the first filler that rank 1 cannot read.
+LOST, UNREADABLE_PAGE = "lost: " + PROMPTS[3], 5
+#: Servers that are not started unless this variable is set: each takes two minutes on two cores.
+ALL_RANKS = "KVPOOL_TEST_ALL_RANKS"
+
+
+def environment(folder, cores):
+    return {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "ranked_models",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "SGL_KVPOOL_PREFILL_READS_ROWS": "1",
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"),
+        "RANK_1_FAULTS": str(folder / "faults"),
+        # A core for each process; SGLang looks for a NUMA node for each otherwise.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
+        # No NCCL: where there is one, SGLang makes a communicator of it for CPU ranks too, which fails
+        # (`distributed/parallel_state.py:464`). Without one it goes on, over gloo.
+        "SGLANG_NCCL_SO_PATH": str(folder / "no-nccl.so"),
+        # SGLang compares what ranks do, step by step, and ends the server when they differ.
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    }
+
+
+def serve(arguments, ask_more=None):
+    """A job of conftest's: `job(model_path, folder)` starts the server, and returns its answers."""
+
+    def job(model_path, folder):
+        (folder / "faults").mkdir(parents=True)
+        unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
+        cores = sorted(os.sched_getaffinity(0))
+        log = folder / "server.log"
+        with Server(
+            [
+                *(*cpu_arguments(model_path, free_port()), "--kv-cache-layout", "fp4"),
+                *(*host_tier.ARGUMENTS, *host_tier.STORE_ARGUMENTS, *arguments),
+            ],
+            log,
+            {**dict.fromkeys(unwanted, ""), **environment(folder, (cores[0], cores[-1]))},
+        ) as server:
+            answers = ask(server, folder)
+            if ask_more is not None:
+                ask_more(server, folder, answers)
+        return {**answers, "log": log.read_text(errors="replace")}
+
+    return job
+
+
+def generate(server, text):
+    return server.generate(text=text, sampling_params=GREEDY, return_logprob=True)
+
+
+def ask(server, folder):
+    """Prompts, a hit on the device, one on the host, and one in the store."""
+    answers = {"info": server.info(), "first": [generate(server, prompt) for prompt in PROMPTS]}
+    answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
+    host_tier.wait_for_store(folder / "store")
+    answers["stored"] = len(host_tier.stored(folder / "store", "fp4"))
+    server.get(FLUSH)
+    answers["store_hit"] = generate(server, PROMPTS[3])
+    return answers
+
+
+def ask_with_faults(server, folder, answers):
+    """What rank 1 alone cannot read of the store, and what it alone has lost."""
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    server.get(FLUSH)
+    text = host_tier.FILLERS[0]
+    key = get_storage_hash_str(list(text.encode()), None, page_size=host_tier.PAGE_SIZE)[UNREADABLE_PAGE]
+    fault = folder / "faults" / key
+    fault.touch()
+    answers["unreadable"] = generate(server, text)
+    fault.unlink()
+
+    server.get(FLUSH)
+    fault = folder / "faults" / "lose_backups"
+    fault.touch()
+    answers["lost"] = [generate(server, LOST)]
+    deadline = time.monotonic() + 60
+    while 'kind="backup_lost"} 0' in server.get("/metrics").decode() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    fault.unlink()
+    answers["lost"].append(generate(server, LOST))
+    # Pushed out by the others, which come from the store and from the host.
+    answers["between"] = [generate(server, filler) for filler in host_tier.FILLERS]
+    answers["lost"].append(generate(server, LOST))
+    answers["after"] = generate(server, PROMPTS)
+    answers["metrics_after"] = server.get("/metrics").decode()
+
+
+JOBS = {
+    "two-ranks": serve(["--tp-size", "2"], ask_with_faults),
+    "two-stages": serve(["--pp-size", "2"]),
+    "two-replicas": serve(["--dp-size", "2"]),
+}

@@ -1,0 +1,123 @@
+"""Servers of two processes on a CPU: SGLang's schedulers, trees, controllers and broadcasts, each twice.
+
+A test package (ranked_models) splits the model's heads over tensor-parallel ranks. Everything between the
+processes goes over gloo, SGLang's way on a machine without NCCL.
+"""
+
+import os
+
+import pytest
+from host_tier_servers import PAGE_SIZE
+from ranked_servers import ALL_RANKS, UNREADABLE_PAGE
+from test_host_tier import LAYERS, LONG, ROW_BYTES, cached, log_probabilities, metric
+from tiny_model import KNOWN
+
+TWO_RANKS, STAGES, REPLICAS = "two-ranks", "two-stages", "two-replicas"
+MISS = {"device": 0, "host": 0, "storage": 0}
+
+
+def started_on_request(*names):
+    """Marks of a test whose servers are not started unless asked for."""
+    if os.environ.get(ALL_RANKS):
+        return [pytest.mark.engine(*names)]
+    return [pytest.mark.skip(reason=f"one more server of two processes; {ALL_RANKS}=1 starts it")]
+
+
+servers = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(TWO_RANKS, marks=pytest.mark.engine(TWO_RANKS, "fp4")),
+        pytest.param(STAGES, marks=started_on_request(STAGES, "fp4")),
+    ],
+)
+replicas = pytest.mark.parametrize(
+    "name", [pytest.param(REPLICAS, marks=started_on_request(REPLICAS, "fp4"))]
+)
+
+
+def ids(answers):
+    return [answer["output_ids"] for answer in answers]
+
+
+@servers
+def test_answers_are_those_of_one_process(record, name):
+    answers, alone = record(name), record("fp4")
+    assert ids(answers["first"]) == ids(alone["first"])
+    assert [answer["text"] for answer in answers["first"]] == KNOWN
+
+
+@servers
+def test_hits_on_device_host_and_store(record, name):
+    answers = record(name)
+    found, first = answers["host_tier"], answers["first"][3]["output_ids"]
+    hits = [found["device_hit"], found["host_hit"], answers["store_hit"]]
+    assert [cached(hit) for hit in hits] == [{**MISS, tier: LONG} for tier in MISS]
+    assert ids(hits) == [first] * 3
+    assert log_probabilities(hits[1]) == log_probabilities(hits[0])
+    assert log_probabilities(hits[2]) == log_probabilities(hits[0])
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_each_rank_has_a_host_tier_and_one_writes_the_store(record):
+    answers = record(TWO_RANKS)
+    assert answers["info"]["tp_size"] == 2
+    for rank in (0, 1):
+        lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
+        assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
+        assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
+    page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
+    backed_up = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host", engine="cpu")
+    assert backed_up == 2 * answers["stored"] * page_bytes
+    assert metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu") == (
+        2 * LONG // PAGE_SIZE * page_bytes
+    )
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_a_page_that_one_rank_cannot_read_ends_the_prefix_on_both(record):
+    answers = record(TWO_RANKS)
+    assert cached(answers["unreadable"]) == {**MISS, "storage": UNREADABLE_PAGE * PAGE_SIZE}
+    assert answers["unreadable"]["output_ids"] == answers["host_tier"]["fillers"][0]["output_ids"]
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record):
+    """Without an agreement, the ranks compute batches of other lengths, and the server ends or hangs."""
+    answers = record(TWO_RANKS)
+    _, device_hit, pushed_out = answers["lost"]
+    assert cached(device_hit)["device"] == LONG
+    assert cached(pushed_out) == MISS
+    assert len({tuple(one) for one in ids(answers["lost"])}) == 1
+    # What both have is loaded by both, before and after.
+    whole = (400 - 1) // PAGE_SIZE * PAGE_SIZE
+    assert [sum(cached(answer).values()) for answer in answers["between"]] == [whole] * 4
+    assert ids(answers["between"]) == ids(answers["host_tier"]["fillers"])
+    assert ids(answers["after"]) == ids(answers["first"])
+    after = {"host_tier": {"metrics": answers["metrics_after"]}}
+    counts = {kind: metric(after, "sgl_kvpool_failures_total", kind=kind) for kind in
+              ("backup_lost", "load_pages", "load_elsewhere", "page_read")}  # fmt: skip
+    assert counts.pop("backup_lost") > 0
+    assert counts == {"load_pages": 1, "load_elsewhere": 1, "page_read": 1}
+    for rank, cost in enumerate(("is a miss on another rank", "was lost in its backup")):
+        assert any(f" TP{rank}]" in line and cost in line for line in answers["log"].splitlines())
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_sglang_saw_no_rank_do_something_else(record):
+    """Its checker compares matches, inserts, evictions and loads; it would have ended the server."""
+    log = record(TWO_RANKS)["log"]
+    assert "Rank consensus checker is enabled" in log
+    assert "Found rank divergence" not in log
+
+
+@replicas
+def test_replicas_share_a_store(record, name):
+    """Two schedulers with a pool and a host tier of their own; each answers every other request."""
+    answers, alone = record(name), record("fp4")
+    assert ids(answers["first"]) == ids(alone["first"])
+    assert cached(answers["store_hit"]) == {**MISS, "storage": LONG}
+    assert answers["store_hit"]["output_ids"] == answers["first"][3]["output_ids"]
+    for replica in (0, 1):
+        lines = [line for line in answers["log"].splitlines() if f" DP{replica}" in line]
+        assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
+        assert any("Prefill batch" in line for line in lines)

@@ -1,0 +1,98 @@
+"""A fault of one rank is a miss on all that schedule the same requests: two processes, see two_ranks.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from two_ranks import CASES, LONGER, RANKS, SHORT
+
+HERE = Path(__file__).resolve().parent
+LONG, LESS = len(LONGER), len(SHORT)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """`seen[case]`: what each rank saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = []
+    try:
+        for rank in range(RANKS):
+            with (folder / f"{rank}.log").open("w") as log:
+                command = [sys.executable, HERE / "two_ranks.py", str(rank), folder]
+                processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                )
+        statuses = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(RANKS)]
+    assert statuses == [0, 0], "\n\n".join(log[-3000:] for log in logs)
+    return {
+        case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(RANKS)]
+        for case in CASES
+    }
+
+
+def agreed(ranks):
+    """What both found, and have left; what each of them counted."""
+    one, other = ({k: v for k, v in rank.items() if k != "failures"} for rank in ranks)
+    assert one == other
+    assert one["queued"] == 0
+    return one["lengths"], *(rank["failures"] for rank in ranks)
+
+
+def test_what_no_rank_lost_is_loaded_on_both(seen):
+    assert agreed(seen["nothing"]) == ([LONG, LESS], {}, {})
+
+
+#: Lost: a miss, the shorter prefix, a miss beside that one on the device, and a hit on the device at last.
+AFTER_A_LOSS = [0, LESS, LESS, LONG]
+ITS_OWN_LOSS = {"backup": 1, "backup_lost": 1, "load_pages": 2}
+
+
+@pytest.mark.parametrize("case", ["rows", "states", "rows-context", "rows-tensor-alone"])
+def test_a_backup_that_one_rank_lost_is_a_miss_on_both(seen, case):
+    assert agreed(seen[f"lost-{case}"]) == (AFTER_A_LOSS, {"load_elsewhere": 2}, ITS_OWN_LOSS)
+
+
+def test_ranks_with_other_requests_are_not_asked(seen):
+    """DP attention: what one of them loads is nothing to the other."""
+    one, other = seen["lost-rows-data"]
+    assert (one["lengths"], one["failures"]) == ([LONG, LESS, LONG, LONG], {})
+    assert (other["lengths"], other["failures"]) == (AFTER_A_LOSS, ITS_OWN_LOSS)
+
+
+def test_a_list_that_one_rank_refuses_is_a_miss_on_both(seen):
+    lengths, one, other = agreed(seen["free-host-pages"])
+    assert lengths == [0, LONG]
+    assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
+
+
+def test_slots_of_one_allocator_that_are_none_are_given_back_by_neither(seen):
+    lengths, one, other = agreed(seen["bad-slots-of-the-allocator"])
+    assert lengths == [0, LESS]
+    assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
+
+
+@pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_digest")])
+def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
+    """SGLang agrees on what was fetched (`_reduce_prefetch_ack`), if our hooks count rightly on each."""
+    lengths, one, other = agreed(seen[f"unreadable-{which}"])
+    assert lengths == [0, LESS]
+    assert (one, other) == ({}, {kind: 1})
+
+
+def test_pipeline_stages_cannot_agree_and_end(seen):
+    """The first has loaded by the time that the second finds out."""
+    first, second = seen["lost-in-the-second-stage"]
+    assert first["lengths"] == [LONG]
+    (error,) = second["lengths"]
+    assert "a host page of the list was lost in its backup" in error
+    assert "pipeline stages cannot agree on a miss" in error
+    assert second["failures"] == {"backup": 1, "backup_lost": 1, "load_pages": 1}

@@ -1,0 +1,226 @@
+"""One of two processes that are the ranks of a server: SGLang's tree, controller and store in each.
+
+`python two_ranks.py RANK FOLDER`, with pytest's path, goes through the cases below together with the other
+rank, over gloo, and writes what it saw. Faults befall rank 1 alone. A rank that waits for the other in vain
+ends after a minute.
+"""
+
+import json
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import hybrid_tier
+import pytest
+import torch.distributed as dist
+from host_tier import slots
+from test_hybrid_stores import fetch, files, flip, stored
+from test_hybrid_tree import break_backups, prompt
+
+PAGE_SIZE, TOKENS = 4, 128
+SHORT, LONGER = prompt(8), prompt(16)
+RANKS = 2
+
+
+class Rank:
+    """This process."""
+
+    def __init__(self, rank, folder):
+        self.rank, self.folder = rank, folder
+        rendezvous = dist.FileStore(str(folder / "rendezvous"), RANKS)
+        dist.init_process_group(
+            "gloo", store=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        )
+        both = dist.group.WORLD
+        alone = [dist.new_group([one]) for one in range(RANKS)][rank]
+        names = ("tp_cache_group", "attn_tp_cache_group", "attn_cp_cache_group", "pp_cache_group")
+        #: What SGLang gives a tree for its ranks (`kv_cache_builder.py:402`).
+        self.groups = {
+            # --tp-size 2
+            "tensor": dict(zip(names, (both, both, alone, alone), strict=True)),
+            # --tp-size 2 --attn-cp-size 2
+            "context": dict(zip(names, (both, alone, both, alone), strict=True)),
+            # --tp-size 2 --dp-size 2 --enable-dp-attention: other requests on each
+            "data": dict(zip(names, (alone, alone, alone, alone), strict=True)),
+            # --pp-size 2
+            "pipeline": {
+                **dict(zip(names, (alone, alone, alone, both), strict=True)), "pp_rank": rank, "pp_size": 2,
+            },
+            # A tree that is told of no groups for attention.
+            "tensor-alone": {"tp_cache_group": both},
+        }  # fmt: skip
+
+    def model(self, groups="tensor", store=None):
+        from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+        from sglang.srt.server_args import ServerArgs
+
+        sizes = {"pp_size": 2} if groups == "pipeline" else {"tp_size": 2}
+        args = ServerArgs(
+            model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=PAGE_SIZE,
+            hicache_ratio=2.0, hicache_storage_backend=store and "file", served_model_name="model",
+            hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
+            hicache_storage_prefetch_policy="wait_complete", **sizes,
+        )  # fmt: skip
+        get_parallel().clear_stamp()
+        publish(args, role="scheduler", ranks=SpawnRanks(self.rank, None, 0))
+        self.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+        requests = hybrid_tier.request_pool("kda", 6)
+        pool = hybrid_tier.hybrid_pool("fp4", requests.mamba_pool, "layer_major", PAGE_SIZE, TOKENS)
+        ranks = dict(self.groups[groups])
+        return hybrid_tier.make_model(
+            args, ranks.pop("tp_cache_group"), pool, requests, PAGE_SIZE, self.patch, **ranks
+        )
+
+    def lose(self, which, model, tokens):
+        """Compute a prompt whose backup fails twice on rank 1: of its rows, or of its state."""
+        with pytest.MonkeyPatch.context() as patched:
+            if self.rank == 1:
+                break_backups(model.tiers[which == "states"], patched)
+            model.put(tokens)
+
+    def run(self, case):
+        """What a case left behind on this rank."""
+        from sgl_kvpool import metrics
+
+        failures = Counter()
+        with pytest.MonkeyPatch.context() as self.patch:
+            self.patch.setattr(metrics, "failed", lambda kind, *_, **__: failures.update([kind]))
+            found = list(CASES[case](self))
+        dist.barrier()
+        model = found[-1][0]
+        return {
+            "lengths": [length for _, length in found], "failures": failures,
+            "free": [tier.available_size() for tier in model.tiers]
+            + [model.cache.token_to_kv_pool_allocator.available_size(),
+               model.requests.mamba_allocator.available_size()],
+            "queued": len(model.controller.load_queue),
+        }  # fmt: skip
+
+
+# Each gives the lengths that were found of some prompts, one after the other, with the model. `Model.check`
+# compares the bytes.
+
+
+def nothing(ranks):
+    model = ranks.model()
+    model.put(SHORT)
+    model.put(LONGER)
+    model.evict()
+    yield model, model.check(LONGER)
+    yield model, model.check(SHORT)
+
+
+def lost(which, groups="tensor"):
+    def case(ranks):
+        model = ranks.model(groups)
+        model.put(SHORT)
+        ranks.lose(which, model, LONGER)
+        model.evict()
+        yield model, model.check(LONGER)
+        yield model, model.check(SHORT)
+        yield model, model.check(LONGER)
+        model.put(LONGER)  # computed again
+        yield model, model.check(LONGER)
+
+    return case
+
+
+def lost_in_the_second_stage(ranks):
+    model = ranks.model("pipeline")
+    ranks.lose("rows", model, LONGER)
+    model.evict()
+    try:
+        found = model.check(LONGER)
+    except RuntimeError as error:
+        found = str(error)
+        for _ in range(2):  # what the first stage goes on to send, of a load that is not there
+            model.cache._sync_hicache_ready_counts()
+    yield model, found
+
+
+def free_host_pages(ranks):
+    model = ranks.model()
+    model.put(SHORT)
+    model.put(LONGER)
+    model.evict()
+    used = model.tiers[0].slot_used.clone()
+    if ranks.rank == 1:
+        model.tiers[0].slot_used[:] = False
+    yield model, model.check(LONGER)
+    model.tiers[0].slot_used[:] = used
+    yield model, model.check(LONGER)
+
+
+def bad_slots_of_the_allocator(ranks):
+    model = ranks.model()
+    model.put(SHORT)
+    model.evict()
+    allocator = model.cache.token_to_kv_pool_allocator
+    alloc = allocator.alloc
+    if ranks.rank == 1:
+        allocator.alloc = lambda need: slots([5] * (len(alloc(need)) // PAGE_SIZE), PAGE_SIZE)
+    yield model, model.check(SHORT)
+    allocator.alloc = alloc
+    yield model, model.check(SHORT)
+
+
+def unreadable(which):
+    def case(ranks):
+        """Two servers, one after the other; what one rank of the second cannot read of the store."""
+        store = ranks.folder / f"store-{which}"
+        stored(ranks.model(store=store), SHORT, LONGER)
+        dist.barrier()
+        model = ranks.model(store=store)
+        if ranks.rank == 1:
+            damage_what_rank_1_reads(model.controller.storage_backend, store, which)
+        fetch(model, LONGER)
+        yield model, model.check(LONGER)
+        fetch(model, SHORT)
+        yield model, model.check(SHORT)
+        model.controller.detach_storage_backend()
+
+    return case
+
+
+def damage_what_rank_1_reads(backend, store, which):
+    """Its own file of the longer prompt's state; rows have one file for all ranks, so one of a copy of it."""
+    if which == "states":
+        flip([file for file in files(store, True) if "_1_2" in file.name][-1])
+        return
+    bad = files(store, False)[2].name.partition("_")[0]
+    get = backend.get
+
+    def failing(key, *args, **kwargs):
+        if key == bad:
+            raise OSError(5, "unreadable on purpose")
+        return get(key, *args, **kwargs)
+
+    backend.get = failing
+
+
+CASES = {
+    "nothing": nothing,
+    **{f"lost-{which}": lost(which) for which in ("rows", "states")},
+    **{f"lost-rows-{groups}": lost("rows", groups) for groups in ("context", "data", "tensor-alone")},
+    "free-host-pages": free_host_pages,
+    "bad-slots-of-the-allocator": bad_slots_of_the_allocator,
+    **{f"unreadable-{which}": unreadable(which) for which in ("rows", "states")},
+    "lost-in-the-second-stage": lost_in_the_second_stage,
+}
+
+
+def main(rank, folder):
+    from sglang.srt.mem_cache.pool_host import base
+
+    from sgl_kvpool.sglang_plugin import host_tier
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    host_tier.install()
+    this = Rank(rank, folder)
+    for case in CASES:
+        (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
