@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_kvpool import __version__, env
+from sgl_kvpool import __version__, bench, env, warmup
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.plan import command as plan
 
@@ -74,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.set_defaults(run=_doctor)
+
+    measure = commands.add_parser("bench", help="speed of the codec, of attention or of transfers here")
+    bench.add_arguments(measure)
+    measure.set_defaults(run=bench.run)
+
+    compiling = commands.add_parser("warmup", help="compile what a server would compile when it starts")
+    warmup.add_arguments(compiling)
+    compiling.set_defaults(run=warmup.run)
 
     _print_anything()
     arguments = parser.parse_args(argv)

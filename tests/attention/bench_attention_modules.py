@@ -1,24 +1,10 @@
-"""Imports scripts/bench_attention.py and the modules beside it."""
-
-import importlib
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+"""The modules of `sgl-kvpool bench attention`, as `modules.cases` and so on."""
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.bench import attention as modules
+from sgl_kvpool.bench.attention import cases, device, inputs, limits, measure, peers, program, report
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-NAMES = ("cases", "device", "inputs", "limits", "measure", "peers", "report")
-
-
-def imported():
-    """The modules by the second part of their names, and `main`."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        modules = {name: importlib.import_module(f"attention_{name}") for name in NAMES}
-        return SimpleNamespace(**modules, main=importlib.import_module("bench_attention").main)
-    finally:
-        sys.path.remove(str(SCRIPTS))
+__all__ = ["cases", "device", "fmt", "inputs", "limits", "measure", "modules", "peers", "program", "report"]
 
 
 def fmt(layout):

@@ -1,4 +1,4 @@
-"""scripts/bench_attention.py without a GPU: its numbers mean nothing here, its way does."""
+"""`sgl-kvpool bench attention` without a GPU: its numbers mean nothing here, its way does."""
 
 import ast
 import importlib.util
@@ -9,13 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_attention_modules import SCRIPTS, fmt, imported
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    return imported()
-
+from bench_attention_modules import fmt, modules
 
 # Measuring
 
@@ -23,8 +17,8 @@ def scripts():
 class Fake:
     """A runner whose result a test chooses."""
 
-    def __init__(self, scripts, result, reason=None):
-        self.scripts, self.result, self.reason = scripts, result, reason
+    def __init__(self, result, reason=None):
+        self.result, self.reason = result, reason
 
     def load(self, device):
         if self.reason:
@@ -34,28 +28,28 @@ class Fake:
         return "no sparse lists" if workload.kind == "sparse" else None
 
     def prepare(self, problem):
-        ours = self.scripts.peers.Kvpool()
-        ours.load(self.scripts.device.CpuDevice())
+        ours = modules.peers.Kvpool()
+        ours.load(modules.device.CpuDevice())
         prepared = ours.prepare(problem)
         calls = [lambda call=call: self.result(call) for call in prepared.calls]
         return replace(prepared, calls=calls)
 
 
 @pytest.fixture
-def bench(scripts):
+def bench():
     """`bench(runner, device)` measures the smallest dense workload."""
 
     def make(result=lambda call: call(), device=None, **options):
-        device = device or scripts.device.CpuDevice(rounds=1)
-        peaks = scripts.limits.Peaks(1e9, 1e9, 0, 0.0)
-        return scripts.measure.Bench(device, peaks, {"kvpool": Fake(scripts, result, **options)})
+        device = device or modules.device.CpuDevice(rounds=1)
+        peaks = modules.limits.Peaks(1e9, 1e9, 0, 0.0)
+        return modules.measure.Bench(device, peaks, {"kvpool": Fake(result, **options)})
 
     return make
 
 
 @pytest.fixture
-def item(scripts):
-    return scripts.cases.Item(scripts.cases.Workload("dense", 2, 1, 64, 64), "kvpool", "fp4")
+def item():
+    return modules.cases.Item(modules.cases.Workload("dense", 2, 1, 64, 64), "kvpool", "fp4")
 
 
 def test_a_measured_row(bench, item):
@@ -100,8 +94,8 @@ def test_runners_that_cannot(bench, item):
     assert bench().measure(sparse)["reason"] == "no sparse lists"
 
 
-def test_a_pool_that_does_not_fit(bench, item, scripts):
-    class Small(scripts.device.CpuDevice):
+def test_a_pool_that_does_not_fit(bench, item):
+    class Small(modules.device.CpuDevice):
         def free_bytes(self):
             return 1000
 
@@ -110,8 +104,8 @@ def test_a_pool_that_does_not_fit(bench, item, scripts):
     assert row["reason"].startswith("pool of")
 
 
-def test_times_in_a_graph_are_checked_too(bench, item, scripts):
-    class Graphs(scripts.device.CpuDevice):
+def test_times_in_a_graph_are_checked_too(bench, item):
+    class Graphs(modules.device.CpuDevice):
         wrong = False
 
         def graph_us(self, calls):
@@ -126,8 +120,8 @@ def test_times_in_a_graph_are_checked_too(bench, item, scripts):
     assert (row["status"], row["reason"][:15]) == ("wrong", "in a CUDA graph")
 
 
-def test_a_device_that_fails_ends_the_run(bench, item, scripts):
-    class Broken(scripts.device.CpuDevice):
+def test_a_device_that_fails_ends_the_run(bench, item):
+    class Broken(modules.device.CpuDevice):
         def synchronize(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -135,13 +129,13 @@ def test_a_device_that_fails_ends_the_run(bench, item, scripts):
         raise RuntimeError("CUDA error")
 
     broken = bench(fails, device=Broken())
-    rows = scripts.measure.run(broken, [item, item], 1.0)
+    rows = modules.measure.run(broken, [item, item], 1.0)
     assert [row["status"] for row in rows] == ["failed", "not run"]
     assert rows[1]["reason"].startswith("the device failed in kvpool, dense")
 
 
-def test_the_time_is_bounded_and_what_is_left_is_named(scripts, capsys):
-    chosen = scripts.cases.items(scripts.cases.CPU_GRID, only=["dense"], peers=[])
+def test_the_time_is_bounded_and_what_is_left_is_named(capsys):
+    chosen = modules.cases.items(modules.cases.CPU_GRID, only=["dense"], peers=[])
     now = [0.0]
 
     def measure(item):
@@ -149,7 +143,7 @@ def test_the_time_is_bounded_and_what_is_left_is_named(scripts, capsys):
         return {**item.facts, "status": "skipped", "reason": "a test"}
 
     seen = []
-    rows = scripts.measure.run(
+    rows = modules.measure.run(
         SimpleNamespace(measure=measure), chosen, 2.0, clock=lambda: now[0],
         after_workload=lambda rows: seen.append(len(rows)),
     )  # fmt: skip
@@ -161,9 +155,9 @@ def test_the_time_is_bounded_and_what_is_left_is_named(scripts, capsys):
 
 
 @pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
-def test_lists_of_the_inputs(scripts, arrangement):
-    workload = scripts.cases.Workload("dense", 2, 3, 128, 128, 4, arrangement, layers=3)
-    problem = scripts.inputs.make_problem(workload, fmt("fp8"), scripts.device.CpuDevice())
+def test_lists_of_the_inputs(arrangement):
+    workload = modules.cases.Workload("dense", 2, 3, 128, 128, 4, arrangement, layers=3)
+    problem = modules.inputs.make_problem(workload, fmt("fp8"), modules.device.CpuDevice())
     slots = problem.row_ids.view(-1, 64)
     assert (slots[:, 0] % 64 == 0).all()
     assert (slots.diff(dim=1) == 1).all()  # tokens of a page in order
@@ -177,9 +171,9 @@ def test_lists_of_the_inputs(scripts, arrangement):
     assert problem.pool.stride(0) == 576 * (3 if arrangement == "token_major" else 1)
 
 
-def test_top_k_lists(scripts):
-    workload = scripts.cases.Workload("sparse", 2, 3, 128, 40)
-    problem = scripts.inputs.make_problem(workload, fmt("bf16"), scripts.device.CpuDevice())
+def test_top_k_lists():
+    workload = modules.cases.Workload("sparse", 2, 3, 128, 40)
+    problem = modules.inputs.make_problem(workload, fmt("bf16"), modules.device.CpuDevice())
     for row_ids in problem.row_ids:
         for ids, pages in zip(row_ids, problem.page_tables[0], strict=True):
             assert len(ids.unique()) == 40
@@ -190,10 +184,10 @@ def test_top_k_lists(scripts):
 # The program
 
 
-def test_the_whole_program_on_a_cpu(scripts, tmp_path, capsys):
+def test_the_whole_program_on_a_cpu(tmp_path, capsys):
     json_path, plot = tmp_path / "new" / "found.json", tmp_path / "found.png"
     argv = ["--device", "cpu", "--check", "--heads", "2", "--json", str(json_path), "--plot", str(plot)]
-    assert scripts.main(argv) == 0
+    assert modules.program.main(argv) == 0
     report = json.loads(json_path.read_text())
     assert report["schema"] == 1
     assert report["device_kind"] == "cpu"
@@ -206,7 +200,7 @@ def test_the_whole_program_on_a_cpu(scripts, tmp_path, capsys):
     assert {row["group"] for row in ours} == {"dense", "sparse", "whole_pool", "mtp", "arrangement"}
     assert {row["layout"] for row in ours} == {"bf16", "fp8", "fp8_block_scale", "fp4"}
     peers = [row for row in report["results"] if row["runner"] != "kvpool"]
-    assert {row["runner"] for row in peers} == set(scripts.cases.PEERS) == set(report["peers"])
+    assert {row["runner"] for row in peers} == set(modules.cases.PEERS) == set(report["peers"])
     assert all(row["status"] == "skipped" and row["reason"] for row in peers)
     assert plot.stat().st_size == 0 or plot.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
@@ -218,29 +212,29 @@ def test_the_whole_program_on_a_cpu(scripts, tmp_path, capsys):
     "argv",
     [["--heads", "0"], ["--only", "dens"], ["--peers", "vllm"], ["--contexts", "1m"], ["--heads", "3"]],
 )
-def test_arguments_that_mean_nothing(scripts, argv):
+def test_arguments_that_mean_nothing(argv):
     with pytest.raises(SystemExit) as stopped:
-        scripts.main(["--device", "cpu", *argv])
+        modules.program.main(["--device", "cpu", *argv])
     assert stopped.value.code == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_default_says_so(scripts, capsys):
+def test_without_a_gpu_the_default_says_so(capsys):
     with pytest.raises(SystemExit):
-        scripts.main([])
+        modules.program.main([])
     assert "--device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale", "fp4"])
-def test_a_gpu(scripts, layout):
-    device = scripts.device.CudaDevice(seconds_per_timing=0.01)
+def test_a_gpu(layout):
+    device = modules.device.CudaDevice(seconds_per_timing=0.01)
     peaks = device.peaks()
     assert 1e11 < peaks.copy_bytes_per_s < 2e13
     assert 1e13 < peaks.matmul_flop_per_s < 1e16
-    bench = scripts.measure.Bench(device, peaks, scripts.peers.runners())
+    bench = modules.measure.Bench(device, peaks, modules.peers.runners())
     row = bench.measure(
-        scripts.cases.Item(scripts.cases.Workload("dense", 16, 4, 1024, 1024), "kvpool", layout)
+        modules.cases.Item(modules.cases.Workload("dense", 16, 4, 1024, 1024), "kvpool", layout)
     )
     assert row["status"] == "measured", row
     assert "no_graph" not in row
@@ -283,7 +277,7 @@ def parameters(package, file, name):
 )
 def test_peers_are_called_with_what_they_take(called, package, file, name):
     positional, keywords, needed = parameters(package, file, name)
-    tree = ast.parse((SCRIPTS / "attention_peers.py").read_text())
+    tree = ast.parse(Path(modules.peers.__file__).read_text())
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     calls = [n for n in calls if ast.unparse(n.func).replace("(1,)", "1,").replace(" ", "") == called]
     assert calls

@@ -1,21 +1,15 @@
-"""What scripts/bench_attention.py measures, the limits it states, and which targets it calls met."""
+"""What `sgl-kvpool bench attention` measures, the limits it states, and which targets it calls met."""
 
 from dataclasses import replace
 
 import pytest
-from bench_attention_modules import fmt, imported
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    return imported()
-
+from bench_attention_modules import fmt, modules
 
 # Cases
 
 
-def test_the_default_run_covers_the_grid_and_begins_with_the_target(scripts):
-    found = scripts.cases.items(scripts.cases.GPU_GRID)
+def test_the_default_run_covers_the_grid_and_begins_with_the_target():
+    found = modules.cases.items(modules.cases.GPU_GRID)
     assert len(set(found)) == len(found)
     first = found[0].workload
     assert (first.kind, first.heads, first.batch, first.context) == ("dense", 16, 64, 32768)
@@ -42,9 +36,9 @@ def test_the_default_run_covers_the_grid_and_begins_with_the_target(scripts):
             assert b.layout == a.layout
 
 
-def test_filters(scripts):
-    items = scripts.cases.items
-    grid = scripts.cases.GPU_GRID
+def test_filters():
+    items = modules.cases.items
+    grid = modules.cases.GPU_GRID
     some = items(grid, layouts=["fp4"], heads=[8], batches=[1, 16], contexts=[1024], peers=[])
     assert {(i.runner, i.layout) for i in some} == {("kvpool", "fp4")}
     assert {(i.workload.heads, i.workload.batch, i.workload.context) for i in some} == {
@@ -63,16 +57,16 @@ def test_filters(scripts):
 # Limits
 
 
-def test_limits_by_hand(scripts):
-    target = scripts.cases.GPU_GRID.workloads()[0]
-    work = scripts.limits.work_of(target, fmt("fp4"))
+def test_limits_by_hand():
+    target = modules.cases.GPU_GRID.workloads()[0]
+    work = modules.limits.work_of(target, fmt("fp4"))
     assert work.row_bytes == 64 * 32768 * 416
     assert work.other_bytes == 64 * 32768 * 4 + 1024 * (2 * 576 + 2 * 512 + 4)
     assert work.flop == 2 * 1024 * 32768 * 1088
     assert work.decode_operations == 64 * 32768 * 512 * 6
     assert work.shared_bytes == 64 * 32768 * 3328
-    peaks = scripts.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
-    limits = scripts.limits.limits_us(work, peaks)
+    peaks = modules.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
+    limits = modules.limits.limits_us(work, peaks)
     assert limits["bytes"] == pytest.approx(205.36, abs=0.01)
     assert limits["matrix"] == pytest.approx(92.42, abs=0.01)
     # 6 979 321 856 bytes through shared memory at 33.45 TB/s; decoding alone would take 192.6.
@@ -80,13 +74,13 @@ def test_limits_by_hand(scripts):
 
     # fp8's rope is encoded too; 128 heads are two tiles, and so are 32 heads of four queries.
     rows = 64 * 32768
-    many = scripts.limits.work_of(replace(target, heads=128), fmt("fp8"))
+    many = modules.limits.work_of(replace(target, heads=128), fmt("fp8"))
     assert (many.decode_operations, many.shared_bytes) == (2 * rows * 576, 2 * rows * 3328)
-    few = scripts.limits.work_of(replace(target, heads=32, queries_per_list=4), fmt("bf16"))
+    few = modules.limits.work_of(replace(target, heads=32, queries_per_list=4), fmt("bf16"))
     assert (few.decode_operations, few.shared_bytes) == (0, 2 * rows * 3328)
     assert few.flop == 2 * 64 * 4 * 32 * 32768 * 1088
-    assert "decode_and_shared_memory" not in scripts.limits.limits_us(
-        work, scripts.limits.Peaks(1e9, 1e9, 0, 0.0)
+    assert "decode_and_shared_memory" not in modules.limits.limits_us(
+        work, modules.limits.Peaks(1e9, 1e9, 0, 0.0)
     )
 
 
@@ -123,10 +117,10 @@ def good():
 
 
 @pytest.fixture
-def states(scripts):
+def states():
     def of(rows, on_gpu=True):
-        scripts.report.add_ratios(rows)
-        found = scripts.report.targets(rows, on_gpu=on_gpu, target=(16, 64, 32768), many_heads=128)
+        modules.report.add_ratios(rows)
+        found = modules.report.targets(rows, on_gpu=on_gpu, target=(16, 64, 32768), many_heads=128)
         return [verdict["state"] for verdict in found]
 
     return of
@@ -204,29 +198,29 @@ def test_targets_of_incomplete_runs(states):
     assert states(rows) == [PASSED] * 7
 
 
-def test_ratios(scripts):
+def test_ratios():
     rows = [*good(), measured("kvpool", "fp4", 500, arrangement="token_major")]
     rows[2]["graph_us"] = None  # its other time counts: 800
-    scripts.report.add_ratios(rows)
+    modules.report.add_ratios(rows)
     assert rows[2]["times_as_fast_as"] == {"kvpool bf16": 0.8, "flashmla": 0.775, "sglang_triton": 1.125}
     assert rows[-1]["time_to_layer_major"] == 0.625
     assert "times_as_fast_as" not in rows[3]
 
 
-def test_the_table_and_the_plot_of_a_gpu_run(scripts, tmp_path, capsys):
+def test_the_table_and_the_plot_of_a_gpu_run(tmp_path, capsys):
     more = {"rows_per_s": 1e9, "row_gb_per_s": 500.0, "of_copy_peak": 0.5, "tflop_per_s": 9.0}
     rows = [
         {**row, **more, "group": row["kind"], "tightest_limit": "bytes", "context_tokens": context}
         for row in good()
         for context in (8192, 32768)
     ]
-    scripts.report.add_ratios(rows)
+    modules.report.add_ratios(rows)
     for row in (None, *rows, {**rows[0], "status": "not run", "reason": "no time"}):
-        scripts.report.print_table(row)
-    scripts.report.print_ratios(rows)
+        modules.report.print_table(row)
+    modules.report.print_ratios(rows)
     printed = capsys.readouterr().out
     assert "1.55x flashmla" in printed
     assert "not run: no time" in printed
     pytest.importorskip("matplotlib")
-    assert scripts.report.draw(rows, tmp_path / "found.png", "a test")
+    assert modules.report.draw(rows, tmp_path / "found.png", "a test")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")

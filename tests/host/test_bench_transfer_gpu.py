@@ -1,29 +1,18 @@
-"""The GPU part of scripts/bench_transfer.py over emulated streams: its numbers mean nothing, its way does."""
+"""`sgl-kvpool bench transfer` on a GPU, over emulated streams: its numbers mean nothing, its way does."""
 
-import importlib
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from emulated import calls, tools
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("transfer_gpu"), importlib.import_module("bench_transfer")
-    sys.path.remove(str(SCRIPTS))
+from sgl_kvpool.bench import transfer, transfer_gpu
 
 
 @pytest.fixture
-def gpu(scripts):
-    class Emulated(scripts[0].Gpu):
+def gpu():
+    class Emulated(transfer_gpu.Gpu):
         def __init__(self):
             self.device = torch.device("cpu")
 
@@ -55,12 +44,11 @@ def gpu(scripts):
         ("bf16", "fp4", "layer_major"),
     ],
 )
-def test_every_engine_gets_a_row(scripts, gpu, monkeypatch, layout, host_layout, arrangement):
-    transfer_gpu, bench = scripts
+def test_every_engine_gets_a_row(gpu, monkeypatch, layout, host_layout, arrangement):
     monkeypatch.setattr(transfer_gpu, "ROUNDS", 1)
 
     def caches(arrangement, pages, page_bytes, device):
-        return bench.caches(arrangement, pages, page_bytes, device, layer_count=3, page_size=2)
+        return transfer.caches(arrangement, pages, page_bytes, device, layer_count=3, page_size=2)
 
     rows = transfer_gpu.measure_shape(
         gpu, caches, MLAKVCacheLayout(layout), MLAKVCacheLayout(host_layout), KVArrangement(arrangement),
@@ -81,9 +69,6 @@ def test_every_engine_gets_a_row(scripts, gpu, monkeypatch, layout, host_layout,
 
 
 def test_targets():
-    sys.path.insert(0, str(SCRIPTS))
-    from transfer_gpu import missed
-
     good = {
         "engine": "staged", "layout": "bf16", "host_layout": "bf16", "arrangement": "layer_major",
         "pages": 1024, "scattered": True, "run_bytes": 73728, "moved_bytes": 73728 * 61 * 1024,
@@ -92,13 +77,13 @@ def test_targets():
         **{f"{d}_submit_us": 150.0 for d in ("to_host", "to_device")},
     }  # fmt: skip
     peer = {"pages": 1024, "to_host_of_pinned_copy": 0.9, "to_device_of_pinned_copy": 0.9}
-    assert missed([good], [peer]) == []
-    assert len(missed([{**good, "to_host_of_pinned_copy": 0.94}], [peer])) == 1
-    assert len(missed([good], [{**peer, "to_device_of_pinned_copy": 0.97}])) == 1
-    assert len(missed([{**good, "to_device_submit_us": 201.0}], [peer])) == 1
+    assert transfer_gpu.missed([good], [peer]) == []
+    assert len(transfer_gpu.missed([{**good, "to_host_of_pinned_copy": 0.94}], [peer])) == 1
+    assert len(transfer_gpu.missed([good], [{**peer, "to_device_of_pinned_copy": 0.97}])) == 1
+    assert len(transfer_gpu.missed([{**good, "to_device_submit_us": 201.0}], [peer])) == 1
     transcoded = {**good, "host_layout": "fp4", "device_bytes_per_moved": 1152 / 416}
-    assert missed([transcoded], [peer]) == []
-    assert len(missed([{**transcoded, "to_host_of_pinned_copy": 0.79}], [peer])) == 1
+    assert transfer_gpu.missed([transcoded], [peer]) == []
+    assert len(transfer_gpu.missed([{**transcoded, "to_host_of_pinned_copy": 0.79}], [peer])) == 1
     runs = 61 * 1024
     batch = {
         **good,
@@ -106,7 +91,7 @@ def test_targets():
         "to_host_submit_us": 0.69 * runs,
         "to_device_submit_us": 0.69 * runs,
     }
-    assert missed([batch], [peer]) == []
-    assert len(missed([{**batch, "to_host_submit_us": 0.71 * runs}], [peer])) == 1
-    assert len(missed([{**batch, "to_host_of_pinned_copy": 0.5}], [peer])) == 1
-    assert missed([{**batch, "to_host_of_pinned_copy": 0.5, "run_bytes": 26624}], [peer]) == []
+    assert transfer_gpu.missed([batch], [peer]) == []
+    assert len(transfer_gpu.missed([{**batch, "to_host_submit_us": 0.71 * runs}], [peer])) == 1
+    assert len(transfer_gpu.missed([{**batch, "to_host_of_pinned_copy": 0.5}], [peer])) == 1
+    assert transfer_gpu.missed([{**batch, "to_host_of_pinned_copy": 0.5, "run_bytes": 26624}], [peer]) == []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_cases import DENSE_PEERS, OURS, WHOLE_POOL_PEER
+from sgl_kvpool.bench.attention.cases import DENSE_PEERS, OURS, WHOLE_POOL_PEER
 
 __all__ = ["add_ratios", "best_us", "draw", "print_ratios", "print_table", "targets"]
 

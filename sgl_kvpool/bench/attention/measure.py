@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attention_cases import OURS, Item
-from attention_inputs import RANK, ROPE, Problem, WrongResult, buffer_bytes, check, make_problem
-from attention_limits import Peaks, limits_us, work_of
-from attention_peers import Prepared, Runner
-from attention_report import best_us, print_table
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.bench.attention.cases import OURS, Item
+from sgl_kvpool.bench.attention.inputs import (
+    RANK,
+    ROPE,
+    Problem,
+    WrongResult,
+    buffer_bytes,
+    check,
+    make_problem,
+)
+from sgl_kvpool.bench.attention.limits import Peaks, limits_us, work_of
+from sgl_kvpool.bench.attention.peers import Prepared, Runner
+from sgl_kvpool.bench.attention.report import best_us, print_table
 
 __all__ = ["Bench", "run"]
 
@@ -67,7 +75,8 @@ class Bench:
         """Why a runner cannot be had; tried once."""
         if name not in self._reasons:
             try:
-                self._reasons[name] = self.everyone[name].load(self.device)
+                self.everyone[name].load(self.device)
+                self._reasons[name] = None
             except Exception as error:
                 self._reasons[name] = f"{type(error).__name__}: {_first_line(error)}"
         return self._reasons[name]

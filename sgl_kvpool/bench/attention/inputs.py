@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from attention_cases import PAGE_SIZE, Workload
 
 from sgl_kvpool import KVArrangement, RowFormat
 from sgl_kvpool.arrangement import RowPlacement
 from sgl_kvpool.attention.decode_reference import mla_decode_reference
+from sgl_kvpool.bench.attention.cases import PAGE_SIZE, Workload
 from sgl_kvpool.codec import encode_rows
 
 __all__ = ["RANK", "ROPE", "SCALE", "Problem", "WrongResult", "buffer_bytes", "check", "make_problem"]

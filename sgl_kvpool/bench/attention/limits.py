@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_cases import Workload
-
+from sgl_kvpool.bench.attention.cases import Workload
 from sgl_kvpool.layout import Encoding, RowFormat
 
 __all__ = ["Peaks", "Work", "limits_us", "work_of"]

@@ -1,4 +1,4 @@
-"""The part of bench_transfer.py that needs a GPU: our engines beside SGLang's backends and a pinned copy.
+"""The part of `bench transfer` that needs a GPU: our engines beside SGLang's backends and a pinned copy.
 
 Every number is a ratio to torch's copy of as many bytes between pinned memory and the device, in the same
 run, which is what the link can do. Transcoding is counted in the bytes that cross the link.
@@ -52,7 +52,7 @@ class Gpu:
         """Host memory that has been touched."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
 
-    def timed(self, *calls: Callable[[], None]) -> tuple[float, float]:
+    def timed(self, *calls: Callable[[], object]) -> tuple[float, float]:
         """CPU seconds to submit, and seconds until done, of calls on streams of their own at once."""
         torch.cuda.synchronize()
         pairs = []
@@ -70,13 +70,13 @@ class Gpu:
         first = pairs[0][0]
         return submit, max(first.elapsed_time(ended) for _, ended in pairs) / 1e3
 
-    def model_step(self) -> Callable[[], None]:
+    def model_step(self) -> Callable[[], object]:
         """Work like a decode step's, bound by device memory: 61 reads of 64 MB."""
         weights = torch.zeros(32 << 20, dtype=torch.bfloat16, device=self.device)
-        return lambda: [weights.sum() for _ in range(61)] and None
+        return lambda: [weights.sum() for _ in range(61)]
 
 
-def median(gpu: Gpu, *calls: Callable[[], None]) -> tuple[float, float]:
+def median(gpu: Gpu, *calls: Callable[[], object]) -> tuple[float, float]:
     """Medians of `Gpu.timed`; the first round touches memory and compiles."""
     rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
     return statistics.median(r[0] for r in rounds), statistics.median(r[1] for r in rounds)
@@ -148,7 +148,7 @@ def measure_shape(
                     "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
                     "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),
                 }
-                row = {
+                row: dict[str, Any] = {
                     "layout": layout.value,
                     "host_layout": host_layout.value,
                     "arrangement": str(arrangement),
@@ -172,12 +172,12 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
     """Submit time, solo time, back-to-back rate of a call, as ratios to a peer."""
     submit, solo = median(gpu, call)
     _, peer_solo = median(gpu, peer)
-    _, in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)] and None)
-    _, peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)] and None)
+    _, in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)])
+    _, peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)])
     step = gpu.model_step()
     _, alone = median(gpu, step)
     # Both begin at once; the step's share of the time is what it lasts beside a long transfer.
-    _, beside = median(gpu, step, lambda: [call() for _ in range(IN_A_ROW)] and None)
+    _, beside = median(gpu, step, lambda: [call() for _ in range(IN_A_ROW)])
     return {
         f"{direction}_submit_us": round(submit * 1e6, 1),
         f"{direction}_solo_of_pinned_copy": round(peer_solo / solo, 3),

@@ -1,4 +1,4 @@
-"""Clocks, memory and peaks of the device that bench_attention.py runs on."""
+"""Clocks, memory and peaks of the device that `bench attention` runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attention_limits import Peaks
+
+from sgl_kvpool.bench.attention.limits import Peaks
 
 __all__ = ["CpuDevice", "CudaDevice"]
 

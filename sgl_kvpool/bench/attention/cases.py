@@ -1,9 +1,10 @@
-"""What bench_attention.py measures: workloads in order of importance, and who measures each of them."""
+"""What `bench attention` measures: workloads in order of importance, and who measures each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sgl_kvpool import MLAKVCacheLayout
 
@@ -121,7 +122,7 @@ class Grid:
     layers: int
     whole_pool: tuple[int, int, int]
 
-    def dense(self, heads: int, batch: int, context: int, **more: int | str) -> Workload:
+    def dense(self, heads: int, batch: int, context: int, **more: Any) -> Workload:
         return Workload("dense", heads, batch, context, context, **more)
 
     def sparse(self, heads: int, batch: int, context: int) -> Workload:
@@ -218,7 +219,7 @@ def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -
     """(runner, layout), those that share a pool next to each other."""
     if workload.kind == "whole_pool":
         layouts = [layout for layout in layouts if layout == "fp4"]
-        wanted = (WHOLE_POOL_PEER,)
+        wanted: tuple[str, ...] = (WHOLE_POOL_PEER,)
     elif workload.arrangement != "layer_major":
         wanted = ()
     else:
@@ -261,7 +262,8 @@ def items(
         Those of a workload follow each other.
     """
     layouts = tuple(layouts) or tuple(layout.value for layout in MLAKVCacheLayout)
-    only, heads, batches, contexts = (tuple(choice) for choice in (only, heads, batches, contexts))
+    only, heads = tuple(only), tuple(heads)
+    batches, contexts = tuple(batches), tuple(contexts)
     chosen = [
         workload
         for workload in grid.workloads(quick=quick)

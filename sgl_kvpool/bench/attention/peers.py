@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from attention_cases import OURS, PAGE_SIZE, Workload
-from attention_inputs import RANK, ROPE, SCALE, Problem
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode_config import decode_config
+from sgl_kvpool.bench.attention.cases import OURS, PAGE_SIZE, Workload
+from sgl_kvpool.bench.attention.inputs import RANK, ROPE, SCALE, Problem
 from sgl_kvpool.codec import gather_rows
 
 __all__ = ["Prepared", "Runner", "runners"]
@@ -86,7 +87,7 @@ class Kvpool:
                 page=problem.page, out=out, lse=lse, workspace=workspace,
             )[0]  # fmt: skip
 
-        return Prepared([lambda ids=ids: call(ids) for ids in problem.row_ids], buffers, problem, facts)
+        return Prepared([partial(call, ids) for ids in problem.row_ids], buffers, problem, facts)
 
 
 def _bf16(problem: Problem) -> torch.Tensor:

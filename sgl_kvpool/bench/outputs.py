@@ -1,0 +1,61 @@
+"""Where results of a benchmark go, and the commit that they are of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+__all__ = ["commit", "require_writable"]
+
+#: Folder that has this package in it: the root of a checkout, or where packages are installed.
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
+    """End the program now, rather than after the measurement, if one of the files cannot be written.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        Prints usage and reason, and exits with 2.
+    *paths : Path or None
+        Made if missing, with their folders; what they hold stays. None is no file.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            parser.error(f"{path} cannot be written ({error.strerror}); name a file that can")
+
+
+@cache
+def commit() -> str | None:
+    """Commit of the checkout that this package is part of, with "-dirty" after changes; None without one.
+
+    A repository that merely has an installed package somewhere inside, as one with a virtual environment in
+    its folder does, is another's: its commit says nothing of this code.
+    """
+    own = Path(__file__).resolve().relative_to(_ROOT)
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != _ROOT or not _git("ls-files", "--", str(own)):
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints about the folder of the package; None if it fails, or is not installed."""
+    # Set where this runs inside a hook of another repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=_ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,26 @@
+"""`sgl-kvpool warmup` on a GPU: everything is compiled, and found by a second process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    moved = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    environment = {name: value for name, value in os.environ.items() if name not in moved}
+    environment |= {"SGLANG_CACHE_DIR": str(tmp_path), "SGLANG_JIT_CACHE_DIR": str(tmp_path / "jit")}
+    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "torch")
+    command = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cuda"]
+    command += ["--kv-cache-layout", "fp4", "--tp", "8", "--draft-tokens", "2"]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert not first.stdout.splitlines()[-1].startswith("0 compiled, ")
+    assert second.stdout.splitlines()[-1].startswith("0 compiled, ")

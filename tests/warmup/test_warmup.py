@@ -1,0 +1,178 @@
+"""`sgl-kvpool warmup` on a CPU, with g++: what it compiles is what another process finds."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool.cli import main
+from sgl_kvpool.warmup.caches import Cache
+from sgl_kvpool.warmup.steps import Step, carry_out
+
+CPU = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cpu"]
+#: As a server's host tier asks for it.
+LOAD_ENGINE = "from sgl_kvpool.host.cpu_engine import engine_class; print(engine_class(required=True).name)"
+
+
+def environment(folder, **changes):
+    """Caches below a folder."""
+    own = {"TVM_FFI_CACHE_DIR": str(folder / "tvm"), "TORCH_EXTENSIONS_DIR": str(folder / "torch")}
+    return {**os.environ, **own, **changes}
+
+
+def run(command, env):
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
+def compiled(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")}
+
+
+@pytest.fixture(scope="module")
+def no_compiler(tmp_path_factory):
+    """A PATH with ninja and without any compiler."""
+    folder = tmp_path_factory.mktemp("bin")
+    ninja = shutil.which("ninja") or Path(sys.executable).parent / "ninja"
+    (folder / "ninja").symlink_to(ninja)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """Caches after a warmup, which were empty before, and what it printed."""
+    folder = tmp_path_factory.mktemp("caches")
+    done = run(CPU, environment(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def test_everything_is_compiled_once(warmed):
+    folder, printed = warmed
+    lines = printed.splitlines()
+    assert lines[0] == "for a server on cpu"
+    assert lines[1] == f"  tvm-ffi in {folder / 'tvm'} (TVM_FFI_CACHE_DIR)"
+    assert lines[2] == f"  torch's extensions in {folder / 'torch'} (TORCH_EXTENSIONS_DIR)"
+    assert [line.split(maxsplit=2)[2] for line in lines[3:5]] == [
+        "compiled   transfer engine cpu",
+        "compiled   SGLang's hash of pages, for stores",
+    ]
+    assert lines[5:] == ["2 compiled, 0 there before, 0 failed"]
+    before = compiled(folder)
+    assert len(before) == 2
+    again = run(CPU, environment(folder))
+    assert again.returncode == 0
+    assert again.stdout.splitlines()[-1] == "0 compiled, 2 there before, 0 failed"
+    assert compiled(folder) == before
+
+
+def test_another_process_needs_no_compiler(warmed, no_compiler, tmp_path):
+    folder, _ = warmed
+    command = [sys.executable, "-c", LOAD_ENGINE]
+    done = run(command, environment(folder, PATH=no_compiler))
+    assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
+    # Without a warmup it does.
+    done = run(command, environment(tmp_path, PATH=no_compiler))
+    assert done.returncode == 1
+    assert "c++: not found" in done.stderr
+    assert compiled(tmp_path) == {}
+
+
+def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_path):
+    (tmp_path / "torch").symlink_to(warmed[0] / "torch")
+    done = run(CPU, environment(tmp_path, PATH=no_compiler))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "FAILED     transfer engine cpu: RuntimeError: " in lines[3]
+    assert any("c++: not found" in line for line in lines)
+    assert lines[-2].endswith("was there  SGLang's hash of pages, for stores")
+    assert lines[-1] == "0 compiled, 1 there before, 1 failed"
+
+
+def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
+    cache = Cache("a cache", "CACHE_DIR", lambda: tmp_path / "cache")
+
+    def write():
+        (tmp_path / "cache" / "a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / "a" / "kernel.cubin").write_text("x")
+
+    def fail():
+        raise OSError("first\n" + "\n".join(map(str, range(30))))
+
+    def leave_a_log():
+        (tmp_path / "cache" / "log.txt").write_text("x")
+
+    steps = [Step(use.__name__, (cache,), use) for use in (write, fail, leave_a_log)]
+    outcomes = carry_out(steps)
+    assert [outcome.state for outcome in outcomes] == ["compiled", "FAILED", "was there"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("FAILED     fail: OSError: first")
+    assert [line.strip() for line in lines[2:-1]] == ["...", *map(str, range(10, 30))]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--device", "cpu", "--kv-host-engine", "staged"],
+            "staged is not an engine of a server on cpu",
+        ),
+        (["--device", "cpu", "--model", "/nowhere"], "--model /nowhere: there is no config.json"),
+        (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
+    ],
+)
+def test_what_cannot_be(argv, said, capsys):
+    assert main(["warmup", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--tp", "0"], ["--kv-cache-layout", "auto"], ["--draft-tokens", "-1"]])
+def test_what_is_no_argument(argv, capsys):
+    with pytest.raises(SystemExit):
+        main(["warmup", *argv])
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_the_environment_counts_as_for_a_server(monkeypatch, capsys):
+    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "kernel")
+    assert main(["warmup", "--device", "cpu"]) == 2
+    assert "kernel is not an engine of a server on cpu" in capsys.readouterr().err
+
+
+def test_help_names_what_moves_the_caches(capsys):
+    with pytest.raises(SystemExit):
+        main(["warmup", "--help"])
+    printed = capsys.readouterr().out
+    for name in (
+        "TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE", "SGLANG_CACHE_DIR",
+    ):  # fmt: skip
+        assert name in printed
+
+
+def test_caches_are_where_their_owners_put_them(tmp_path):
+    """SGLang's import moves Triton's and FlashInfer's; each owner says itself where its folder is."""
+    code = (
+        "import sglang; from sgl_kvpool.warmup.caches import CACHES as c\n"
+        "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"
+        "from sglang.kernels.jit.utils.compile.cache import cache_root\n"
+        "assert str(c['triton'].folder()) == triton.knobs.cache.dir, triton.knobs.cache.dir\n"
+        "assert c['flashinfer'].folder() == f.FLASHINFER_CACHE_DIR, f.FLASHINFER_CACHE_DIR\n"
+        "assert c['sglang'].folder() == cache_root(), cache_root()\n"
+        "assert t._get_build_directory('x', False).startswith(str(c['torch'].folder()) + '/')\n"
+        "print(c['triton'].folder(), c['flashinfer'].folder())"
+    )
+    names = ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR",
+             "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    done = run([sys.executable, "-c", code], {**plain, "SGLANG_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'triton'} {tmp_path / '.cache' / 'flashinfer'}\n"
+    moved = {name: str(tmp_path / name) for name in names}
+    done = run([sys.executable, "-c", code], {**plain, **moved})
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,120 @@
+"""The CUDA part of `sgl-kvpool warmup`, never run on a GPU: which kernels it launches, see launches.py."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parent / "launches.py"
+SHAPE = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 96, "heads": 8,
+    "layers": 3, "context_tokens": 4096, "page_size_tokens": 16, "tensor_parallel": 2,
+}  # fmt: skip
+CASES = {
+    "fp4 by pages, with drafts": {"layout": "fp4", "arrangement": "page_major", "draft_tokens": 3},
+    "fp8_block_scale by tokens": {"layout": "fp8_block_scale", "arrangement": "token_major"},
+    "bf16": {"layout": "bf16"},
+    "fp8 without rope": {"layout": "fp8", "qk_rope_head_dim": 0, "tensor_parallel": 1},
+    "sparse fp4": {"layout": "fp4", "top_k": 2048},
+    "sparse fp8_block_scale": {"layout": "fp8_block_scale", "top_k": 2048},
+    "sparse bf16": {"layout": "bf16", "top_k": 2048},
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Launches and calls by case and step."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, json.dumps([{**SHAPE, **case} for case in CASES.values()])],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def kernels(step):
+    return {launch["kernel"] for launch in step["launched"]}
+
+
+def decodes(step):
+    """What a server's decode kernel is looked up by, of what depends on the server."""
+    names = ("ROW_STRIDE", "PAGE", "PAGE_ROWS", "HEADS", "QUERIES", "SPLIT")
+    taken = [launch["arguments"] for launch in step["launched"] if launch["kernel"] == "decode_kernel"]
+    return {(*(a[n][1] for n in names), a["counts_ptr"][0], a["ids_list_stride"][1]) for a in taken}
+
+
+def both(*server, counts, stride):
+    """With splits and without."""
+    return {(*map(str, server), split, counts, stride) for split in ("True", "False")}
+
+
+def test_decode_over_pages_and_with_drafts(found):
+    steps = found["fp4 by pages, with drafts"]
+    # A page of 3 layers of 16 rows; 8 heads on two ranks. Lists of 4096 + 4 + 3 slots: an odd stride.
+    assert decodes(steps["decode"]) == both(416, 16, 48, 4, 1, counts="*i64", stride="")
+    assert decodes(steps["verification of drafts"]) == both(416, 16, 48, 4, 3, counts="*i32", stride="")
+    assert decodes(steps["extend of a draft"]) == both(416, 16, 48, 4, 3, counts="*i32", stride="")
+    assert decodes(steps["steps of a draft"]) == both(416, 16, 48, 4, 1, counts="*i32", stride="")
+    for name in ("decode", "verification of drafts", "extend of a draft", "steps of a draft"):
+        assert kernels(steps[name]) == {"store_kernel", "decode_kernel", "merge_kernel"}
+
+
+def test_decode_of_other_arrangements_and_models(found):
+    by_tokens = decodes(found["fp8_block_scale by tokens"]["decode"])
+    assert by_tokens == both(3 * 656, 0, 0, 4, 1, counts="*i64", stride="")
+    assert decodes(found["bf16"]["decode"]) == both(1152, 0, 0, 4, 1, counts="*i64", stride="")
+    assert decodes(found["fp8 without rope"]["decode"]) == both(512, 0, 0, 8, 1, counts="*i64", stride="")
+    # Rows of bf16 that lie as SGLang's own do are written by SGLang: on CUDA by a kernel, here by torch.
+    assert kernels(found["bf16"]["decode"]) == {"decode_kernel", "merge_kernel"}
+    assert "store_kernel" in kernels(found["fp8_block_scale by tokens"]["decode"])
+    for case, steps in found.items():
+        if "sparse" not in case:
+            assert ("steps of a draft" in steps) == ("drafts" in case)
+
+
+def test_prefill(found):
+    for case in ("fp4 by pages, with drafts", "fp8_block_scale by tokens", "bf16"):
+        steps = found[case]
+        assert kernels(steps["reading rows as keys"]) == {"gather_kernel"}
+        pieces = kernels(steps["prefill in pieces"])
+        assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < pieces
+        assert not steps["prefill in pieces"]["called"]
+        plan, run = steps["prefill in one call"]["called"]
+        assert (plan["method"], run["method"]) == (
+            "BatchMLAPagedAttentionWrapper.plan",
+            "BatchMLAPagedAttentionWrapper.run",
+        )
+        assert (plan["num_heads"], plan["head_dim_ckv"], plan["head_dim_kpe"]) == (4, 512, 64)
+        plan, run = steps["prefill in the MHA form"]["called"]
+        assert run["method"] == "BatchPrefillWithRaggedKVCacheWrapper.forward"
+        assert (plan["num_qo_heads"], plan["head_dim_qk"], plan["head_dim_vo"]) == (4, 192, 96)
+    without = found["fp8 without rope"]
+    assert set(without) == {"decode", "reading rows as keys", "prefill in pieces"}
+
+
+def test_sparse_models(found):
+    steps = found["sparse fp4"]
+    assert kernels(steps["writing rows"]) == {"store_kernel"}
+    assert kernels(steps["top-k lists"]) == {"decode_kernel", "merge_kernel", "gather_kernel"}
+    assert decodes(steps["top-k lists"]) == both(416, 0, 0, 4, 1, counts="*i32", stride="D")
+    assert set(found["sparse fp8_block_scale"]) == {"writing rows"}  # SGLang's kernels read them
+    assert found["sparse bf16"] == {}
+
+
+def test_lists_are_as_long_as_sglang_makes_them():
+    """The width of the request table is compiled into kernels."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from sgl_kvpool.warmup.served import DEEPSEEK_V3
+
+    source = inspect.getsource(kv_cache_configurator)
+    assert set(re.findall(r"extra_max_context_len = (\d+)", source)) == {"4"}
+    assert "extra_max_context_len += get_spec().speculative_num_draft_tokens" in source
+    assert DEEPSEEK_V3.table_width == DEEPSEEK_V3.context_tokens + 4
+    assert DEEPSEEK_V3.told(draft_tokens=5).table_width == DEEPSEEK_V3.context_tokens + 9
