@@ -37,7 +37,7 @@ def gsm8k(port: int, questions: int, data: str | None, log: Path) -> float:
     Raises
     ------
     ValueError
-        The evaluator failed, or did not print a score.
+        The evaluator failed, printed no score, or got no answer at all.
     """
     command = [
         *(sys.executable, "-m", "sglang.test.run_eval", "--base-url", f"http://127.0.0.1:{port}"),
@@ -64,4 +64,7 @@ def gsm8k(port: int, questions: int, data: str | None, log: Path) -> float:
         last = (text.strip().splitlines() or ["no output"])[-1][:300]
         hint = "" if data is not None else "; without network give its data with --gsm8k-data FILE"
         raise ValueError(f"SGLang's evaluator ended with status {done.returncode}: {last}{hint}")
+    # A request that fails is scored as a wrong answer, so a server that answers nothing has a score too.
+    if not re.search(r"^Output throughput: ", text, re.MULTILINE):
+        raise ValueError(f"SGLang's evaluator got no answer from the server; its output is in {log}")
     return float(found[1])

@@ -34,38 +34,41 @@ class Limits:
 LIMITS = {
     # 3 layers, random, vocabulary of 512: the same model in transformers, its latents encoded and decoded, is
     # 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014 (tests/gpu/test_server_gpu.py).
-    # Of its most probable tokens AGREE_V3 stay.
+    # There 0.91, 0.92 and 0.77 of the most probable tokens stay, and 0.97 in float32.
     "v3": {
         "bf16": Limits(0.03, 0.0, 0.93),
-        "fp8": Limits(0.10, 0.03, 0.80),
-        "fp8_block_scale": Limits(0.10, 0.03, 0.80),
-        "fp4": Limits(0.25, 0.03, 0.60),
+        "fp8": Limits(0.10, 0.03, 0.85),
+        "fp8_block_scale": Limits(0.10, 0.03, 0.85),
+        "fp4": Limits(0.25, 0.03, 0.65),
     },
-    # With sparse attention, its index keys rounded to e4m3: 0.035, 0.031 and 0.112; float32 0.009. tilelang,
-    # which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py).
+    # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang,
+    # which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). Its most probable tokens were
+    # not compared: as V3's, with room for selections that differ.
     "v32": {
-        "bf16": Limits(0.02, 0.0, 0.93),
+        "bf16": Limits(0.02, 0.0, 0.90),
         "fp8": Limits(0.15, 0.02, 0.75),
         "fp8_block_scale": Limits(0.07, 0.02, 0.80),
         "fp4": Limits(0.20, 0.05, 0.60),
     },
     # Two of its six layers have rows: 0.03, 0.03 and 0.09 away, float32 0.02. What the other layers round
-    # hides how FP8 rows are (tests/gpu/test_hybrid_server_gpu.py).
+    # hides how FP8 rows are (tests/gpu/test_hybrid_server_gpu.py). FP8 rows keep 0.96 of its most probable
+    # tokens.
     "kimi": {
         "bf16": Limits(0.05, 0.0, 0.93),
         "fp8": Limits(0.08, 0.0, 0.85),
         "fp8_block_scale": Limits(0.08, 0.0, 0.85),
         "fp4": Limits(0.20, 0.05, 0.70),
     },
-    # The trained model of the demo, on a CPU in bfloat16, on its held-out text.
+    # The trained model of the demo on a CPU, on its held-out text: bf16 0.0003 and FP4 0.0205 away, 0.9999
+    # and 0.985 of the most probable tokens the same.
     "demo": {
-        "bf16": Limits(0.005, 0.0, 0.99),
-        "fp8": Limits(0.05, 0.001, 0.95),
-        "fp8_block_scale": Limits(0.05, 0.001, 0.95),
-        "fp4": Limits(0.10, 0.005, 0.93),
+        "bf16": Limits(0.003, 0.0, 0.99),
+        "fp8": Limits(0.05, 0.002, 0.96),
+        "fp8_block_scale": Limits(0.02, 0.002, 0.97),
+        "fp4": Limits(0.05, 0.005, 0.96),
     },
     # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random one's
-    # (the demo's: 0.01 to 0.04); many layers add up. To be replaced by what the first checkpoint shows.
+    # (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
     "model": {
         "bf16": Limits(0.03, 0.0, 0.97),
         "fp8": Limits(0.10, 0.001, 0.94),

@@ -183,10 +183,20 @@ def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
     # What it left before it ended is kept, however it ended.
     try:
         measurements, unreadable = tuple(step.parse(folder)), ""
+        _check_names(measurements)
     except (ValueError, KeyError, TypeError, OSError) as error:
         measurements, unreadable = (), f"its results cannot be read: {type(error).__name__}: {error}"
     status, reason = _verdict(ended, limit_s, left_s, measurements, unreadable, log)
     return StepRecord(step.name, status, reason, ended.seconds, measurements)
+
+
+def _check_names(measurements: Sequence[Measurement]) -> None:
+    """A metric is what another run's value is looked up by."""
+    seen: set[str] = set()
+    for one in measurements:
+        if one.metric in seen:
+            raise ValueError(f"{one.metric!r} was measured twice")
+        seen.add(one.metric)
 
 
 def _verdict(

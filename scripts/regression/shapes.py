@@ -67,6 +67,8 @@ class Shape:
     wait_s : float
         For a start.
     on_cpu : bool
+    is_sparse : bool
+        Whether its attention selects (DSA).
     """
 
     name: str
@@ -87,6 +89,7 @@ class Shape:
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wait_s: float = 540.0
     on_cpu: bool = False
+    is_sparse: bool = False
 
     def server_arguments(
         self, layout: str | None, arrangement: str = "layer_major", *, host_tier: bool, capped: bool = True
@@ -106,8 +109,12 @@ class Shape:
         return found
 
     def server_environment(self, layout: str | None) -> dict[str, str]:
-        """Of one server. Every prompt's log-probability depends on rows that were stored."""
-        return {**self.environment, **(_READS_ROWS if layout is not None else {})}
+        """Of one server. Every prompt's log-probability depends on rows that were stored.
+
+        Sparse attention reads stored rows by itself, and the variable is refused there.
+        """
+        asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
+        return {**self.environment, **asked}
 
     def written(self, models: Path) -> str:
         return self.path.replace("{models}", str(models))
@@ -172,6 +179,7 @@ def _sparse(machine: Machine) -> Shape:
         hit_tokens=3840,
         pool_tokens=16384,
         writer=("random_deepseek", "deepseek_v32"),
+        is_sparse=True,
         needs={"fp8": ("tilelang",)},
     )
 
@@ -270,6 +278,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
         new_tokens=256 if demo is None else demo.new_tokens,
         wait_s=3600 if demo is None else 540,
         on_cpu=on_cpu,
+        is_sparse=is_sparse,
     )
 
 

@@ -105,6 +105,12 @@ def test_numbers_that_are_none(run, line, why):
     assert why in found.reason
 
 
+def test_a_metric_measured_twice_is_no_result(run):
+    text = (json.dumps(GOOD.to_json()) + "\n") * 2
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({text!r})"))["one"]
+    assert found.reason == "its results cannot be read: ValueError: 'answer' was measured twice"
+
+
 def test_what_was_measured_before_the_end_is_kept(run):
     line = json.dumps(GOOD.to_json())
     found = run(
