@@ -32,13 +32,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 # ruff: noqa: E402
 # The path comes first.
 from regression.compare import compare
-from regression.environment import Machine, facts_of, find_machine
+from regression.environment import Machine, driver_facts, facts_of, find_machine
 from regression.plots import draw
 from regression.records import SCHEMA, Run, StepRecord, header, read_run, write_lines
 from regression.report import print_report
 from regression.runner import Interrupted, run_steps, signals_interrupt
 from regression.shapes import ARRANGEMENTS, LAYOUTS
 from regression.steps import Options, all_steps, choose
+
+HOPPER = [9, 0]
 
 
 def _names(allowed: Sequence[str]) -> Any:
@@ -212,6 +214,8 @@ def run_all(
         f"{where}; commit {facts['commit']}{' and changes' if facts['dirty'] else ''}\nresults: {out}",
         flush=True,
     )
+    if options.on_gpu and facts["capability"] != HOPPER:
+        print(f"compute capability {facts['capability']}: made for Hopper, {HOPPER}", flush=True)
     if not options.on_gpu:
         print("no GPU: the reduced form; its times say nothing about a GPU", flush=True)
     records: list[StepRecord] = []
@@ -232,8 +236,8 @@ def run_all(
     status = int(any(record.is_bad for record in records) or not any(r.status == "ok" for r in records))
     if stopped is not None:
         status = 128 + stopped.number
-    end = {"line": "end", "schema": SCHEMA, "status": status, "seconds": round(time.monotonic() - began, 1)}
-    write_lines(results, [end])
+    end = {"status": status, "seconds": round(time.monotonic() - began, 1), "gpus": driver_facts()}
+    write_lines(results, [{"line": "end", "schema": SCHEMA, **end}])
     print_report(records)
     try:
         plots = draw(records, out, f"{where}, {str(facts['commit'])[:12]}")

@@ -150,14 +150,14 @@ def main() -> int:
         row_bytes = layout.row_format(512, 64).row_bytes
         for first in ORDERS:
             for second in ORDERS:
-                pools = [Pool(order, row_bytes, device) for order in (first, second)]
-                wrong = wrong_bytes(*pools, device)
+                source, target = (Pool(order, row_bytes, device) for order in (first, second))
+                wrong = wrong_bytes(source, target, device)
                 total += wrong
                 what = f"{layout.value}, {first} to {second}"
                 print(f"{what}: {wrong} wrong bytes", flush=True)
                 found = [Measurement(f"{what}: wrong bytes", wrong, "bytes", "count", "lower", at_most=0)]
                 if second == "page_major":
-                    ratio = copy_ratio(*pools, device)
+                    ratio = copy_ratio(source, target, device)
                     name = f"{what}: time of a torch copy of all pages to a contiguous one"
                     # So little memory that launches decide: no more than a look at it.
                     found.append(Measurement(name, round(ratio, 3), "x", "fact", "lower"))

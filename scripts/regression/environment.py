@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Machine", "facts_of", "find_machine", "on_path"]
+__all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
@@ -147,7 +147,8 @@ def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
         **_commit(),
         "gpu": machine.gpus[0] if machine.gpus else None,
         "gpu_count": len(machine.gpus),
-        "gpus": _nvidia_smi(),
+        "capability": machine.facts["gpus"][0]["capability"] if machine.facts.get("gpus") else None,
+        "gpus": driver_facts(),
         "cuda": machine.facts.get("cuda"),
         "cpu": _cpu(),
         "cpu_cores": os.cpu_count(),
@@ -182,8 +183,8 @@ def _commit() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
 
-def _nvidia_smi() -> list[dict[str, str]]:
-    """What the driver says of each GPU; nothing without nvidia-smi."""
+def driver_facts() -> list[dict[str, str]]:
+    """What the driver says of each GPU now; nothing without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

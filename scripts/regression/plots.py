@@ -46,7 +46,7 @@ def draw(records: Sequence[StepRecord], out: Path, title: str) -> list[Path] | N
     matplotlib.use("Agg")
     drawn = []
     for name, what, metrics, unit in _OF_SERVERS:
-        bars = {}
+        bars: dict[str, dict[str, float]] = {}
         for metric in metrics:
             for record in records:
                 for one in record.measurements:

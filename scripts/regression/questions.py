@@ -233,14 +233,11 @@ def found_passkey(text: str, key: str) -> bool:
     return number is not None and number.group() == key
 
 
-def passkey_share(server: Server, lengths: Sequence[int], depths: Sequence[float]) -> dict[int, float]:
-    """Share of hidden numbers found, by length of the text in characters."""
-    found: dict[int, float] = {}
-    for length in lengths:
-        hits = []
-        for number, depth in enumerate(depths):
-            text, key = passkey_prompt(length, depth, seed=length + number)
-            sampling = {"temperature": 0, "max_new_tokens": 12}
-            hits.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
-        found[length] = statistics.fmean(hits)
-    return found
+def passkey_share(server: Server, characters: int, depths: Sequence[float]) -> float:
+    """Share of numbers found that were hidden at some depths of a text of so many characters."""
+    hits = []
+    for number, depth in enumerate(depths):
+        text, key = passkey_prompt(characters, depth, seed=characters + number)
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        hits.append(found_passkey(server.generate(text=text, sampling_params=sampling)["text"], key))
+    return statistics.fmean(hits)

@@ -237,4 +237,4 @@ def _signal_name(number: int) -> str:
 def last_line(log: Path) -> str:
     """The last line of a log that says something."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-8000:].splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "its log is empty"
+    return lines[-1][:500] if lines else "its log is empty"

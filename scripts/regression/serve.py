@@ -16,100 +16,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
 from regression.evals import gsm8k
 from regression.limits import LIMITS, SCORES
-from regression.questions import Scored, passkey_share, score, throughput, wait_for_hits
+from regression.questions import passkey_share, score, throughput, wait_for_hits
 from regression.records import Measurement, write_measurements
-from regression.shapes import tokens
+from regression.request import PARTS, Answers, Request
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["Request", "main"]
+__all__ = ["main", "run"]
 
-#: Parts of asking a server.
-PARTS = ("accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval")
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
 _DEPTHS = (0.1, 0.5, 0.9)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to serve and to ask; JSON in between.
-
-    Attributes
-    ----------
-    model : str
-        Name of the shape, for limits.
-    layout : str or None
-        None for stock SGLang.
-    arguments : list of str
-        Of the server, the model's path included, the port not.
-    environment : dict
-    parts : list of str
-        Of `PARTS`.
-    peers : dict
-        answers.json of other steps, by name: "stock", "bf16", "tp1", "layer_major".
-    prompts : list
-        Scored for accuracy: lists of tokens, or texts.
-    vocabulary, hit_tokens, concurrency, request_tokens, new_tokens, wait_s
-        See `shapes.Shape`.
-    evict_tokens : int
-        More than the device's pool holds; 0 without a host tier.
-    gsm8k_data : str or None
-    gsm8k_questions : int
-    retrieval_characters : list of int
-    """
-
-    model: str
-    layout: str | None
-    arguments: list[str]
-    environment: dict[str, str]
-    parts: list[str]
-    peers: dict[str, str]
-    prompts: list
-    vocabulary: list[int]
-    hit_tokens: int
-    concurrency: int
-    request_tokens: int
-    new_tokens: int
-    wait_s: float
-    evict_tokens: int = 0
-    gsm8k_data: str | None = None
-    gsm8k_questions: int = 500
-    retrieval_characters: list[int] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    def tokens(self, seed: int, count: int) -> list[int]:
-        return tokens(seed, count, (self.vocabulary[0], self.vocabulary[1]))
-
-
-@dataclass
-class Answers:
-    """What later servers are compared with.
-
-    Attributes
-    ----------
-    scored : Scored or None
-    values : dict
-        Of metrics, by name.
-    """
-
-    scored: Scored | None = None
-    values: dict[str, float] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> None:
-        (folder / "answers.json").write_text(json.dumps(asdict(self)), "utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Answers:
-        found = json.loads(path.read_text("utf-8"))
-        return cls(found["scored"] and Scored(**found["scored"]), found["values"])
 
 
 class Asked:
@@ -254,21 +176,20 @@ class Asked:
         request = self.request
         log = self.folder / "gsm8k.log"
         share = gsm8k(server.port, request.gsm8k_questions, request.gsm8k_data, log)
-        self.scored_share("GSM8K", share, request.layout and SCORES[request.layout].gsm8k)
+        self.scored_share("GSM8K", share, "gsm8k")
 
     def retrieval(self, server: Server) -> None:
-        request = self.request
-        found = passkey_share(server, request.retrieval_characters, _DEPTHS)
-        for length, share in found.items():
-            allowed = request.layout and SCORES[request.layout].retrieval
-            self.scored_share(f"pass key in {length} characters", share, allowed)
+        for length in self.request.retrieval_characters:
+            share = passkey_share(server, length, _DEPTHS)
+            self.scored_share(f"pass key in {length} characters", share, "retrieval")
 
-    def scored_share(self, metric: str, share: float, allowed: float | str | None) -> None:
+    def scored_share(self, metric: str, share: float, limit: str) -> None:
         """A score, and how far above that of the bf16 layout's server it is; that one's: above stock's."""
         self.tell(metric, share, "", "score")
         against = "bf16" if "bf16" in self.request.peers else "stock"
-        if not isinstance(allowed, float) or against not in self.request.peers:
+        if self.request.layout is None or against not in self.request.peers:
             return
+        allowed = getattr(SCORES[self.request.layout], limit)
         peer = self.peers.get(against)
         theirs = peer.values.get(metric) if peer is not None else None
         name = f"{metric}, minus {against}'s"
@@ -287,12 +208,18 @@ def run(request: Request, folder: Path) -> list[str]:
         with Server(arguments, folder / "server.log", request.environment, request.wait_s) as server:
             asked.tell("start of the server", time.monotonic() - began, "s", "fact", "lower")
             for name in PARTS:
-                asked.part(name, lambda name=name: getattr(asked, name)(server))
+                asked.part(name, partial(getattr(asked, name), server))
     except ServerFailed as error:
         asked.failures.append(str(error))
     asked.answers.write(folder)
     asked.part("accuracy", asked.compare_accuracy)
     return asked.failures
+
+
+def _short(failure: str) -> str:
+    """First and last line: what failed, and for a server the end of its log."""
+    lines = [line.strip()[:200] for line in failure.strip().splitlines() if line.strip()]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def main() -> int:
@@ -305,7 +232,7 @@ def main() -> int:
         (folder / stale).unlink(missing_ok=True)
     failures = run(request, folder)
     if failures:
-        print("failed: " + "; ".join(" ".join(one.split()) for one in failures)[-1000:])
+        print("failed: " + "; ".join(map(_short, failures)))
     return int(bool(failures))
 
 

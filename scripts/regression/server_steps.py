@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from regression import parsers
 from regression.environment import Machine
+from regression.request import Request
 from regression.runner import Step
-from regression.serve import Request
 from regression.shapes import Shape, demo_shape, model_shape, random_shapes
 
 if TYPE_CHECKING:

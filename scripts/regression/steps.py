@@ -168,9 +168,9 @@ _SERVERS_NEED_GPU = (
 )
 
 
-def _not_here(names: Iterable[tuple[str, str]]) -> list[Step]:
+def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
     """Steps that are listed, to be skipped."""
-    reason = "torch sees no GPU here"
+    reason = machine.missing(("gpu",)) or "--device cpu was asked for"
     return [Step(name, what, (), 0, lambda _: [], without=reason) for name, what in names]
 
 
@@ -196,8 +196,8 @@ def all_steps(machine: Machine, options: Options) -> list[Step]:
         return [*_gpu_core(options), *(() if options.core else _gpu_with_sglang(machine, options))]
     steps = _cpu_core()
     if options.core:
-        return [*steps, *_not_here(_NEEDS_GPU)]
-    return [*steps, *server_steps(machine, options), *_not_here((*_NEEDS_GPU, *_SERVERS_NEED_GPU))]
+        return [*steps, *_not_here(machine, _NEEDS_GPU)]
+    return [*steps, *server_steps(machine, options), *_not_here(machine, (*_NEEDS_GPU, *_SERVERS_NEED_GPU))]
 
 
 def choose(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from regression.environment import OPTIONAL_MODULES, Machine
-from regression.serve import Request
+from regression.request import Request
 from regression.shapes import random_shapes, write_checkpoint
 from regression.steps import Options, all_steps
 

@@ -12,7 +12,7 @@ from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
 from regression.questions import found_passkey, passkey_prompt
 from regression.records import read_run
-from regression.serve import PARTS, Request
+from regression.request import PARTS, Request
 from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from regression.steps import Options, all_steps, choose
 
@@ -78,6 +78,8 @@ def test_each_server_is_asked_everything_and_compared():
         # Sparse attention reads stored rows without being asked, and refuses to be.
         told = "1" if asked.layout is not None and asked.model != "v32" else None
         assert asked.environment.get("SGL_KVPOOL_PREFILL_READS_ROWS") == told
+        # SGLang's own classes, not the demo's.
+        assert asked.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == ""
         # Everything it is compared with is served before it.
         order = list(found)
         assert all(order.index(peer) < order.index(name) for peer in (*step.peers, *step.requires))
