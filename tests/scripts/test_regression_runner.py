@@ -158,6 +158,25 @@ def test_servers_of_a_step_end_with_it(run, tmp_path, how):
         assert found.reason == "2 processes outlived it and were killed"
 
 
+def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
+    """A scheduler whose server died since has no parent that was seen: its session tells whose it is."""
+    code = """
+        import subprocess, time
+        inner = "import subprocess, sys, time; time.sleep(1.5); "
+        inner += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
+        server = subprocess.Popen(
+            [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        (folder / 'pids').write_text(server.stdout.readline())
+        server.wait()
+        (folder / 'measurements.jsonl').write_text('')
+    """
+    found = run(step("one", code))["one"]
+    pid = (tmp_path / "steps" / "one" / "pids").read_text()
+    assert gone(int(pid))
+    assert found.reason == "1 processes outlived it and were killed"
+
+
 def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
     from regression import processes
 
