@@ -67,8 +67,8 @@ LIMITS = {
         "fp8_block_scale": Limits(0.02, 0.002, 0.97),
         "fp4": Limits(0.05, 0.005, 0.96),
     },
-    # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random one's
-    # (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
+    # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random
+    # one's (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
     "model": {
         "bf16": Limits(0.03, 0.0, 0.97),
         "fp8": Limits(0.10, 0.001, 0.94),
