@@ -59,8 +59,8 @@ LIMITS = {
         "fp8_block_scale": Limits(0.08, 0.0, 0.85),
         "fp4": Limits(0.20, 0.05, 0.70),
     },
-    # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away from
-    # stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
+    # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away
+    # from stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
     "demo": {
         "bf16": Limits(0.003, 0.0, 0.99),
         "fp8": Limits(0.05, 0.002, 0.96),
