@@ -17,6 +17,7 @@ import host_tier_servers as host_tier
 import hybrid_servers
 import pytest
 import ranked_servers
+import regression_run
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -239,7 +240,14 @@ def pytest_collection_finish(session):
 
 
 #: Names that are no configuration of one server.
-JOBS = {"demo": demo, "engines": engines, "printed": printed, **hybrid_servers.JOBS, **ranked_servers.JOBS}
+JOBS = {
+    "demo": demo,
+    "engines": engines,
+    "printed": printed,
+    "regression": regression_run.regression,
+    **hybrid_servers.JOBS,
+    **ranked_servers.JOBS,
+}
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""One command after which a release can be trusted, or not: checks, servers and timings on a Hopper GPU.
+
+    python scripts/h100_regression.py --core                  torch and triton only
+    python scripts/h100_regression.py                         and servers of small random models
+    python scripts/h100_regression.py --model PATH --tp 8     and of a real checkpoint
+    python scripts/h100_regression.py --compare old.jsonl     and exit 1 if something became worse
+    python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
+
+Every step has a time limit and a log, and none stops the others. Exit status: 0 if nothing failed, 1 if a
+step failed or a comparison found a regression, 2 for wrong arguments or where nothing could be compared.
+Without a GPU a reduced form runs on the CPU and says what it skipped. docs/regression.md has the rest.
+
+This program has never been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+# ruff: noqa: E402
+# The path comes first.
+from regression.compare import compare
+from regression.environment import Machine, driver_facts, facts_of, find_machine
+from regression.plots import draw
+from regression.records import SCHEMA, Run, StepRecord, header, read_run, write_lines
+from regression.report import print_report
+from regression.runner import Interrupted, run_steps, signals_interrupt
+from regression.shapes import ARRANGEMENTS, LAYOUTS
+from regression.steps import Options, all_steps, choose
+
+HOPPER = [9, 0]
+
+
+def _names(allowed: Sequence[str]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(filter(None, text.split(",")))
+        unknown = [name for name in names if name not in allowed]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(allowed)}")
+        return tuple(name for name in allowed if name in names)
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = made.add_argument_group("what is run")
+    what.add_argument("--core", action="store_true", help="only what needs torch and triton: no servers")
+    what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
+    what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
+    what.add_argument("--device", choices=["cuda", "cpu"], help="cuda if torch sees a GPU")
+    what.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="of servers; commas")
+    what.add_argument("--arrangements", type=_names(ARRANGEMENTS), help="of servers; commas")
+    what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
+    what.add_argument("--list", action="store_true", help="show the steps and run nothing")
+    model = made.add_argument_group("a real checkpoint")
+    model.add_argument("--model", help="its folder; served instead of the random ones")
+    model.add_argument("--tp", type=int, default=1, help="ranks that serve it (1)")
+    model.add_argument("--server-args", default="", help="more arguments of its servers, in one word")
+    model.add_argument("--server-env", type=_assignment, action="append", default=[], metavar="NAME=VALUE")
+    model.add_argument("--gsm8k-data", type=Path, help="test.jsonl of GSM8K; else SGLang downloads it")
+    model.add_argument("--gsm8k-questions", type=int, default=500)
+    model.add_argument("--retrieval-characters", default="16000,64000,200000", help="lengths of texts")
+    run = made.add_argument_group("how")
+    run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
+    run.add_argument("--minutes", type=_positive, help="for all steps together")
+    run.add_argument("--time-limit-scale", type=_positive, default=1.0, help="of every step's limit (1)")
+    other = made.add_argument_group("two runs")
+    other.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="an older results.jsonl")
+    other.add_argument(
+        "--with", type=Path, dest="beside", metavar="NEW.jsonl", help="run nothing, compare this"
+    )
+    return made
+
+
+def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Options:
+    """What the steps are made from.
+
+    Raises
+    ------
+    ValueError
+        Arguments that contradict each other, or name files that are not there.
+    """
+    if arguments.device == "cuda" and not machine.gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out for the reduced form")
+    if arguments.core and arguments.model:
+        raise ValueError("--core starts no servers; leave out one of --core and --model")
+    if arguments.tp < 1:
+        raise ValueError(f"--tp {arguments.tp}: give the number of ranks")
+    if arguments.gsm8k_data is not None and not arguments.gsm8k_data.is_file():
+        raise ValueError(f"--gsm8k-data {arguments.gsm8k_data}: no such file")
+    if arguments.model is None:
+        for name in ("gsm8k_data", "server_args"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')} is for --model, which is not given")
+    try:
+        lengths = tuple(int(text) for text in arguments.retrieval_characters.split(","))
+    except ValueError:
+        raise ValueError(f"--retrieval-characters {arguments.retrieval_characters}: give numbers") from None
+    return Options(
+        core=arguments.core,
+        quick=arguments.quick,
+        thorough=arguments.thorough,
+        on_gpu=bool(machine.gpus) and arguments.device != "cpu",
+        layouts=arguments.layouts,
+        arrangements=arguments.arrangements or ARRANGEMENTS,
+        arrangements_named=arguments.arrangements is not None,
+        model=arguments.model,
+        tp=arguments.tp,
+        server_arguments=tuple(shlex.split(arguments.server_args)),
+        server_environment=tuple(arguments.server_env),
+        gsm8k_data=arguments.gsm8k_data and str(arguments.gsm8k_data.resolve()),
+        gsm8k_questions=arguments.gsm8k_questions,
+        retrieval_characters=lengths,
+        models=str(out / "models"),
+    )
+
+
+def model_facts(path: str | None) -> dict[str, str] | None:
+    """What a checkpoint is told apart by."""
+    if path is None:
+        return None
+    config = (Path(path) / "config.json").read_bytes()
+    return {"name": Path(path).resolve().name, "config_sha256": hashlib.sha256(config).hexdigest()}
+
+
+def say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def compared(old: Run, new: Run) -> int:
+    """Compare, print; returns the exit status."""
+    found = compare(old, new)
+    print("\n" + "\n".join(found.lines()))
+    return found.status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for; returns the exit status."""
+    made = parser()
+    arguments = made.parse_args(argv)
+    try:
+        old = read_run(arguments.compare) if arguments.compare is not None else None
+        if arguments.beside is not None:
+            if old is None:
+                made.error("--with NEW.jsonl needs --compare OLD.jsonl")
+            return compared(old, read_run(arguments.beside))
+        out = (
+            arguments.out or Path("regression-results") / datetime.now().strftime("%Y%m%d-%H%M%S")
+        ).resolve()
+        machine = find_machine()
+        options = options_of(arguments, machine, out)
+        steps = choose(all_steps(machine, options), arguments.only)
+    except (ValueError, OSError, RuntimeError) as error:
+        made.error(str(error))
+    if arguments.list:
+        for step in steps:
+            reason = step.without or machine.missing(step.needs)
+            print(
+                f"{step.name:34} {step.limit_s:6.0f} s  {step.what}"
+                + (f"  -- skipped: {reason}" if reason else "")
+            )
+        return 0
+    status, run = run_all(
+        arguments, options, machine, steps, out, list(sys.argv[1:] if argv is None else argv)
+    )
+    if old is not None:
+        status = max(status, compared(old, run))
+    return status
+
+
+def run_all(
+    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, out: Path, argv: list[str]
+) -> tuple[int, Run]:
+    """Run the steps, print and write what they found; exit status, and what was written."""
+    results = out / "results.jsonl"
+    if results.exists():
+        parser().error(f"{results} is there already; name another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    shown = {"layouts": options.layouts, "core": options.core, "quick": options.quick, "tp": options.tp}
+    facts = {**facts_of(machine, argv), "options": shown, "model": model_facts(options.model)}
+    write_lines(results, [header(facts)])
+    where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
+    print(
+        f"{where}; commit {facts['commit']}{' and changes' if facts['dirty'] else ''}\nresults: {out}",
+        flush=True,
+    )
+    if options.on_gpu and facts["capability"] != HOPPER:
+        print(f"compute capability {facts['capability']}: made for Hopper, {HOPPER}", flush=True)
+    if not options.on_gpu:
+        print("no GPU: the reduced form; its times say nothing about a GPU", flush=True)
+    records: list[StepRecord] = []
+
+    def ended(record: StepRecord) -> None:
+        records.append(record)
+        write_lines(results, record.lines())
+
+    began, stopped = time.monotonic(), None
+    try:
+        with signals_interrupt():
+            run_steps(
+                steps, machine, out, time_limit_scale=arguments.time_limit_scale, minutes=arguments.minutes,
+                ended=ended, say=say,
+            )  # fmt: skip
+    except Interrupted as caught:
+        stopped = caught
+    status = int(any(record.is_bad for record in records) or not any(r.status == "ok" for r in records))
+    if stopped is not None:
+        status = 128 + stopped.number
+    end = {"status": status, "seconds": round(time.monotonic() - began, 1), "gpus": driver_facts()}
+    write_lines(results, [{"line": "end", "schema": SCHEMA, **end}])
+    print_report(records)
+    try:
+        plots = draw(records, out, f"{where}, {str(facts['commit'])[:12]}")
+        print(
+            "no plots: matplotlib is not installed"
+            if plots is None
+            else f"\nplots: {', '.join(p.name for p in plots)}"
+        )
+    except Exception as error:  # a broken matplotlib costs plots, not results
+        print(f"no plots: {error!r}")
+    print(f"\nresults: {results}\nexit status {status}")
+    return status, read_run(results)
+
+
+if __name__ == "__main__":
+    # A pipe that was closed is no reason to lose results.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.exit(main())

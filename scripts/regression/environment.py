@@ -1,0 +1,203 @@
+"""What this machine is and has: facts for the first line of results, and what steps may need."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = (
+    *("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
+    *("tilelang", "transformers", "sgl-kvpool"),
+)
+#: Asked of nvidia-smi; clocks as they are now, and the highest.
+_GPU_FIELDS = {
+    "name": "name",
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "memory_clock_max_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+    "memory_mib": "memory.total",
+}
+#: In a process of its own: a CUDA context here would take memory from the steps.
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
+    "gpus": [{"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory}
+             for p in properties]}))
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What steps may need.
+
+    Attributes
+    ----------
+    gpus : tuple of str
+        Names of those that torch sees.
+    modules : frozenset of str
+        Of `OPTIONAL_MODULES`, those that can be imported.
+    has_plugin : bool
+        Whether SGLang would find this package through its entry point.
+    has_fa3 : bool
+        Whether sgl_kernel brings FlashAttention-3, which SGLang takes for BF16 rows of sparse attention.
+    facts : dict
+        From torch, for the first line of results.
+    """
+
+    gpus: tuple[str, ...] = ()
+    modules: frozenset[str] = frozenset()
+    has_plugin: bool = False
+    has_fa3: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def missing(self, needs: tuple[str, ...]) -> str | None:
+        """Why something of `needs` is not here, with the way out; None if all of it is.
+
+        Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
+        """
+        for need in needs:
+            reason = self._missing(need)
+            if reason is not None:
+                return reason
+        return None
+
+    def _missing(self, need: str) -> str | None:
+        if need == "gpu":
+            return None if self.gpus else "torch sees no GPU here"
+        if need.startswith("gpus:"):
+            count = int(need.removeprefix("gpus:"))
+            return None if len(self.gpus) >= count else f"needs {count} GPUs, torch sees {len(self.gpus)}"
+        if need == "plugin":
+            found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
+            return None if self.has_plugin else found
+        if need == "fa3":
+            return None if self.has_fa3 else "sgl_kernel is without flash_ops (FlashAttention-3)"
+        return None if need in self.modules else f"{need} is not installed"
+
+
+#: Modules that steps ask for.
+OPTIONAL_MODULES = (
+    *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
+    *("tilelang", "deep_gemm", "matplotlib", "sgl_flash_mla", "flash_mla"),
+)
+
+
+def on_path() -> dict[str, str]:
+    """This process's environment, with the repository and its scripts where Python looks first."""
+    found = dict(os.environ)
+    before = found.get("PYTHONPATH")
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *([before] if before else [])])
+    return found
+
+
+def find_machine() -> Machine:
+    """Look around.
+
+    Raises
+    ------
+    RuntimeError
+        torch cannot be imported: nothing can be run.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=300, env=on_path()
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{sys.executable} cannot import torch, which every step needs: {last}")
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    modules = frozenset(name for name in OPTIONAL_MODULES if importlib.util.find_spec(name) is not None)
+    plugins = {one.name for one in metadata.entry_points(group="sglang.srt.plugins")}
+    return Machine(
+        gpus=tuple(gpu["name"] for gpu in facts["gpus"]),
+        modules=modules,
+        has_plugin="sgl_kvpool" in plugins,
+        has_fa3=_has_file("sgl_kernel", "flash_ops*"),
+        facts=facts,
+    )
+
+
+def _has_file(package: str, pattern: str) -> bool:
+    found = importlib.util.find_spec(package)
+    return found is not None and any(Path(found.submodule_search_locations[0]).glob(pattern))  # type: ignore[index]
+
+
+def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
+    """Fields of the first line of results: date, commit, machine and versions."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": argv,
+        **_commit(),
+        "gpu": machine.gpus[0] if machine.gpus else None,
+        "gpu_count": len(machine.gpus),
+        "capability": machine.facts["gpus"][0]["capability"] if machine.facts.get("gpus") else None,
+        "gpus": driver_facts(),
+        "cuda": machine.facts.get("cuda"),
+        "cpu": _cpu(),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {**{name: _version(name) for name in _PACKAGES}, "torch": machine.facts.get("torch")},
+        "modules": sorted(machine.modules),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if package != "sgl-kvpool":
+            return None
+        from sgl_kvpool import __version__
+
+        return f"{__version__} (not installed)"
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of this checkout and whether tracked files differ from it; None without git."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+
+
+def driver_facts() -> list[dict[str, str]]:
+    """What the driver says of each GPU now; nothing without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        return [{"nvidia-smi": f"exit status {done.returncode}: {done.stdout.strip()[:200]}"}]
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.strip().splitlines()]
+    return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows]
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

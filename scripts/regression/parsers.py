@@ -1,0 +1,195 @@
+"""What the benchmarks' JSON files and pytest's junit files say, as measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from regression.records import Measurement
+
+__all__ = ["arrangements", "attention", "codec", "junit", "lines", "transfer"]
+
+#: Names of rows' fields that say which workload it was.
+_WORKLOAD = ("kind", "heads", "batch", "context_tokens", "queries_per_list", "arrangement")
+
+
+def _load(folder: Path, name: str = "results.json") -> dict[str, Any]:
+    found = json.loads((folder / name).read_text("utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds {type(found).__name__}, expected an object")
+    return found
+
+
+def _rows(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    rows = report[name]
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{name!r} is empty: nothing was measured")
+    return rows
+
+
+def codec(folder: Path) -> list[Measurement]:
+    """Of bench_codec.py."""
+    found = []
+    for row in _rows(_load(folder), "results"):
+        what = f"{row['device']} {row['operation']} {row['layout']}, {row['tokens']} rows"
+        note = "" if row["target"] is None else f"target {row['target']}"
+        found += [
+            _ratio(f"{what}: speed to a copy", row["ratio_to_copy"], layout=row["layout"], note=note),
+            Measurement(what, row["gb_per_s"], "GB/s", "kernel_time", layout=row["layout"]),
+        ]
+    return found
+
+
+def attention(folder: Path) -> list[Measurement]:
+    """Of bench_attention.py: ratios to peers and times; wrong results of ours fail the step."""
+    report = _load(folder)
+    dry = report["device_kind"] != "cuda"
+    found, wrong = [], 0
+    for row in _rows(report, "results"):
+        words = [f"{name}={row[name]}" for name in _WORKLOAD if name in row]
+        what = f"{row['runner']} {row['layout']} {' '.join(words)}"
+        ours = row["runner"] == "kvpool"
+        layout = row["layout"] if ours else ""
+        if row["status"] != "measured":
+            wrong += ours and row["status"] in ("wrong", "failed")
+            note = f"{row['status']}: {row['reason']}"
+            found.append(Measurement(what, None, "us", "kernel_time", "lower", note=note, layout=layout))
+            continue
+        us = row["us"] if row["graph_us"] is None else row["graph_us"]
+        kind = "fact" if dry else "kernel_time"
+        found.append(Measurement(what, us, "us", kind, "lower", layout=layout))
+        if dry:
+            continue
+        for peer, ratio in row.get("times_as_fast_as", {}).items():
+            found.append(_ratio(f"{what}: times as fast as {peer}", ratio, layout=layout))
+        if row.get("time_to_layer_major") is not None:
+            ratio = row["time_to_layer_major"]
+            found.append(_ratio(f"{what}: time to layer_major", ratio, "lower", layout=layout))
+    found.append(
+        Measurement("wrong or failed results of mla_decode", wrong, "results", "count", "lower", at_most=0)
+    )
+    for target in report["targets"]:
+        states = {"passed": 1.0, "missed": 0.0}
+        found.append(
+            Measurement(
+                f"target: {target['target']}, {target['need']}",
+                states.get(target["state"]),
+                "",
+                "target",
+                note="; ".join(filter(None, (target["state"], target["note"]))),
+            )
+        )
+    return found
+
+
+def transfer(folder: Path) -> list[Measurement]:
+    """Of bench_transfer.py, of either device."""
+    report = _load(folder)
+    if "engines" in report:
+        return _transfer_gpu(report)
+    plan = report["plan"]
+    name = f"descriptors of {plan['pages']} pages"
+    found = [Measurement(name, plan["ms"], "ms", "kernel_time", "lower")]
+    for row in _rows(report, "cpu_engine"):
+        what = f"cpu engine {row['layout']} {row['arrangement']}, {row['pages']} pages"
+        for direction in ("to_host", "to_device"):
+            for peer in ("copy", "torch"):
+                name = f"{what}, {direction}: speed to {peer}"
+                found.append(_ratio(name, row[f"{direction}_of_{peer}"], layout=row["layout"]))
+    for row in report["conversions"]:
+        what = f"cpu engine {row['layout']} as {row['host_layout']}"
+        for direction in ("to_host", "to_device"):
+            name = f"{what}, {direction}: speed to torch"
+            found.append(_ratio(name, row[f"{direction}_of_torch"], layout=row["layout"]))
+    return found
+
+
+def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
+    found = []
+    for row in [*_rows(report, "engines"), *report["sglang"]]:
+        ours = "engine" in row
+        order = "scattered" if row.get("scattered", True) else "in order"
+        pair = f"{row['engine']} {row['layout']}/{row['host_layout']} {row['arrangement']}" if ours else ""
+        what = f"{pair or row['peer']} {order}, {row['pages']} pages"
+        layout = row["layout"] if ours else ""
+        for name, value in row.items():
+            if name.endswith(("_of_pinned_copy", "_of_pinned_copies")):
+                found.append(_ratio(f"{what}: {name}", value, layout=layout))
+            elif name.endswith("_model_step_ratio"):
+                found.append(_ratio(f"{what}: {name}", value, "lower", layout=layout))
+            elif name.endswith("_submit_us"):
+                found.append(
+                    Measurement(f"{what}: {name}", value, "us", "kernel_time", "lower", layout=layout)
+                )
+    return found
+
+
+def arrangements(folder: Path) -> list[Measurement]:
+    """Of bench_arrangements.py."""
+    found = []
+    for row in _rows(_load(folder), "results"):
+        layout = row["layout"]
+        for kind in ("decode", "pages"):
+            sizes = f"{row['decoded_rows']} rows" if kind == "decode" else f"{row['moved_pages']} pages"
+            for name, times in row[kind].items():
+                what = f"{kind} {layout} {name}, {sizes}"
+                found.append(Measurement(what, times["us"], "us", "kernel_time", "lower", layout=layout))
+                if name != "layer_major":
+                    ratio = times["to_layer_major"]
+                    found.append(_ratio(f"{what}: time to layer_major", ratio, "lower", layout=layout))
+    return found
+
+
+def _ratio(
+    name: str, value: float, better: str = "higher", *, layout: str = "", note: str = ""
+) -> Measurement:
+    return Measurement(name, value, "x", "kernel_ratio", better, layout=layout, note=note)
+
+
+def junit(folder: Path) -> list[Measurement]:
+    """Of pytest's --junitxml: how many passed, and that none failed and not all were skipped."""
+    try:
+        root = ElementTree.parse(folder / "junit.xml").getroot()
+    except ElementTree.ParseError as error:
+        raise ValueError(f"junit.xml: {error}") from None
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failing, reasons = [], []
+    for case in root.iter("testcase"):
+        kinds = {child.tag for child in case}
+        state = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        counts[state] += 1
+        if state == "failed":
+            failing.append(case.get("name", "?"))
+        if state == "skipped":
+            reasons += [child.get("message", "") for child in case if child.tag == "skipped"]
+    note = "; ".join(failing[:5]) + (f"; and {len(failing) - 5} more" if len(failing) > 5 else "")
+    why = "; ".join(sorted(set(reasons))[:3])
+    return [
+        Measurement("tests passed", counts["passed"], "tests", "count", at_least=1),
+        Measurement("tests failed", counts["failed"], "tests", "count", "lower", at_most=0, note=note),
+        Measurement("tests skipped", counts["skipped"], "tests", "count", "lower", note=why),
+    ]
+
+
+def lines(folder: Path) -> list[Measurement]:
+    """Of measurements.jsonl, which programs of this package write; empty lines are none."""
+    text = (folder / "measurements.jsonl").read_text("utf-8")
+    return [Measurement.from_json(_object(line)) for line in text.splitlines() if line.strip()]
+
+
+def _object(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{line[:80]!r} is not JSON: {error}") from None
+
+
+def none(_folder: Path) -> Iterable[Measurement]:
+    """For steps that measure nothing."""
+    return []
+
+
+Parser = Callable[[Path], list[Measurement]]

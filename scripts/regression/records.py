@@ -1,0 +1,254 @@
+"""Measurements, what kind each is, and the lines of results.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "KINDS",
+    "SCHEMA",
+    "Kind",
+    "Measurement",
+    "Run",
+    "StepRecord",
+    "header",
+    "read_run",
+    "write_lines",
+    "write_measurements",
+]
+
+#: Of results.jsonl. Raise it when a field or the meaning of a metric changes.
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How two runs' values of a metric are compared.
+
+    Attributes
+    ----------
+    relative, absolute : float
+        A value may be worse by the larger of `relative` times the old one and `absolute`, in its unit.
+    is_speed : bool
+        Says nothing where the other run was on another GPU, or either on a CPU.
+    why : str
+    """
+
+    relative: float
+    absolute: float
+    is_speed: bool
+    why: str
+
+
+KINDS = {
+    "kernel_ratio": Kind(0.05, 0, True, "medians of many launches, the peer measured in the same run"),
+    "kernel_time": Kind(0.10, 0, True, "clocks and temperature differ from run to run"),
+    "server_ratio": Kind(0.10, 0, True, "few requests to a server, the peer another server of the same run"),
+    "server_time": Kind(0.20, 0, True, "few requests; Python's scheduling is in the time"),
+    "distance": Kind(0.20, 0.005, False, "log-probabilities; other kernels round other sums"),
+    "agreement": Kind(0, 0.02, False, "shares of positions; a tie can fall to either side"),
+    "score": Kind(0, 0.03, False, "shares of some hundred questions"),
+    "count": Kind(0, 0, False, "tests that pass do not become fewer, bytes that differ not more"),
+    "size": Kind(0.005, 0, False, "bytes and tokens; the free memory of a GPU differs a little"),
+    "target": Kind(0, 0, True, "1 where a target is met, 0 where it is missed"),
+    "fact": Kind(math.inf, math.inf, False, "reported, never compared"),
+}
+
+BETTER = ("higher", "lower")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number of a step.
+
+    Attributes
+    ----------
+    metric : str
+        What was measured; with the step's name the key in a comparison.
+    value : float or None
+        None if it could not be measured; `note` says why.
+    unit : str
+    kind : str
+        Of `KINDS`.
+    better : str
+        "higher" or "lower".
+    at_least, at_most : float or None
+        Limits that the step fails by.
+    note : str
+    layout : str
+        That it is about, if about one.
+
+    Raises
+    ------
+    ValueError
+        An unknown kind or direction, a value that is not finite, or none without a note.
+    """
+
+    metric: str
+    value: float | None
+    unit: str
+    kind: str
+    better: str = "higher"
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.metric}: kind {self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.better not in BETTER:
+            raise ValueError(f"{self.metric}: better {self.better!r}, expected one of {', '.join(BETTER)}")
+        if self.value is None and not self.note:
+            raise ValueError(f"{self.metric}: no value, and no note that says why")
+        for name in ("value", "at_least", "at_most"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"{self.metric}: {name} is {number!r}, expected a finite number")
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether its limits hold; None without limits or without a value."""
+        if self.value is None or (self.at_least is None and self.at_most is None):
+            return None
+        low = self.at_least is None or self.value >= self.at_least
+        return low and (self.at_most is None or self.value <= self.at_most)
+
+    @property
+    def verdict(self) -> str:
+        """Value and limits in words."""
+        shown = "not measured" if self.value is None else f"{self.value:.6g} {self.unit}".strip()
+        limits = [
+            f"{word} {limit:g}"
+            for word, limit in (("at least", self.at_least), ("at most", self.at_most))
+            if limit is not None
+        ]
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.metric}: {shown}" + (f", limit {' and '.join(limits)}" if limits else "") + note
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+    @classmethod
+    def from_json(cls, found: Any) -> Measurement:
+        """From a line's object; ValueError if it is none of a measurement."""
+        if not isinstance(found, dict):
+            raise ValueError(f"a measurement is {type(found).__name__}, expected an object")
+        known = {one.name for one in fields(cls)}
+        missing = {"metric", "value", "unit", "kind"} - found.keys()
+        if missing:
+            raise ValueError(f"a measurement without {', '.join(sorted(missing))}: {str(found)[:200]}")
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """How a step ended.
+
+    Attributes
+    ----------
+    name : str
+    status : str
+        "ok", "failed", "timed out", "interrupted" or "skipped".
+    reason : str
+        Why it is not "ok".
+    seconds : float
+    measurements : tuple of Measurement
+        Also of a step that failed on its way.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def is_bad(self) -> bool:
+        return self.status not in ("ok", "skipped")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Lines of results.jsonl: its measurements, then itself."""
+        own = {"schema": SCHEMA, "step": self.name}
+        found = [{"line": "measurement", **own, **one.to_json()} for one in self.measurements]
+        ended = {"status": self.status, "reason": self.reason, "seconds": round(self.seconds, 1)}
+        return [*found, {"line": "step", **own, **ended, "measurements": len(found)}]
+
+
+@dataclass
+class Run:
+    """A results.jsonl that was read.
+
+    Attributes
+    ----------
+    facts : dict
+        Of its first line: machine, versions, commit, options.
+    steps : dict of str to StepRecord
+    is_complete : bool
+        Whether its last line is there.
+    """
+
+    facts: dict[str, Any]
+    steps: dict[str, StepRecord] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+def header(facts: dict[str, Any]) -> dict[str, Any]:
+    """The first line."""
+    return {"line": "run", "schema": SCHEMA, **facts}
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append lines; what was written before a crash stays readable."""
+    with path.open("a", encoding="utf-8") as output:
+        for line in lines:
+            output.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def write_measurements(folder: Path, measurements: Iterable[Measurement]) -> None:
+    """Append to measurements.jsonl in a step's folder."""
+    write_lines(folder / "measurements.jsonl", (one.to_json() for one in measurements))
+
+
+def read_run(path: Path) -> Run:
+    """Read a results.jsonl.
+
+    Raises
+    ------
+    ValueError
+        Not such a file, or of another schema version.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    if not lines or not isinstance(lines[0], dict) or lines[0].get("line") != "run":
+        raise ValueError(f'{path} does not begin with a line of {{"line": "run"}}; give a results.jsonl')
+    schemas = {line.get("schema") for line in lines}
+    if schemas != {SCHEMA}:
+        raise ValueError(
+            f"{path} has schema {', '.join(map(str, schemas))}, this program reads {SCHEMA}: run the "
+            "regression again at the old commit with this program, or compare with the program of that time"
+        )
+    run = Run({name: value for name, value in lines[0].items() if name not in ("line", "schema")})
+    pending: dict[str, list[Measurement]] = {}
+    for line in lines[1:]:
+        if line["line"] == "measurement":
+            pending.setdefault(line["step"], []).append(Measurement.from_json(line))
+        elif line["line"] == "step":
+            name = line["step"]
+            run.steps[name] = StepRecord(
+                name, line["status"], line["reason"], line["seconds"], tuple(pending.pop(name, ()))
+            )
+        elif line["line"] == "end":
+            run.is_complete = True
+    return run

@@ -1,0 +1,91 @@
+"""What a server is asked for, and what later servers are compared with; JSON between processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from regression.questions import Scored
+from regression.shapes import tokens
+
+__all__ = ["PARTS", "Answers", "Request"]
+
+#: Parts of asking a server.
+PARTS = ("accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to serve and to ask; JSON in between.
+
+    Attributes
+    ----------
+    model : str
+        Name of the shape, for limits.
+    layout : str or None
+        None for stock SGLang.
+    arguments : list of str
+        Of the server, the model's path included, the port not.
+    environment : dict
+    parts : list of str
+        Of `PARTS`.
+    peers : dict
+        answers.json of other steps, by name: "stock", "bf16", "tp1", "layer_major".
+    prompts : list
+        Scored for accuracy: lists of tokens, or texts.
+    vocabulary, hit_tokens, concurrency, request_tokens, new_tokens, wait_s
+        See `shapes.Shape`.
+    evict_tokens : int
+        More than the device's pool holds; 0 without a host tier.
+    gsm8k_data : str or None
+    gsm8k_questions : int
+    retrieval_characters : list of int
+    """
+
+    model: str
+    layout: str | None
+    arguments: list[str]
+    environment: dict[str, str]
+    parts: list[str]
+    peers: dict[str, str]
+    prompts: list
+    vocabulary: list[int]
+    hit_tokens: int
+    concurrency: int
+    request_tokens: int
+    new_tokens: int
+    wait_s: float
+    evict_tokens: int = 0
+    gsm8k_data: str | None = None
+    gsm8k_questions: int = 500
+    retrieval_characters: list[int] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def tokens(self, seed: int, count: int) -> list[int]:
+        return tokens(seed, count, (self.vocabulary[0], self.vocabulary[1]))
+
+
+@dataclass
+class Answers:
+    """What later servers are compared with.
+
+    Attributes
+    ----------
+    scored : Scored or None
+    values : dict
+        Of metrics, by name.
+    """
+
+    scored: Scored | None = None
+    values: dict[str, float] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / "answers.json").write_text(json.dumps(asdict(self)), "utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Answers:
+        found = json.loads(path.read_text("utf-8"))
+        return cls(found["scored"] and Scored(**found["scored"]), found["values"])

@@ -1,0 +1,240 @@
+"""Steps, one after the other: each a process with a log and a time limit; none stops the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from regression.environment import ROOT, Machine, on_path
+from regression.processes import Ended, run_command
+from regression.records import Measurement, StepRecord
+
+__all__ = ["Interrupted", "Step", "run_steps", "signals_interrupt"]
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not an `Exception`: nobody who handles failures shall handle this."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do.
+
+    Attributes
+    ----------
+    name : str
+        Also of its folder.
+    what : str
+        One line for --list.
+    command : tuple of str
+        "{folder}" in a word is the step's folder.
+    limit_s : float
+    parse : callable
+        Its folder to its measurements; ValueError, KeyError, TypeError or OSError if they are not there.
+    needs : tuple of str
+        See `Machine.missing`.
+    requires : tuple of str
+        Steps without whose success this one cannot run; they come along.
+    peers : tuple of str
+        Steps whose results it is compared with; they come along.
+    files : mapping
+        Text that its folder gets before, by file name; "{steps}" in it is the folder of all steps'.
+    environment : mapping
+        Added to this process's.
+    without : str
+        Why it is not to be run here, if so.
+    """
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+    parse: Callable[[Path], list[Measurement]]
+    needs: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    without: str = ""
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Within it Ctrl-C and SIGTERM raise `Interrupted`, once: what has to be ended is ended undisturbed."""
+
+    def handler(number: int, _frame: Any) -> None:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {one: signal.signal(one, handler) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, old in before.items():
+            signal.signal(one, old)
+
+
+def run_steps(
+    steps: Sequence[Step],
+    machine: Machine,
+    out: Path,
+    *,
+    time_limit_scale: float = 1.0,
+    minutes: float | None = None,
+    ended: Callable[[StepRecord], None],
+    say: Callable[[str], None],
+) -> list[StepRecord]:
+    """Run steps in order.
+
+    Parameters
+    ----------
+    steps : sequence of Step
+        Those that others require before them.
+    machine : Machine
+        What is not there makes a step skipped.
+    out : Path
+        A folder per step is made in it, and `logs`.
+    time_limit_scale : float
+        Of every step's limit.
+    minutes : float, optional
+        For all of them together; what has not begun by then is skipped, what runs is ended.
+    ended : callable
+        Called with each record at once, so that nothing is lost.
+    say : callable
+        Takes text for the terminal, with its line breaks.
+
+    Returns
+    -------
+    list of StepRecord
+        One per step, whatever happened.
+
+    Raises
+    ------
+    Interrupted
+        After all records were given to `ended`.
+    """
+    records: list[StepRecord] = []
+    deadline = time.monotonic() + (minutes * 60 if minutes is not None else float("inf"))
+    interrupted: Interrupted | None = None
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    for number, step in enumerate(steps, 1):
+        say(f"[{number}/{len(steps)}] {step.name} ... ")
+        reason = _why_not(step, machine, records)
+        if interrupted is not None:
+            reason = f"interrupted by {interrupted}"
+        elif reason is None and time.monotonic() >= deadline:
+            reason = f"the {minutes:g} minutes were spent"
+        if reason is not None:
+            record = StepRecord(step.name, "skipped", reason)
+        else:
+            left_s = deadline - time.monotonic()
+            try:
+                record = _run(step, out, step.limit_s * time_limit_scale, left_s)
+            except Interrupted as caught:
+                interrupted = caught
+                record = StepRecord(step.name, "interrupted", f"by {caught}")
+        records.append(record)
+        ended(record)
+        tail = f": {record.reason}" if record.reason else ""
+        say(f"{record.seconds:.0f} s {record.status}{tail}\n")
+    if interrupted is not None:
+        raise interrupted
+    return records
+
+
+def _why_not(step: Step, machine: Machine, records: Sequence[StepRecord]) -> str | None:
+    if step.without:
+        return step.without
+    missing = machine.missing(step.needs)
+    if missing is not None:
+        return missing
+    for record in records:
+        if record.name in step.requires and record.status != "ok":
+            return f"needs {record.name}, which was not ok: {record.reason}"
+    return None
+
+
+def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
+    """Run one step; every way to fail is a record."""
+    folder = out / "steps" / step.name
+    folder.mkdir(parents=True, exist_ok=True)
+    log = out / "logs" / f"{step.name}.log"
+    for name, text in step.files.items():
+        (folder / name).write_text(text.replace("{steps}", str(folder.parent)), encoding="utf-8")
+    command = [word.replace("{folder}", str(folder)) for word in step.command]
+    environment = {**on_path(), **step.environment}
+    began = time.monotonic()
+    try:
+        ended = run_command(command, log=log, cwd=ROOT, environment=environment, limit_s=min(limit_s, left_s))
+    except OSError as error:
+        return StepRecord(
+            step.name, "failed", f"cannot start {command[0]}: {error}", time.monotonic() - began
+        )
+    # What it left before it ended is kept, however it ended.
+    try:
+        measurements, unreadable = tuple(step.parse(folder)), ""
+        _check_names(measurements)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        measurements, unreadable = (), f"its results cannot be read: {type(error).__name__}: {error}"
+    status, reason = _verdict(ended, limit_s, left_s, measurements, unreadable, log)
+    return StepRecord(step.name, status, reason, ended.seconds, measurements)
+
+
+def _check_names(measurements: Sequence[Measurement]) -> None:
+    """A metric is what another run's value is looked up by."""
+    seen: set[str] = set()
+    for one in measurements:
+        if one.metric in seen:
+            raise ValueError(f"{one.metric!r} was measured twice")
+        seen.add(one.metric)
+
+
+def _verdict(
+    ended: Ended,
+    limit_s: float,
+    left_s: float,
+    measurements: Sequence[Measurement],
+    unreadable: str,
+    log: Path,
+) -> tuple[str, str]:
+    """Status and reason of a step that was started."""
+    reasons = []
+    failing = [one.verdict for one in measurements if one.passed is False]
+    if failing:
+        more = f"; and {len(failing) - 3} more" if len(failing) > 3 else ""
+        reasons.append("; ".join(failing[:3]) + more)
+    if ended.timed_out:
+        cut = f"its limit of {limit_s:.0f} s" if limit_s <= left_s else "the end of --minutes"
+        return "timed out", "; ".join([f"ended at {cut}", *reasons])
+    if ended.returncode < 0:
+        reasons.insert(0, f"killed by {_signal_name(-ended.returncode)}")
+    elif ended.returncode > 0 and not reasons:
+        reasons.append(f"exit status {ended.returncode}: {last_line(log)}")
+    elif ended.returncode == 0 and unreadable:
+        reasons.append(unreadable)
+    if ended.left_behind and ended.returncode == 0:
+        reasons.append(f"{ended.left_behind} processes outlived it and were killed")
+    return ("failed", "; ".join(reasons)) if reasons else ("ok", "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace")[-8000:].splitlines() if line.strip()]
+    return lines[-1][:500] if lines else "its log is empty"

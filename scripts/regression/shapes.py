@@ -1,0 +1,293 @@
+"""Which models are served, with which arguments: small random ones on a GPU, the demo's on a CPU, a real one.
+
+The arguments are those of tests/gpu/test_*server_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from regression.environment import ROOT, Machine
+
+__all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "model_shape", "random_shapes"]
+
+LAYOUTS = ("bf16", "fp8", "fp8_block_scale", "fp4")
+ARRANGEMENTS = ("layer_major", "token_major", "page_major")
+PAGE_SIZE = 64
+
+_LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
+_KVPOOL = ("--attention-backend", "kvpool_mla")
+_TRITON = ("--attention-backend", "triton")
+_READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+_HOST_TIER = (
+    "--enable-hierarchical-cache",
+    "--enable-cache-report",
+    "--hicache-write-policy",
+    "write_through",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how it is served and asked.
+
+    Attributes
+    ----------
+    name : str
+        In names of steps and in `limits.LIMITS`.
+    path : str
+        Of the checkpoint; "{models}" in it is the run's folder of models.
+    arguments : tuple of str
+        Of every server.
+    stock : tuple of str
+        Of the peer without a layout.
+    by_layout : mapping
+        More arguments, by layout.
+    environment : mapping
+    arrangements : tuple of str
+        That SGLang serves it in.
+    vocabulary : (int, int)
+        First and last of the tokens that random prompts are made of.
+    prompts : tuple of list of int, or of str
+        Scored for accuracy.
+    hit_tokens : int
+        Length of the prompts whose first token is waited for, a multiple of the page size.
+    pool_tokens : int or None
+        As large as the pool is made; None for what SGLang finds room for, and no host tier.
+    concurrency, request_tokens, new_tokens : int
+        Requests at once when throughput is measured, their prompts' lengths, and what each generates.
+    writer : (str, str) or None
+        Module of tests/gpu and shape of a random checkpoint to write.
+    needs : mapping
+        What a layout's server needs besides, by layout; "stock" for the peer.
+    wait_s : float
+        For a start.
+    on_cpu : bool
+    is_sparse : bool
+        Whether its attention selects (DSA).
+    """
+
+    name: str
+    path: str
+    arguments: tuple[str, ...]
+    stock: tuple[str, ...]
+    by_layout: Mapping[str, tuple[str, ...]]
+    vocabulary: tuple[int, int]
+    prompts: tuple[list[int], ...] | tuple[str, ...]
+    hit_tokens: int
+    pool_tokens: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arrangements: tuple[str, ...] = ARRANGEMENTS
+    concurrency: int = 16
+    request_tokens: int = 256
+    new_tokens: int = 128
+    writer: tuple[str, str] | None = None
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wait_s: float = 540.0
+    on_cpu: bool = False
+    is_sparse: bool = False
+
+    def server_arguments(
+        self, layout: str | None, arrangement: str = "layer_major", *, host_tier: bool, capped: bool = True
+    ) -> list[str]:
+        """Arguments of one server, without model and port; `layout` None for the peer."""
+        found = [*self.arguments]
+        if layout is None:
+            found += self.stock
+        else:
+            found += [_LAYOUT, layout, *self.by_layout.get(layout, ())]
+            if arrangement != "layer_major":
+                found += [_ARRANGEMENT, arrangement]
+        if capped and self.pool_tokens is not None:
+            found += ["--max-total-tokens", str(self.pool_tokens)]
+        if host_tier:
+            found += [*_HOST_TIER, "--hicache-ratio", "6"]
+        return found
+
+    def server_environment(self, layout: str | None) -> dict[str, str]:
+        """Of one server. Every prompt's log-probability depends on rows that were stored.
+
+        Sparse attention reads stored rows by itself, and the variable is refused there.
+        """
+        asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
+        # The demo's class would stand in for that of every checkpoint that says DeepseekV2ForCausalLM.
+        classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
+        return {**classes, **self.environment, **asked}
+
+    def written(self, models: Path) -> str:
+        return self.path.replace("{models}", str(models))
+
+
+def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> list[int]:
+    """Random tokens, the same everywhere for the same seed."""
+    return random.Random(seed).choices(range(vocabulary[0], vocabulary[1] + 1), k=count)
+
+
+# ------------------------------------------------------- random models on a GPU
+
+_GPU = (
+    "--skip-tokenizer-init",
+    "--mem-fraction-static",
+    "0.3",
+    "--random-seed",
+    "0",
+    "--chunked-prefill-size",
+)
+_SHARED, _LONG = tokens(1, 600), tokens(11, 2608)
+#: Unequal lengths; one begins like another (a prefix hit); one is longer than a chunk.
+_PROMPTS = (tokens(0, 5), _SHARED, _SHARED[:512] + tokens(2, 77), tokens(3, 900), tokens(4, 40))
+#: Longer than the 2048 tokens that an indexer selects, but for the first.
+_SPARSE_PROMPTS = (tokens(0, 48), _LONG, _LONG[:2304] + tokens(2, 304), tokens(3, 4000), tokens(4, 2112))
+
+
+def _dense(name: str, writer: tuple[str, str], *more: str) -> Shape:
+    return Shape(
+        name=name,
+        path=f"{{models}}/{name}",
+        arguments=(
+            *(*_GPU, "256", "--context-length", "4096", "--cuda-graph-max-bs-decode", "16"),
+            *("--page-size", str(PAGE_SIZE), *more),
+        ),
+        stock=_TRITON,
+        by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
+        vocabulary=(3, 511),
+        prompts=_PROMPTS,
+        hit_tokens=1920,
+        pool_tokens=8192,
+        writer=writer,
+    )
+
+
+def _sparse(machine: Machine) -> Shape:
+    # fa3 is SGLang's choice for BF16 rows on Hopper.
+    bf16 = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
+    tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
+    torch_indexer = {} if "deep_gemm" in machine.modules else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+    return Shape(
+        name="v32",
+        path="{models}/v32",
+        arguments=(*_GPU, "256", "--context-length", "8192", "--cuda-graph-max-bs-decode", "16"),
+        stock=("--kv-cache-dtype", "bfloat16", *bf16),
+        by_layout={"bf16": bf16, "fp8": tilelang},
+        environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
+        # The kernels of sparse attention take rows without other layers' between them.
+        arrangements=("layer_major",),
+        vocabulary=(3, 511),
+        prompts=_SPARSE_PROMPTS,
+        hit_tokens=3840,
+        pool_tokens=16384,
+        writer=("random_deepseek", "deepseek_v32"),
+        is_sparse=True,
+        needs={"fp8": ("tilelang",)},
+    )
+
+
+#: Names of the random models' shapes.
+RANDOM_SHAPES = ("v3", "v32", "kimi")
+
+
+def random_shapes(machine: Machine) -> list[Shape]:
+    """DeepSeek-V3's, V3.2's and Kimi-Linear's."""
+    return [
+        _dense("v3", ("random_deepseek", "deepseek_v3")),
+        _sparse(machine),
+        # States, for which SGLang would take half of the memory; a running request has five.
+        _dense(
+            "kimi", ("random_hybrid", "kimi_linear"),
+            "--max-running-requests", "16", "--max-mamba-cache-size", "128",
+        ),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------- the demo's, on a CPU
+
+
+def demo_shape() -> Shape:
+    """The small trained model that comes with the package, served on a CPU."""
+    from sgl_kvpool.demo.server import cpu_arguments
+    from sgl_kvpool.demo.shipped import held_out_windows, model_path
+
+    # Without --model-path and --port, which come later, and the size of the pool.
+    arguments = cpu_arguments("", 0)[4:]
+    at = arguments.index("--max-total-tokens")
+    return Shape(
+        name="demo",
+        path=str(model_path()),
+        arguments=(
+            *arguments[:at],
+            *arguments[at + 2 :],
+            "--page-size",
+            str(PAGE_SIZE),
+            "--random-seed",
+            "0",
+        ),
+        stock=(),
+        by_layout={},
+        vocabulary=(32, 126),
+        # One of each module.
+        prompts=tuple(window.token_ids for window in held_out_windows()[::4]),
+        hit_tokens=960,
+        pool_tokens=4096,
+        concurrency=4,
+        request_tokens=128,
+        new_tokens=32,
+        on_cpu=True,
+    )
+
+
+# ------------------------------------------------------- a real checkpoint
+
+
+def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Shape:
+    """A checkpoint of the user's.
+
+    Raises
+    ------
+    ValueError
+        No config.json there.
+    """
+    from sgl_kvpool.demo.shipped import held_out_windows
+
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"--model {path}: there is no config.json; give the folder of a checkpoint")
+    found = json.loads(config.read_text("utf-8"))
+    found = {**found, **found.get("text_config", {})}
+    windows = held_out_windows()
+    # Text, which the server turns into its own tokens: 16 pieces of 2048 characters, of one module each.
+    texts = tuple(a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True))
+    demo = demo_shape() if on_cpu else None
+    own = demo.arguments if demo is not None else ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
+    is_sparse = bool(found.get("index_topk"))
+    return Shape(
+        name="model",
+        path=str(Path(path).resolve()),
+        arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ()), *more),
+        stock=(),
+        # What SGLang would take for BF16 rows by itself is not what the layouts are read by.
+        by_layout={} if on_cpu or is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL),
+        arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
+        vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,
+        prompts=texts,
+        hit_tokens=8192 if demo is None else demo.hit_tokens,
+        pool_tokens=None if demo is None else demo.pool_tokens,
+        concurrency=32 if demo is None else demo.concurrency,
+        request_tokens=1024 if demo is None else demo.request_tokens,
+        new_tokens=256 if demo is None else demo.new_tokens,
+        wait_s=3600 if demo is None else 540,
+        on_cpu=on_cpu,
+        is_sparse=is_sparse,
+    )
+
+
+def write_checkpoint(module: str, shape: str, folder: Path) -> None:
+    """Write a random checkpoint with a writer of tests/gpu."""
+    import importlib
+    import sys
+
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+    importlib.import_module(module).write(folder, shape)

@@ -1,0 +1,226 @@
+"""Which steps there are, on which machine: what --list shows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+
+from regression import parsers
+from regression.environment import Machine
+from regression.runner import Step
+from regression.server_steps import server_steps
+from regression.shapes import ARRANGEMENTS, LAYOUTS
+
+__all__ = ["Options", "all_steps", "choose"]
+
+_PYTEST = ("pytest", "numpy")
+_GPU = "tests/gpu/test_"
+_CODEC, _ARRANGEMENTS = "speed of the codec beside a copy", "rows of one of 61 layers, by arrangement"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes
+    ----------
+    core, quick, thorough : bool
+    on_gpu : bool
+    layouts, arrangements : tuple of str
+    arrangements_named : bool
+        Whether the user named them: a real checkpoint is otherwise served in one.
+    model : str or None
+    tp : int
+    server_arguments : tuple of str
+    server_environment : tuple of (str, str)
+    gsm8k_data : str or None
+    gsm8k_questions : int
+    retrieval_characters : tuple of int
+    models : str
+        Folder for random checkpoints.
+    """
+
+    core: bool = False
+    quick: bool = False
+    thorough: bool = False
+    on_gpu: bool = True
+    layouts: tuple[str, ...] = LAYOUTS
+    arrangements: tuple[str, ...] = ARRANGEMENTS
+    arrangements_named: bool = False
+    model: str | None = None
+    tp: int = 1
+    server_arguments: tuple[str, ...] = ()
+    server_environment: tuple[tuple[str, str], ...] = ()
+    gsm8k_data: str | None = None
+    gsm8k_questions: int = 500
+    retrieval_characters: tuple[int, ...] = (16_000, 64_000, 200_000)
+    models: str = "models"
+
+
+def _tests(name: str, what: str, limit_s: float, *files: str, needs: Sequence[str]) -> Step:
+    return Step(
+        name=f"tests-{name}",
+        what=what,
+        command=(
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit2"),
+            *("--junitxml={folder}/junit.xml", *files),
+        ),
+        limit_s=limit_s,
+        parse=parsers.junit,
+        needs=(*_PYTEST, *needs),
+    )
+
+
+def _program(name: str, what: str, limit_s: float, parse: parsers.Parser, *words: str) -> Step:
+    return Step(
+        name=name,
+        what=what,
+        command=(sys.executable, f"scripts/{words[0]}", *words[1:], "--json", "{folder}/results.json"),
+        limit_s=limit_s,
+        parse=parse,
+        needs=("numpy",),
+    )
+
+
+def _canonical(device: str) -> Step:
+    return Step(
+        name="canonical",
+        what="byte views: every byte of pages copied between arrangements",
+        command=(sys.executable, "-m", "regression.canonical", "--device", device, "--out", "{folder}"),
+        limit_s=300,
+        parse=parsers.lines,
+        needs=("numpy",),
+    )
+
+
+def _gpu_core(options: Options) -> list[Step]:
+    quick = ("--quick",) if options.quick else ()
+    mark = "-quick" if options.quick else ""
+    layouts = ("--layouts", ",".join(options.layouts)) if options.layouts != LAYOUTS else ()
+    minutes = "3" if options.quick else "12"
+    needs = ("gpu", "ml_dtypes")
+    steps = [
+        _tests("codec", "rows against the reference, bit for bit", 900, _GPU + "codec_gpu.py", needs=needs),
+        _tests("mla_decode", "attention against float64", 900, _GPU + "mla_decode_gpu.py", needs=needs),
+        _tests("transfer", "engines: bytes, order", 1800, _GPU + "transfer_gpu.py", needs=needs),
+        _canonical("cuda"),
+        _program(f"codec{mark}", _CODEC, 900, parsers.codec, "bench_codec.py", *quick),
+        _program(
+            f"attention{mark}", "mla_decode beside SGLang, FlashInfer, FlashMLA", 2400, parsers.attention,
+            "bench_attention.py", "--minutes", minutes, *layouts, *quick,
+        ),
+        _program(
+            f"transfer{mark}", "engines beside a pinned copy and SGLang's", 2400, parsers.transfer,
+            "bench_transfer.py", "--device", "cuda", *quick,
+        ),
+        _program(
+            f"arrangements{mark}", _ARRANGEMENTS, 900, parsers.arrangements,
+            "bench_arrangements.py", "--device", "cuda", *quick,
+        ),
+    ]  # fmt: skip
+    return [_with_gpu(step) for step in steps]
+
+
+def _with_gpu(step: Step) -> Step:
+    return step if "gpu" in step.needs else replace(step, needs=("gpu", *step.needs))
+
+
+def _cpu_core() -> list[Step]:
+    quick = "--quick"
+    files = [f"tests/test_{name}.py" for name in ("canonical", "cross_layer", "arrangement")]
+    return [
+        _tests("canonical", "byte views and cross-layer buffers", 300, *files, needs=("hypothesis",)),
+        _canonical("cpu"),
+        _program("codec-quick", _CODEC, 300, parsers.codec, "bench_codec.py", quick),
+        _program(
+            "attention-quick", "dry run of the attention benchmark", 300, parsers.attention,
+            "bench_attention.py", "--device", "cpu", quick,
+        ),
+        _program(
+            "transfer-quick", "engine cpu beside a copy", 300, parsers.transfer, "bench_transfer.py", quick
+        ),
+        _program(
+            "arrangements-quick", _ARRANGEMENTS, 300, parsers.arrangements, "bench_arrangements.py", quick
+        ),
+    ]  # fmt: skip
+
+
+#: What needs a GPU, named in the list of a machine without one: (steps, what they are).
+_NEEDS_GPU = (
+    ("tests-codec", "rows against the reference on a GPU, bit for bit"),
+    ("tests-mla_decode", "attention against float64 on a GPU"),
+    ("tests-transfer", "transfer engines staged, copy_engine, kernel"),
+    ("codec", "speed of the codec on a GPU"),
+    ("attention", "mla_decode on a GPU beside SGLang, FlashInfer, FlashMLA"),
+    ("transfer", "transfer engines beside a pinned copy"),
+    ("arrangements", "arrangements on a GPU"),
+)
+_SERVERS_NEED_GPU = (
+    ("tests-cuda_backend", "kvpool_mla below the server"),
+    ("tests-dsa_rows", "656-byte rows read by FlashMLA"),
+    ("serve-v3", "servers of DeepSeek-V3's shape"),
+    ("serve-v32", "servers of DeepSeek-V3.2's shape"),
+    ("serve-kimi", "servers of Kimi-Linear's shape"),
+    ("memory", "tokens that SGLang finds room for"),
+    ("tp2", "two ranks"),
+)
+
+
+def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
+    """Steps that are listed, to be skipped."""
+    reason = machine.missing(("gpu",)) or "--device cpu was asked for"
+    return [Step(name, what, (), 0, lambda _: [], without=reason) for name, what in names]
+
+
+def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
+    sglang = ("gpu", "sglang", "ml_dtypes")
+    steps = [
+        _tests(
+            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py", needs=sglang
+        ),
+        _tests("dsa_rows", "656-byte rows read by FlashMLA", 900, _GPU + "dsa_rows_gpu.py", needs=sglang),
+        *server_steps(machine, options),
+    ]
+    for name in ("", "dsa_", "hybrid_") if options.thorough else ():
+        file, needs = f"{_GPU}{name}server_gpu.py", (*sglang, "plugin", "transformers")
+        what = "graphs, MTP, mixed batches, host hits of servers"
+        steps.append(_tests(f"{name}server", what, 3 * 3600, file, needs=needs))
+    return steps
+
+
+def all_steps(machine: Machine, options: Options) -> list[Step]:
+    """All steps, in order, those that cannot run here too."""
+    if options.on_gpu:
+        return [*_gpu_core(options), *(() if options.core else _gpu_with_sglang(machine, options))]
+    steps = _cpu_core()
+    if options.core:
+        return [*steps, *_not_here(machine, _NEEDS_GPU)]
+    return [*steps, *server_steps(machine, options), *_not_here(machine, (*_NEEDS_GPU, *_SERVERS_NEED_GPU))]
+
+
+def choose(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:
+    """Those whose names match a pattern of `only`, and what they require or are compared with; all without.
+
+    Raises
+    ------
+    ValueError
+        A pattern that no step's name matches.
+    """
+    if not only:
+        return list(steps)
+    for pattern in only:
+        if not any(fnmatch(step.name, pattern) for step in steps):
+            names = ", ".join(step.name for step in steps)
+            raise ValueError(f"--only {pattern}: no step has such a name; there are {names}")
+    by_name = {step.name: step for step in steps}
+    wanted = {step.name for step in steps if any(fnmatch(step.name, pattern) for pattern in only)}
+    pending = list(wanted)
+    while pending:
+        step = by_name[pending.pop()]
+        for name in (*step.requires, *step.peers):
+            if name in by_name and name not in wanted:
+                wanted.add(name)
+                pending.append(name)
+    return [step for step in steps if step.name in wanted]

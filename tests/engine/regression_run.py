@@ -1,0 +1,65 @@
+"""scripts/h100_regression.py without a GPU: the reduced form of one layout, and a broken product.
+
+Runs in the background like the servers of the other tests; see conftest.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+# ruff: noqa: E402
+# The path comes first.
+from regression.environment import Machine
+from regression.parsers import lines
+from regression.records import header, read_run, write_lines
+from regression.runner import Step, run_steps
+
+SERVER = "serve-demo-fp4"
+
+
+def _environment():
+    """Of a shell: nothing that tests set for themselves, one thread per process."""
+    kept = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def regression(model_path, folder):
+    """The command for one layout; then that layout's server once more, its decoder damaged."""
+    out = folder / "results"
+    command = [sys.executable, ROOT / "scripts" / "h100_regression.py", "--layouts", "fp4", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=_environment())
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    run = read_run(out / "results.jsonl")
+    return {
+        "printed": done.stdout,
+        "files": sorted(path.name for path in out.iterdir()),
+        "lines": [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()],
+        "run": run,
+        "damaged": _damaged(out, run, folder),
+    }
+
+
+def _damaged(out, run, folder):
+    """The run as it would have been with a decoder that negates every second value."""
+    request = json.loads((out / "steps" / SERVER / "request.json").read_text())
+    request["environment"] |= {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+    }
+    request["parts"] = ["accuracy"]
+    command = (sys.executable, "-m", "regression.serve", "{folder}")
+    files = {"request.json": json.dumps(request)}
+    step = Step(SERVER, "damaged", command, 900, lines, files=files, environment={"OMP_NUM_THREADS": "1"})
+    records = []
+    run_steps([step], Machine(), folder / "damaged", ended=records.append, say=print)
+    path = folder / "damaged.jsonl"
+    others = [line for one in run.steps.values() if one.name != SERVER for line in one.lines()]
+    end = {"line": "end", "schema": 1, "status": 1, "seconds": 0}
+    write_lines(path, [header(run.facts), *others, *records[0].lines(), end])
+    return read_run(path)

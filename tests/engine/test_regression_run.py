@@ -1,0 +1,100 @@
+"""The reduced form of scripts/h100_regression.py with real servers, and what it says of a broken product."""
+
+import pytest
+from regression.compare import compare
+from regression.shapes import LAYOUTS
+from regression_run import SERVER
+
+pytestmark = pytest.mark.engine("regression")
+
+RAN = [
+    "tests-canonical",
+    "canonical",
+    "codec-quick",
+    "attention-quick",
+    "transfer-quick",
+    "arrangements-quick",
+]
+RAN += ["serve-demo-stock", "serve-demo-bf16", SERVER]
+
+
+@pytest.fixture
+def found(record):
+    return record("regression")
+
+
+def values(found, step):
+    return {one.metric: one.value for one in found["run"].steps[step].measurements}
+
+
+def test_what_ran_and_what_was_skipped(found):
+    steps = found["run"].steps
+    assert [name for name, record in steps.items() if record.status == "ok"] == RAN
+    skipped = {name: record.reason for name, record in steps.items() if record.status == "skipped"}
+    assert set(steps) == {*RAN, *skipped}
+    assert set(skipped.values()) == {"torch sees no GPU here"}
+    assert f"SKIPPED: {len(skipped)} of {len(steps)} steps" in found["printed"]
+    assert f"[9/{len(steps)}] {SERVER} ... " in found["printed"]
+    assert all(steps[name].measurements for name in RAN)
+
+
+def test_the_first_line_says_where_it_was_run(found):
+    first = found["lines"][0]
+    assert (first["line"], first["schema"], first["gpu"]) == ("run", 1, None)
+    assert all(first["versions"][name] for name in ("torch", "triton", "sglang", "sgl-kvpool"))
+    assert len(first["commit"]) == 40
+    assert first["cpu_cores"] >= 1
+    assert {line["schema"] for line in found["lines"]} == {1}
+    assert found["run"].is_complete
+
+
+def test_plots_and_logs(found):
+    assert set(found["files"]) == {
+        *("accuracy.png", "first_token.png", "throughput.png", "logs", "results.jsonl", "steps")
+    }
+
+
+def test_the_server_was_compared_with_its_peers(found):
+    fp4 = values(found, SERVER)
+    # FP4 rows of this model: 0.0205 from either peer (docs/benchmarks.md has its perplexity).
+    for peer in ("stock", "bf16"):
+        assert 0.01 < fp4[f"distance of log-probabilities to {peer}"] < 0.04
+        assert 0.97 < fp4[f"same top token as {peer}"] < 1
+    bf16 = values(found, "serve-demo-bf16")
+    assert bf16["distance of log-probabilities to stock"] < 0.002
+    assert (fp4["bytes per token and layer"], bf16["bytes per token and layer"]) == (416, 1152)
+    assert fp4["throughput"] > 0
+    assert fp4["throughput, ratio to stock"] > 0
+
+
+def test_hits_on_device_and_host(found):
+    for step in ("serve-demo-bf16", SERVER):
+        measured = values(found, step)
+        assert measured["found on the device"] == measured["found on the host"] == 1.0
+        assert measured["same tokens after a host hit as after a device hit"] == 1.0
+        times = [measured[f"time to first token, {name}"] for name in ("cold", "device hit", "host hit")]
+        assert min(times) > 0
+    # Stock SGLang has no host tier on a CPU, and it is said.
+    assert values(found, "serve-demo-stock")["time to first token, host hit"] is None
+
+
+def test_every_layout_is_benchmarked(found):
+    layouts = {one.layout for one in found["run"].steps["codec-quick"].measurements}
+    assert layouts == set(LAYOUTS)
+
+
+def test_a_run_beside_itself_is_no_regression(found):
+    same = compare(found["run"], found["run"])
+    assert (same.regressions, same.improvements, same.status) == ([], [], 0)
+    assert same.compared > 50
+
+
+def test_a_damaged_decoder_is_noticed(found):
+    damaged = found["damaged"].steps[SERVER]
+    assert damaged.status == "failed"
+    assert "distance of log-probabilities to stock" in damaged.reason
+    against = compare(found["run"], found["damaged"])
+    assert against.status == 1
+    worse = [line for line in against.regressions if line.startswith(f"{SERVER}: distance")]
+    assert len(worse) == 2
+    assert not any(line.startswith("serve-demo-bf16") for line in against.regressions)

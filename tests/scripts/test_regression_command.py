@@ -1,0 +1,98 @@
+"""The command as a process: interrupted in the middle, compared at the end, with a step that fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from regression.environment import ROOT
+from regression.records import header, read_run, write_lines
+
+SCRIPT = ROOT / "scripts" / "h100_regression.py"
+
+
+def start(*argv):
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, argv)], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path, number):
+    """The benchmark that runs is ended, and what was found before it is written."""
+    out = tmp_path / "out"
+    argv = ["--core", "--only", "canonical", "--only", "transfer-quick", "--only", "arrangements-quick"]
+    process = start(*argv, "--out", out)
+    log = out / "logs" / "transfer-quick.log"
+    for _ in range(1200):
+        if log.is_file() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    time.sleep(2)
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, printed
+    found = read_run(out / "results.jsonl")
+    status = {name: record.status for name, record in found.steps.items()}
+    expected = {"canonical": "ok", "transfer-quick": "interrupted", "arrangements-quick": "skipped"}
+    assert status == expected
+    assert found.is_complete
+    assert len(found.steps["canonical"].measurements) > 40
+    assert f"interrupted by {number.name}" in printed
+    assert not _running(str(out))
+
+
+def _running(text):
+    """Command lines of living processes that hold a text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:  # it has ended since
+            continue
+        if text in words and path.parent.name != str(os.getpid()):
+            found.append(words.replace("\0", " "))
+    return found
+
+
+def test_run_and_compare(tmp_path):
+    """Beside an older run in which fewer bytes were wrong, and one metric more was measured."""
+    first = start("--core", "--only", "canonical", "--out", tmp_path / "first")
+    printed, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, printed
+    results = tmp_path / "first" / "results.jsonl"
+    again = start("--core", "--only", "canonical", "--out", tmp_path / "second", "--compare", results)
+    printed, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, printed
+    assert "0 regressions" in printed
+
+    older = read_run(results)
+    changed = tmp_path / "older.jsonl"
+    lines = older.steps["canonical"].lines()
+    lines[0] = {**lines[0], "metric": "what is not measured any more"}
+    end = {"line": "end", "schema": 1, "status": 0, "seconds": 1}
+    write_lines(changed, [header(older.facts), *lines, end])
+    third = start("--compare", changed, "--with", tmp_path / "second" / "results.jsonl")
+    printed, _ = third.communicate(timeout=300)
+    assert third.returncode == 1
+    assert "REGRESSION  canonical: what is not measured any more: was 0 bytes, is missing" in printed
+
+
+def test_a_step_that_fails_fails_the_run(tmp_path):
+    """At its limit, which a scale makes short."""
+    run = start("--core", "--only", "canonical", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
+    printed, _ = run.communicate(timeout=300)
+    assert run.returncode == 1, printed
+    assert "FAILED: 1 of 1 steps" in printed
+    assert "canonical: ended at its limit of 0 s" in printed
+
+
+def test_a_run_in_which_everything_was_skipped_is_no_success(tmp_path):
+    run = start("--only", "tp2", "--out", tmp_path / "out")
+    printed, _ = run.communicate(timeout=300)
+    assert run.returncode == 1, printed
+    assert "SKIPPED: 1 of 1 steps" in printed

@@ -1,0 +1,122 @@
+"""What the benchmarks write on a GPU, as measurements. tests/engine has real files of a CPU."""
+
+import json
+
+import pytest
+from regression.parsers import arrangements, attention, codec, transfer
+
+
+@pytest.fixture
+def parsed(tmp_path):
+    """`parsed(parser, report)`: measurements by metric."""
+
+    def run(parser, report):
+        (tmp_path / "results.json").write_text(json.dumps(report))
+        found = parser(tmp_path)
+        by_metric = {one.metric: one for one in found}
+        assert len(by_metric) == len(found)
+        return by_metric
+
+    return run
+
+
+def row(runner="kvpool", layout="fp4", **more):
+    return {
+        "runner": runner, "layout": layout, "group": "dense", "kind": "dense", "heads": 16, "batch": 64,
+        "context_tokens": 32768, "rows_per_list": 32768, "queries_per_list": 1, "arrangement": "layer_major",
+        "layers": 1, "status": "measured", "us": 210.5, "graph_us": 205.25, **more,
+    }  # fmt: skip
+
+
+def report(*rows, kind="cuda", targets=()):
+    return {"schema": 1, "device_kind": kind, "results": list(rows), "targets": list(targets)}
+
+
+WHERE = "kind=dense heads=16 batch=64 context_tokens=32768 queries_per_list=1 arrangement=layer_major"
+
+
+def test_attention_beside_peers(parsed):
+    ours = row(times_as_fast_as={"flashmla": 1.52})
+    other = row(layout="fp8", arrangement="page_major", graph_us=None, time_to_layer_major=1.04)
+    peer = row("flashmla", "bf16")
+    target = {
+        "target": "fp4: best peer",
+        "need": "at least 1.4x",
+        "found": 1.52,
+        "state": "passed",
+        "note": "n",
+    }
+    open_target = {**target, "target": "128 heads", "found": None, "state": "not measured", "note": "no peer"}
+    found = parsed(attention, report(ours, other, peer, targets=[target, open_target]))
+    ratio = found[f"kvpool fp4 {WHERE}: times as fast as flashmla"]
+    assert (ratio.value, ratio.kind, ratio.better, ratio.layout) == (1.52, "kernel_ratio", "higher", "fp4")
+    time = found[f"kvpool fp4 {WHERE}"]
+    # In a graph where that was possible, as the benchmark's own ratios.
+    assert (time.value, time.unit, time.kind, time.better) == (205.25, "us", "kernel_time", "lower")
+    placed = f"kvpool fp8 {WHERE.replace('layer_major', 'page_major')}"
+    assert found[placed].value == 210.5
+    assert (
+        found[f"{placed}: time to layer_major"].value,
+        found[f"{placed}: time to layer_major"].better,
+    ) == (
+        1.04,
+        "lower",
+    )
+    # A peer's layout is not one that was asked for.
+    assert found[f"flashmla bf16 {WHERE}"].layout == ""
+    assert found["target: fp4: best peer, at least 1.4x"].value == 1
+    missing = found["target: 128 heads, at least 1.4x"]
+    assert (missing.value, missing.note) == (None, "not measured; no peer")
+    assert found["wrong or failed results of mla_decode"].passed is True
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([row(status="wrong", reason="0.3 away")], 1),
+        ([row(), row(layout="fp8", status="failed", reason="illegal address")], 1),
+        ([row(), row("flashmla", "bf16", status="failed", reason="no such head count")], 0),
+        ([row(), row(batch=128, status="skipped", reason="out of memory")], 0),
+    ],
+)
+def test_wrong_results_of_ours_fail_the_step(parsed, rows, wrong):
+    found = parsed(attention, report(*rows))
+    count = found["wrong or failed results of mla_decode"]
+    assert (count.value, count.passed) == (wrong, wrong == 0)
+    (unmeasured,) = [one for one in found.values() if one.value is None]
+    bad = next(one for one in rows if one["status"] != "measured")
+    assert unmeasured.note == f"{bad['status']}: {bad['reason']}"
+
+
+def test_a_dry_run_has_no_speeds(parsed):
+    found = parsed(attention, report(row(times_as_fast_as={"kvpool bf16": 0.8}), kind="cpu"))
+    assert {one.kind for one in found.values()} == {"fact", "count"}
+
+
+def test_transfer_on_a_gpu(parsed):
+    engine = {
+        "layout": "bf16", "host_layout": "fp4", "arrangement": "layer_major", "engine": "staged",
+        "pages": 256, "scattered": False, "run_bytes": 73728, "moved_bytes": 1, "to_host_submit_us": 90.0,
+        "to_host_solo_of_pinned_copy": 0.8, "to_host_of_pinned_copy": 0.97, "to_host_link_gb_per_s": 55.0,
+        "to_host_model_step_ratio": 1.1, "both_of_pinned_copies": 0.9, "device_bytes_per_moved": 2.769,
+    }  # fmt: skip
+    peer = {"peer": "sglang kernel", "pages": 256, "moved_bytes": 1, "to_host_of_pinned_copy": 0.7}
+    found = parsed(transfer, {"engines": [engine], "sglang": [peer]})
+    what = "staged bf16/fp4 layer_major in order, 256 pages"
+    values = {name: (one.value, one.kind, one.better) for name, one in found.items()}
+    assert values == {
+        f"{what}: to_host_submit_us": (90.0, "kernel_time", "lower"),
+        f"{what}: to_host_solo_of_pinned_copy": (0.8, "kernel_ratio", "higher"),
+        f"{what}: to_host_of_pinned_copy": (0.97, "kernel_ratio", "higher"),
+        f"{what}: to_host_model_step_ratio": (1.1, "kernel_ratio", "lower"),
+        f"{what}: both_of_pinned_copies": (0.9, "kernel_ratio", "higher"),
+        "sglang kernel scattered, 256 pages: to_host_of_pinned_copy": (0.7, "kernel_ratio", "higher"),
+    }
+
+
+@pytest.mark.parametrize("parser", [attention, transfer, codec, arrangements])
+@pytest.mark.parametrize("broken", ["", "[1]", '{"results": []}', "{}", '{"results": [{}], "targets": []}'])
+def test_files_that_are_none(parser, broken, tmp_path):
+    (tmp_path / "results.json").write_text(broken)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        parser(tmp_path)

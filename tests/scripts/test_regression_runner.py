@@ -1,0 +1,276 @@
+"""Steps as real processes: those that hang, fail, print garbage, are killed, or leave servers behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from regression.environment import Machine
+from regression.parsers import junit, lines
+from regression.records import Measurement, write_measurements
+from regression.runner import Interrupted, Step, run_steps, signals_interrupt
+
+MACHINE = Machine(modules=frozenset({"numpy"}))
+GOOD = Measurement("answer", 42.0, "s", "fact")
+
+
+def step(name, code, *, limit_s=20.0, parse=lines, **more):
+    """A step that runs Python code, in which `folder` is its folder."""
+    text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
+    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, parse, **more)
+
+
+def good(name, **more):
+    line = json.dumps(GOOD.to_json())
+    return step(name, f"(folder / 'measurements.jsonl').write_text({line!r})", **more)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(steps)`: records by name; everything said is in `run.said`."""
+
+    def go(*steps, **more):
+        found, go.said = {}, ""
+
+        def say(text):
+            go.said += text
+
+        def ended(record):
+            found[record.name] = record
+
+        go.records = found
+        returned = run_steps(steps, MACHINE, tmp_path, ended=ended, say=say, **more)
+        assert [record.name for record in returned] == [one.name for one in steps] == list(found)
+        return found
+
+    return go
+
+
+def gone(pid):
+    """Whether a process ended, waiting a little."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_one_bad_step_does_not_stop_the_others(run):
+    found = run(
+        step("fails", "print('first'); sys.exit('no such kernel')"),
+        step("garbage", "(folder / 'measurements.jsonl').write_text('{\"metric\": ')"),
+        step("silent", "pass"),
+        step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        step("hangs", "import time; time.sleep(600)", limit_s=1.0),
+        Step("absent", "absent", ("/no/such/program",), 5, lines),
+        good("good"),
+    )
+    said = {name: (record.status, record.reason) for name, record in found.items()}
+    assert said["fails"] == ("failed", "exit status 1: no such kernel")
+    assert said["garbage"][0] == "failed"
+    assert "is not JSON" in said["garbage"][1]
+    assert said["silent"][0] == "failed"
+    assert "measurements.jsonl" in said["silent"][1]
+    assert said["killed"] == ("failed", "killed by SIGSEGV")
+    assert said["hangs"] == ("timed out", "ended at its limit of 1 s")
+    assert found["hangs"].seconds < 15
+    assert "cannot start /no/such/program" in said["absent"][1]
+    assert said["good"] == ("ok", "")
+    assert found["good"].measurements == (GOOD,)
+    assert "[7/7] good ... " in run.said
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[1, 2]", "expected an object"),
+        ('{"metric": "a", "value": 1}', "without kind, unit"),
+        ('{"metric": "a", "value": NaN, "unit": "s", "kind": "fact"}', "finite"),
+        ('{"metric": "a", "value": "1", "unit": "s", "kind": "fact"}', "finite"),
+        ('{"metric": "a", "value": 1, "unit": "s", "kind": "speed"}', "kind 'speed'"),
+        ('{"metric": "a", "value": null, "unit": "s", "kind": "fact"}', "no note"),
+    ],
+)
+def test_numbers_that_are_none(run, line, why):
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({line!r})"))["one"]
+    assert found.status == "failed"
+    assert why in found.reason
+
+
+def test_a_metric_measured_twice_is_no_result(run):
+    text = (json.dumps(GOOD.to_json()) + "\n") * 2
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({text!r})"))["one"]
+    assert found.reason == "its results cannot be read: ValueError: 'answer' was measured twice"
+
+
+def test_what_was_measured_before_the_end_is_kept(run):
+    line = json.dumps(GOOD.to_json())
+    found = run(
+        step(
+            "slow",
+            f"""
+            (folder / 'measurements.jsonl').write_text({line!r})
+            import time; time.sleep(600)
+            """,
+            limit_s=1.5,
+        )
+    )["slow"]
+    assert (found.status, found.measurements) == ("timed out", (GOOD,))
+
+
+def test_limits_fail_a_step(run):
+    bad = json.dumps(Measurement("distance", 0.4, "nats", "distance", "lower", at_most=0.25).to_json())
+    found = run(step("one", f"(folder / 'measurements.jsonl').write_text({bad!r})"))["one"]
+    assert (found.status, found.reason) == ("failed", "distance: 0.4 nats, limit at most 0.25")
+
+
+#: Starts a "server" in a session of its own, which starts another, and writes their ids.
+SERVER = """
+    import subprocess, time
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    inner = f"import subprocess, time; print(subprocess.Popen({sleep!r}).pid, flush=True); time.sleep(600)"
+    server = subprocess.Popen(
+        [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    (folder / 'pids').write_text(f"{server.pid} {server.stdout.readline()}")
+    time.sleep(1.5)  # it is seen by then
+"""
+
+
+@pytest.mark.parametrize("how", ["time.sleep(600)", "import os; os._exit(3)", "sys.exit(0)"])
+def test_servers_of_a_step_end_with_it(run, tmp_path, how):
+    """However it ends: at its limit, by a crash, or by forgetting them."""
+    end = f"\n    (folder / 'measurements.jsonl').write_text('')\n    {how}\n"
+    found = run(step("one", SERVER + end, limit_s=4.0))["one"]
+    pids = (tmp_path / "steps" / "one" / "pids").read_text().split()
+    assert len(pids) == 2
+    assert all(gone(int(pid)) for pid in pids)
+    assert found.is_bad
+    if how == "sys.exit(0)":
+        assert found.reason == "2 processes outlived it and were killed"
+
+
+def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
+    """A scheduler whose server died since has no parent that was seen: its session tells whose it is."""
+    code = """
+        import subprocess, time
+        inner = "import subprocess, sys, time; time.sleep(1.5); "
+        inner += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
+        server = subprocess.Popen(
+            [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        (folder / 'pids').write_text(server.stdout.readline())
+        server.wait()
+        (folder / 'measurements.jsonl').write_text('')
+    """
+    found = run(step("one", code))["one"]
+    pid = (tmp_path / "steps" / "one" / "pids").read_text()
+    assert gone(int(pid))
+    assert found.reason == "1 processes outlived it and were killed"
+
+
+def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
+    from regression import processes
+
+    monkeypatch.setattr(processes, "_GRACE_S", 1.0)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    found = run(step("deaf", code, limit_s=2.0))["deaf"]
+    assert found.status == "timed out"
+    assert found.seconds < 12
+
+
+def test_what_is_not_here_is_skipped_with_the_reason(run):
+    found = run(
+        good("needs-gpu", needs=("numpy", "gpu")),
+        good("needs-two", needs=("gpus:2",)),
+        good("needs-sglang", needs=("sglang",)),
+        good("needs-plugin", needs=("plugin",)),
+        good("elsewhere", without="too small a machine"),
+        step("model", "sys.exit('disk full')"),
+        good("server", requires=("model",)),
+        good("compared", peers=("model",)),
+    )
+    said = {name: (record.status, record.reason) for name, record in found.items()}
+    assert said["needs-gpu"] == ("skipped", "torch sees no GPU here")
+    assert said["needs-two"] == ("skipped", "needs 2 GPUs, torch sees 0")
+    assert said["needs-sglang"] == ("skipped", "sglang is not installed")
+    assert said["needs-plugin"][1].endswith("pip install -e .")
+    assert said["elsewhere"] == ("skipped", "too small a machine")
+    assert said["server"][0] == "skipped"
+    assert "disk full" in said["server"][1]
+    # A peer that failed is said by the step itself, where it compares.
+    assert said["compared"][0] == "ok"
+
+
+def test_minutes_for_all_together(run):
+    found = run(
+        step("long", "import time; time.sleep(600)", limit_s=300),
+        good("late"),
+        minutes=1.5 / 60,
+    )
+    assert (found["long"].status, found["long"].reason) == ("timed out", "ended at the end of --minutes")
+    assert found["late"].status == "skipped"
+    assert "minutes were spent" in found["late"].reason
+
+
+def test_limits_are_scaled(run):
+    found = run(step("one", "import time; time.sleep(600)", limit_s=10), time_limit_scale=0.1)["one"]
+    assert found.reason == "ended at its limit of 1 s"
+
+
+def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
+    """In this process: the child gets nothing of Ctrl-C by itself."""
+    slow = step("slow", SERVER + "\n    time.sleep(600)\n", limit_s=60)
+    command = [sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({os.getpid()}, 15)"]
+    sender = subprocess.Popen(command)
+    with signals_interrupt(), pytest.raises(Interrupted) as caught:
+        run(slow, good("after"))
+    sender.wait()
+    assert caught.value.number == signal.SIGTERM
+    assert (run.records["slow"].status, run.records["slow"].reason) == ("interrupted", "by SIGTERM")
+    assert run.records["after"].reason == "interrupted by SIGTERM"
+    pids = (tmp_path / "steps" / "slow" / "pids").read_text().split()
+    assert all(gone(int(pid)) for pid in pids)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_measurements_are_read_as_written(tmp_path):
+    other = Measurement("b", None, "x", "kernel_ratio", "lower", note="no peer", layout="fp4")
+    write_measurements(tmp_path, [GOOD])
+    write_measurements(tmp_path, [other])
+    assert lines(tmp_path) == [GOOD, other]
+
+
+def test_pytest_as_a_step(run, tmp_path):
+    """A real pytest with a test that passes, one that fails, one that errs and one that is skipped."""
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        textwrap.dedent("""
+        import pytest
+        def test_good(): pass
+        def test_bad(): assert 1 == 2
+        def test_broken(nothing_of_the_kind): pass
+        @pytest.mark.skip(reason="no kernel here")
+        def test_skipped(): pass
+        """)
+    )
+    command = (sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--junitxml={folder}/junit.xml")
+    only_good = Step("good", "", (*command, f"{file}::test_good"), 60, junit)
+    none_run = Step("none", "", (*command, f"{file}::test_skipped"), 60, junit)
+    broken = Step("broken", "", (*command, str(tmp_path / "test_absent.py")), 60, junit)
+    found = run(Step("all", "", (*command, str(file)), 60, junit), only_good, none_run, broken)
+    counts = {one.metric: one.value for one in found["all"].measurements}
+    assert counts == {"tests passed": 1, "tests failed": 2, "tests skipped": 1}
+    assert found["all"].reason == "tests failed: 2 tests, limit at most 0 (test_bad; test_broken)"
+    assert found["good"].status == "ok"
+    assert found["none"].reason == "tests passed: 0 tests, limit at least 1"
+    assert found["none"].measurements[2].note == "no kernel here"
+    assert found["broken"].status == "failed"

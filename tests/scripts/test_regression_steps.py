@@ -1,0 +1,268 @@
+"""Which steps there are on which machine, what their servers are asked for, and the command's refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from h100_regression import main
+from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
+from regression.limits import LIMITS, SCORES
+from regression.questions import found_passkey, passkey_prompt
+from regression.records import read_run
+from regression.request import PARTS, Request
+from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
+from regression.steps import Options, all_steps, choose
+
+EVERYTHING = Machine(
+    gpus=("NVIDIA H100 80GB HBM3",) * 2,
+    modules=frozenset(OPTIONAL_MODULES),
+    has_plugin=True,
+    has_fa3=True,
+)
+ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
+NO_GPU = Machine(modules=EVERYTHING.modules, has_plugin=True)
+CORE = ["tests-codec", "tests-mla_decode", "tests-transfer", "canonical"]
+CORE += ["codec", "attention", "transfer", "arrangements"]
+
+
+def steps(machine=EVERYTHING, **options):
+    return {step.name: step for step in all_steps(machine, Options(**options))}
+
+
+def request(step):
+    return Request(**json.loads(step.files["request.json"]))
+
+
+def test_core_needs_torch_triton_and_what_its_tests_import():
+    found = steps(ONLY_TORCH, core=True)
+    assert list(found) == CORE
+    assert all(ONLY_TORCH.missing(step.needs) is None for step in found.values())
+
+
+def test_without_sglang_everything_beyond_core_is_skipped_with_a_reason():
+    found = steps(ONLY_TORCH)
+    missing = {name: ONLY_TORCH.missing(step.needs) for name, step in found.items()}
+    assert [name for name, reason in missing.items() if reason is None] == CORE
+    assert missing["serve-v3-fp4"] == "sglang is not installed"
+
+
+def test_servers_of_every_layout_and_arrangement():
+    found = steps()
+    assert all(EVERYTHING.missing(step.needs) is None and not step.without for step in found.values())
+    for shape in RANDOM_SHAPES:
+        # Sparse attention takes rows of one layer after the other.
+        arrangements = ARRANGEMENTS if shape != "v32" else ARRANGEMENTS[:1]
+        expected = {f"serve-{shape}-stock"}
+        for arrangement in arrangements:
+            tail = "" if arrangement == "layer_major" else f"-{arrangement}"
+            expected |= {f"serve-{shape}-{layout}{tail}" for layout in LAYOUTS}
+        assert {name for name in found if name.startswith(f"serve-{shape}-")} == expected
+        assert {f"memory-{shape}-{layout}" for layout in ("stock", *LAYOUTS)} <= set(found)
+        assert {f"tp2-{shape}-{layout}" for layout in LAYOUTS} <= set(found)
+
+
+def test_each_server_is_asked_everything_and_compared():
+    found = steps()
+    for name, step in found.items():
+        if not name.startswith("serve-"):
+            continue
+        asked = request(step)
+        assert asked.parts == list(PARTS[:4])
+        assert asked.evict_tokens > 0
+        assert "--enable-hierarchical-cache" in asked.arguments
+        layouts = [asked.arguments[i + 1] for i, a in enumerate(asked.arguments) if a == "--kv-cache-layout"]
+        assert layouts == ([] if asked.layout is None else [asked.layout])
+        # Sparse attention reads stored rows without being asked, and refuses to be.
+        told = "1" if asked.layout is not None and asked.model != "v32" else None
+        assert asked.environment.get("SGL_KVPOOL_PREFILL_READS_ROWS") == told
+        # SGLang's own classes, not the demo's.
+        assert asked.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == ""
+        # Everything it is compared with is served before it.
+        order = list(found)
+        assert all(order.index(peer) < order.index(name) for peer in (*step.peers, *step.requires))
+    fp4 = request(found["serve-v3-fp4-page_major"])
+    assert set(fp4.peers) == {"stock", "bf16", "layer_major"}
+    assert fp4.arguments[fp4.arguments.index("--kv-cache-arrangement") + 1] == "page_major"
+    assert set(request(found["serve-v3-bf16"]).peers) == {"stock"}
+
+
+def test_two_ranks_are_compared_with_one():
+    found = steps()
+    asked = request(found["tp2-v32-fp8"])
+    assert asked.arguments[-2:] == ["--tp-size", "2"]
+    assert list(asked.peers) == ["tp1"]
+    assert found["tp2-v32-fp8"].peers == ("serve-v32-fp8",)
+    one = Machine(gpus=("NVIDIA H100",), modules=EVERYTHING.modules, has_plugin=True, has_fa3=True)
+    assert one.missing(found["tp2-v32-fp8"].needs) == "needs 2 GPUs, torch sees 1"
+
+
+def test_tilelang_is_needed_for_fp8_rows_of_sparse_attention_only():
+    without = Machine(EVERYTHING.gpus, EVERYTHING.modules - {"tilelang"}, True, True)
+    missing = {name for name, step in steps(without).items() if without.missing(step.needs)}
+    assert missing == {"serve-v32-fp8", "memory-v32-fp8", "tp2-v32-fp8"}
+
+
+def test_layouts_bring_what_they_are_compared_with():
+    names = [n for n in steps(layouts=("fp4",), arrangements=("layer_major",)) if n.startswith("serve-v3-")]
+    assert names == ["serve-v3-stock", "serve-v3-bf16", "serve-v3-fp4"]
+    chosen = choose(list(steps().values()), ["serve-kimi-fp4-token_major"])
+    assert [step.name for step in chosen] == [
+        *("model-kimi", "serve-kimi-stock", "serve-kimi-bf16", "serve-kimi-fp4", "serve-kimi-fp4-token_major")
+    ]
+    with pytest.raises(ValueError, match=r"--only serve-v4: no step has such a name; there are tests-codec"):
+        choose(list(steps().values()), ["serve-v4"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "DeepSeek-V3.2"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 129280, "index_topk": 2048}))
+    return folder
+
+
+def test_a_real_checkpoint(checkpoint):
+    found = steps(
+        model=str(checkpoint), tp=2, server_arguments=("--trust-remote-code",), gsm8k_data="test.jsonl"
+    )
+    served = [name for name in found if name.startswith(("serve", "host"))]
+    everyone = ("stock", *LAYOUTS)
+    assert served == [*(f"serve-model-{x}" for x in everyone), *(f"host-model-{x}" for x in everyone)]
+    asked = request(found["serve-model-fp4"])
+    assert asked.parts == list(PARTS)
+    assert asked.arguments[asked.arguments.index("--tp-size") + 1] == "2"
+    assert "--trust-remote-code" in asked.arguments
+    assert "--max-total-tokens" not in asked.arguments
+    assert asked.gsm8k_data == "test.jsonl"
+    assert all(isinstance(prompt, str) and len(prompt) == 2048 for prompt in asked.prompts)
+    host = request(found["host-model-fp4"])
+    assert host.evict_tokens > int(host.arguments[host.arguments.index("--max-total-tokens") + 1])
+    assert not any(name.startswith("model-") for name in found)
+
+
+def test_without_a_gpu_the_list_says_what_it_skips():
+    found = steps(NO_GPU, on_gpu=False, layouts=("fp4",))
+    here = [name for name, step in found.items() if not step.without]
+    assert here == [
+        *("tests-canonical", "canonical", "codec-quick", "attention-quick", "transfer-quick"),
+        *("arrangements-quick", "serve-demo-stock", "serve-demo-bf16", "serve-demo-fp4"),
+    ]
+    skipped = {name for name, step in found.items() if step.without == "torch sees no GPU here"}
+    assert skipped >= {
+        "attention",
+        "tests-mla_decode",
+        "serve-v3",
+        "serve-v32",
+        "serve-kimi",
+        "memory",
+        "tp2",
+    }
+
+
+def test_every_shape_and_layout_has_limits():
+    assert set(LIMITS) == {*RANDOM_SHAPES, "demo", "model"}
+    assert all(set(limits) == set(LAYOUTS) for limits in (*LIMITS.values(), SCORES))
+    for model in LIMITS.values():
+        # A layout with fewer bits may be further away, and a limit above nothing shows that rows were read.
+        assert model["bf16"].near < model["fp8_block_scale"].near <= model["fp4"].near
+        assert all(one.far < one.near for one in model.values())
+
+
+#: Makes Python see neither SGLang nor what comes with it, nor an editable install of this package.
+HIDES = """
+import sys
+from importlib.machinery import PathFinder
+HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
+find = PathFinder.find_spec
+def hiding(name, path=None, target=None):
+    return None if name.split(".")[0] in HIDDEN else find(name, path, target)
+PathFinder.find_spec = staticmethod(hiding)
+"""
+#: Where the finder of an editable install is hung in, after the former.
+DROPS = "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(getattr(f, '__module__', f))]"
+
+
+def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
+    """As on a box with torch alone: a real step of --core, from another folder."""
+    (tmp_path / "sitecustomize.py").write_text(HIDES)
+    code = f"import sys, runpy; {DROPS}; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    argv = [ROOT / "scripts" / "h100_regression.py", "--core", "--only", "canonical", "--out", "results"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[1/1] canonical ... " in done.stdout
+    found = read_run(tmp_path / "results" / "results.jsonl")
+    assert "sglang" not in found.facts["modules"]
+    assert "torch" in found.facts["versions"]
+    assert [len(found.steps), found.steps["canonical"].status, found.is_complete] == [1, "ok", True]
+    wrong = [one for one in found.steps["canonical"].measurements if one.unit == "bytes"]
+    assert len(wrong) == len(LAYOUTS) * len(ARRANGEMENTS) ** 2
+    # The folder is not written to twice.
+    again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert again.returncode == 2
+    assert "is there already; name another folder" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--device", "cuda"], "torch sees no GPU here"),
+        (["--core", "--model", "x"], "--core starts no servers"),
+        (["--gsm8k-data", __file__], "is for --model"),
+        (["--model", "/no/such/model"], "there is no config.json"),
+        (["--layouts", "fp3"], "choose from bf16, fp8, fp8_block_scale, fp4"),
+        (["--minutes", "0"], "not a positive number"),
+        (["--with", "x"], "needs --compare"),
+        (["--compare", "/no/such.jsonl"], "No such file"),
+        (["--only", "nothing"], "no step has such a name"),
+    ],
+)
+def test_refusals(argv, why, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*argv, "--list"])
+    assert caught.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_facts_of_a_run():
+    found = facts_of(NO_GPU, ["--quick"])
+    assert len(found["commit"]) == 40
+    assert found["dirty"] in (True, False)
+    assert found["versions"]["sgl-kvpool"]
+    assert found["gpu"] is None
+    json.dumps(found, allow_nan=False)
+
+
+# ------------------------------------------------------------- the hidden number
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_hidden_number(depth):
+    text, key = passkey_prompt(16_000, depth, seed=3)
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if key in line)
+    assert abs(at - depth * len(lines)) < 3
+    assert 0.97 < len(text) / 16_000 < 1.05
+    assert text.count(key) == 2
+    assert text.endswith("The pass key is")
+    assert passkey_prompt(16_000, depth, seed=3) == (text, key)
+    assert found_passkey(f" {key}. Remember it.", key)
+    assert not found_passkey(" 4. " + key, key)
+    assert not found_passkey(key + "1", key)
+    assert not found_passkey("no idea", key)
+
+
+def test_limits_of_the_random_models_are_those_of_the_tests_on_a_gpu():
+    sys.path.insert(0, str(Path(ROOT) / "tests" / "gpu"))
+    import test_dsa_server_gpu
+    import test_hybrid_server_gpu
+    import test_server_gpu
+
+    tests = {"v3": test_server_gpu, "v32": test_dsa_server_gpu, "kimi": test_hybrid_server_gpu}
+    for name, module in tests.items():
+        assert {layout: one.near for layout, one in LIMITS[name].items()} == module.NEAR
