@@ -55,7 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
     parser.add_argument("--device-tokens", type=int, help="pool size (default: 2048, on a GPU 8192)")
     parser.add_argument("--server-args", default="", help="more arguments of the servers, in one string")
-    parser.add_argument("--break", dest="breakage", choices=BREAKAGES, default="", help="damage on purpose")
+    parser.add_argument(
+        "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], help="damage on purpose"
+    )
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--out", type=Path, help="keep logs here")
     options = parser.parse_args(arguments)
@@ -79,16 +81,25 @@ def chosen(options: argparse.Namespace) -> list[Leg]:
     return [leg.with_options(options.arrangement, options.host_layout) for leg in legs]
 
 
+def _repeated(arguments: list[str]) -> list[str]:
+    """Arguments that matter to a repetition: not where results went."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument not in ("--json", "--out"):
+            kept.append(argument)
+        skip = argument in ("--json", "--out")
+    return kept
+
+
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """What this was run with."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
     )
-    command = [sys.argv[0] if sys.argv[0].startswith("scripts") else "scripts/soak.py", *sys.argv[1:]]
     return {
         "schema": SCHEMA,
         "script": "scripts/soak.py",
-        "command": shlex.join(["python", *command]),
+        "command": shlex.join(["python", "scripts/soak.py", *_repeated(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": done.stdout.strip() or None,
         "versions": {name: version(name) for name in ("sglang", "torch", "sgl-kvpool")},
@@ -98,7 +109,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model or "demo",
         "clients": options.clients,
         "seed": options.seed,
-        "broken_on_purpose": options.breakage or None,
+        "broken_on_purpose": options.breakages,
     }
 
 
@@ -146,7 +157,7 @@ def main() -> int:
                     seconds=60 * options.minutes / len(legs),
                     clients=options.clients,
                     seed=options.seed,
-                    breakage=options.breakage,
+                    breakages=options.breakages,
                     server_args=shlex.split(options.server_args),
                     say=lambda text: print(text, flush=True),
                 )

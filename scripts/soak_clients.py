@@ -14,7 +14,10 @@ from typing import Any
 
 from soak_prompts import NEW_TOKENS, Prompt
 
-__all__ = ["KINDS", "Outcome", "Traffic", "post"]
+__all__ = ["KINDS", "MANY", "Outcome", "Traffic", "post"]
+
+#: So many requests may go wrong before the clients give up.
+MANY = 10
 
 #: What a client may do, and how often it does it.
 KINDS = {
@@ -119,7 +122,7 @@ class Traffic:
             thread.join()
 
     def _client(self, rng: random.Random, deadline: float) -> None:
-        while time.monotonic() < deadline and len(self.problems) < 10:
+        while time.monotonic() < deadline and len(self.problems) < MANY:
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             with self._lock:
                 self.counts[kind] = self.counts.get(kind, 0) + 1

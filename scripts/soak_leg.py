@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_checks import census_problems, counters, idle_census, log_problems, metrics_problems
-from soak_clients import Traffic, post
+from soak_clients import MANY, Traffic, post
 from soak_cold import ColdRun, compare
 from soak_prompts import Prompt, make_prompts
 from soak_servers import Leg, cold_server, soaked_server
@@ -29,7 +30,7 @@ FLUSH_EVERY = 3
 #: was chosen; logits are bfloat16 numbers around 8, which lie 0.03 apart.
 TIE, LIMIT = 0.05, 0.05
 #: The same where what comes back from the host has been rounded once more.
-TIE_ROUNDED, LIMIT_ROUNDED = 0.5, 1.0
+TIE_ROUNDED, LIMIT_ROUNDED = 0.5, 0.5
 
 _DROPPED = "sglang:hicache_dropped_tokens_total"
 #: Counters of the server that go into the report.
@@ -55,7 +56,7 @@ def soak(
     seconds: float,
     clients: int,
     seed: int,
-    breakage: str = "",
+    breakages: Sequence[str] = (),
     server_args: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -65,13 +66,13 @@ def soak(
     ----------
     leg : Leg
     folder : path
-        For logs and the store.
+        For logs.
     seconds : float
         Of traffic; starts, checks and the cold run come on top.
     clients, seed : int
         See `Traffic`.
-    breakage : str
-        Of `soak_in_server.breakages.BREAKAGES`, or "".
+    breakages : sequence of str
+        Of `soak_in_server.breakages.BREAKAGES`.
     server_args : sequence of str
         More arguments of both servers.
     say : callable
@@ -89,7 +90,10 @@ def soak(
     """
     violations: list[str] = []
     record: dict[str, Any] = {"name": leg.name, "violations": violations}
-    with soaked_server(leg, folder, server_args, breakage) as server:
+    with (
+        tempfile.TemporaryDirectory() as store,
+        soaked_server(leg, folder, store, server_args, breakages) as server,
+    ):
         say(f"{leg.name}: serving, log {server.log}")
         prompts = _prompts(server, leg, seed)
         traffic = Traffic(server.port, prompts, clients, seed, leg.device_tokens + leg.page_size_tokens)
@@ -99,8 +103,7 @@ def soak(
             record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations, say)
             values = counters(server.get("/metrics").decode())
             violations += metrics_problems(values, censuses[-1])
-            if not violations:
-                _flush(server, censuses, violations)
+            _flush(server, censuses, violations)
             record["server_counts"] = {k: round(values.get(name, 0)) for k, name in _REPORTED.items()}
         except (OSError, ServerFailed) as error:
             violations.append(f"the server does not answer: {type(error).__name__}: {error}")
@@ -131,11 +134,17 @@ def _described(server: Server, prompts: Sequence[Prompt]) -> dict[str, Any]:
     names = ("kv_cache_layout", "kv_cache_arrangement", "kv_host_layout", "page_size", "max_total_num_tokens")
     return {
         **{name: info[name] for name in names if name in info},
-        "arguments": [a for a in server.arguments if a not in ("--port", str(server.port))],
+        "arguments": _arguments(server.arguments),
         "prompts": len(prompts),
         "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
         "longest_prompt_tokens": max(len(prompt.token_ids) for prompt in prompts),
     }
+
+
+def _arguments(arguments: Sequence[str]) -> list[str]:
+    """Without those that say something of this machine."""
+    dropped = [at + 1 for at, a in enumerate(arguments) if a in ("--model-path", "--port")]
+    return [a for at, a in enumerate(arguments) if not {at, at + 1} & set(dropped)]
 
 
 def _rounds(
@@ -149,16 +158,18 @@ def _rounds(
     """Traffic with a census after every round; seconds of traffic."""
     censuses.append(idle_census(server))
     violations += census_problems(censuses[-1])
-    spent, number = 0.0, 0
-    while spent < seconds - 1 and not violations and not traffic.problems:
+    spent, number, known = 0.0, 0, set[str]()
+    # What is found in one round does not end it: the next may say more. A server that is gone does.
+    while spent < seconds - 1 and len(traffic.problems) < MANY:
         began = time.monotonic()
         traffic.run(min(ROUND_S, seconds - spent))
         spent += time.monotonic() - began
         number += 1
         censuses.append(idle_census(server))
-        problems = census_problems(censuses[-1])
+        problems = [one for one in census_problems(censuses[-1]) if one not in known]
+        known.update(problems)
         violations += [f"after {spent:.0f} s: {problem}" for problem in problems]
-        if number % FLUSH_EVERY == 0 and not problems:
+        if number % FLUSH_EVERY == 0:
             _flush(server, censuses, violations)
         say(f"  {spent:4.0f} s, {sum(traffic.counts.values())} requests, {len(violations)} violations")
     return round(spent, 1)

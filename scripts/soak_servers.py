@@ -89,7 +89,8 @@ class Leg:
 
 #: One after the other: every layout and arrangement, every write policy, with a store and without.
 LEGS = (
-    Leg("bf16", "bf16", "token_major", page_size_tokens=16),
+    # Admits more than it has room for, so that running requests are put back.
+    Leg("bf16", "bf16", "token_major", page_size_tokens=16, arguments=("--schedule-conservativeness", "0.1")),
     Leg("bf16-on-fp4", "bf16", "page_major", "fp4", 64, store=True),
     Leg("fp8", "fp8", "page_major", page_size_tokens=32, arguments=("--hicache-write-policy", "write_back")),
     Leg(
@@ -116,8 +117,10 @@ def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
     }
 
 
-def soaked_server(leg: Leg, folder: Path, server_args: Sequence[str], breakage: str) -> Server:
-    """The server to be driven; not yet started."""
+def soaked_server(
+    leg: Leg, folder: Path, store: str | Path, server_args: Sequence[str], breakages: Sequence[str]
+) -> Server:
+    """The server to be driven; not yet started. Its log goes to `folder`, what it stores to `store`."""
     arguments = [
         *leg.base(free_port()),
         *("--kv-cache-arrangement", leg.arrangement, "--kv-host-layout", leg.host_layout),
@@ -126,7 +129,7 @@ def soaked_server(leg: Leg, folder: Path, server_args: Sequence[str], breakage: 
         *("--chunked-prefill-size", str(leg.device_tokens // 8 // 64 * 64)),
         *leg.arguments,
     ]
-    extra = {**_SGLANG_CHECKS, BREAK: breakage}
+    extra = {**_SGLANG_CHECKS, BREAK: ",".join(breakages)}
     if leg.store:
         arguments += [
             *("--hicache-storage-backend", "file", "--served-model-name", "soak"),
@@ -135,7 +138,7 @@ def soaked_server(leg: Leg, folder: Path, server_args: Sequence[str], breakage: 
                 json.dumps({"prefetch_threshold": leg.page_size_tokens}),
             ),
         ]
-        extra["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / f"{leg.name}-store")
+        extra["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(store)
     return Server([*arguments, *server_args], folder / f"{leg.name}.log", _environment(leg, extra))
 
 

@@ -6,5 +6,5 @@ The package `demo` in it has the demo's model too. Importing this alone imports 
 
 #: Key of the census in an internal state of `/server_info`.
 CENSUS = "soak_census"
-#: Variable with the names of `breakages.BREAKAGES`.
+#: Variable with names of `breakages.BREAKAGES`, separated by commas.
 BREAK = "SOAK_BREAK"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 __all__ = ["BREAKAGES", "apply"]
 
 #: A transfer or an allocation of every so many is damaged.
-EVERY = 5
+EVERY = 3
 
 
 def _wrong_load() -> None:
@@ -102,7 +103,8 @@ BREAKAGES = {
 }
 
 
-def apply(name: str) -> None:
-    """Break what is named; nothing for "". KeyError for a name that is none."""
-    if name:
-        BREAKAGES[name]()
+def apply(names: Sequence[str]) -> None:
+    """Break what is named; "" is nothing. KeyError for a name that is none."""
+    for name in names:
+        if name:
+            BREAKAGES[name]()

@@ -19,5 +19,5 @@ def get_internal_state(self, recv_req):
 
 SchedulerInternalStateController.get_internal_state = get_internal_state
 # The watch is put around what is broken, as it is around what might be.
-breakages.apply(os.environ.get(BREAK, ""))
+breakages.apply(os.environ.get(BREAK, "").split(","))
 transfers.watch()

@@ -16,6 +16,7 @@ from pathlib import Path
 import host_tier_servers as host_tier
 import hybrid_servers
 import pytest
+import soak_runs
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -238,7 +239,7 @@ def pytest_collection_finish(session):
 
 
 #: Names that are no configuration of one server.
-JOBS = {"demo": demo, "engines": engines, "printed": printed, **hybrid_servers.JOBS}
+JOBS = {"demo": demo, "engines": engines, "printed": printed, **hybrid_servers.JOBS, **soak_runs.JOBS}
 
 
 @pytest.fixture(scope="session")
