@@ -14,7 +14,7 @@ __all__ = ["census_problems", "counters", "idle_census", "log_problems", "metric
 
 #: What a log may not say, whoever says it.
 _BAD_LINES = re.compile(
-    r"Traceback \(most recent call last\)|leak|use-after-free|double free|Double-|Segmentation|"
+    r"Traceback \(most recent call last\)|leak detected|use-after-free|double free|Double-|Segmentation|"
     r"sgl-kvpool: .*(failed|lost|bad pages)|Scheduler hit an exception",
     re.IGNORECASE,
 )

@@ -135,11 +135,11 @@ class Traffic:
     # ---------------------------------------------------------------- requests
 
     def _draw(self, rng: random.Random) -> tuple[Prompt, dict[str, Any]]:
-        # Half of the requests go to an eighth of the prompts, which change with time: some pages are used
-        # again soon, others when they have left the device, or the host.
-        if rng.random() < 0.5:
-            step = len(self.outcomes) // 40
-            span = max(1, len(self.prompts) // 8)
+        # Two of three requests go to a quarter of the prompts, which together do not fit the pool and change
+        # with time: some pages are used again soon, others when they have left the device, or the host.
+        if rng.random() < 0.67:
+            step = len(self.outcomes) // 20
+            span = max(1, len(self.prompts) // 4)
             prompt = self.prompts[(step * span // 2 + rng.randrange(span)) % len(self.prompts)]
         else:
             prompt = rng.choice(self.prompts)

@@ -69,7 +69,7 @@ def _leaked_device_page() -> None:
 
     def leaky(self: Any, free_index: Any):
         counts["frees"] += 1
-        if counts["frees"] == 10 * EVERY:
+        if counts["frees"] == 5 * EVERY:
             free_index = free_index[self.page_size :]
         return free(self, free_index)
 
