@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from soak_in_server import CENSUS
 
-from sgl_kvpool.demo.server import Server
+from sgl_kvpool.demo.server import Server, ServerFailed
 
-__all__ = ["census_problems", "counters", "idle_census", "log_problems", "metrics_problems"]
+__all__ = [
+    "census_problems",
+    "counters",
+    "idle_census",
+    "log_problems",
+    "memory_problems",
+    "metrics_problems",
+]
 
 #: What a log may not say, whoever says it.
 _BAD_LINES = re.compile(
@@ -26,7 +34,12 @@ def idle_census(server: Server, limit_s: float = 60.0) -> dict[str, Any]:
     deadline = time.monotonic() + limit_s
     last: dict[str, Any] = {}
     while True:
-        census = server.info()["internal_states"][0][CENSUS]
+        state = server.info()["internal_states"][0]
+        if CENSUS not in state:
+            raise ServerFailed(
+                f"the server makes no census: it did not import soak_in_server; see {server.log}"
+            )
+        census = state[CENSUS]
         settled = {k: v for k, v in census.items() if k != "resident_bytes"}
         if (settled == last and census["idle"]) or time.monotonic() > deadline:
             return census
@@ -97,9 +110,21 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
             f"{census['bytes']['different']}"
         )
     watch = census["transfers"]
-    if watch and watch["problems"]:
+    if watch and watch["problems"] and not flushed:  # said before
         found.append(f"{watch['wrong_pages']} pages transferred wrongly: {watch['problems']}")
     return found
+
+
+def memory_problems(censuses: Sequence[dict[str, Any]], limit_bytes: int) -> list[str]:
+    """Whether the scheduler's memory grew by more than a limit after the first round of traffic."""
+    if len(censuses) < 3:
+        return []
+    first, last = (census["resident_bytes"] for census in (censuses[1], censuses[-1]))
+    if last - first <= limit_bytes:
+        return []
+    return [
+        f"the scheduler's memory grew from {first / 1e6:.0f} to {last / 1e6:.0f} MB after the first round"
+    ]
 
 
 def counters(metrics: str) -> dict[str, float]:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from soak_checks import census_problems, counters, idle_census, log_problems, metrics_problems
+from soak_checks import (
+    census_problems,
+    counters,
+    idle_census,
+    log_problems,
+    memory_problems,
+    metrics_problems,
+)
 from soak_clients import MANY, Traffic, post
 from soak_cold import ColdRun, compare
 from soak_prompts import Prompt, make_prompts
@@ -31,6 +38,9 @@ FLUSH_EVERY = 3
 TIE, LIMIT = 0.05, 0.05
 #: The same where what comes back from the host has been rounded once more.
 TIE_ROUNDED, LIMIT_ROUNDED = 0.5, 0.5
+
+#: Most that the scheduler's memory may grow by after the first round.
+GROWTH_LIMIT_BYTES = 256 << 20
 
 _DROPPED = "sglang:hicache_dropped_tokens_total"
 #: Counters of the server that go into the report.
@@ -103,6 +113,7 @@ def soak(
             record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations, say)
             values = counters(server.get("/metrics").decode())
             violations += metrics_problems(values, censuses[-1])
+            violations += memory_problems(censuses, GROWTH_LIMIT_BYTES)
             _flush(server, censuses, violations)
             record["server_counts"] = {k: round(values.get(name, 0)) for k, name in _REPORTED.items()}
         except (OSError, ServerFailed) as error:

@@ -27,6 +27,11 @@ _SGLANG_CHECKS = {
 }
 
 
+#: Torch's products on a CPU keep what they compiled for every number of rows they have seen, 1024 of each
+#: kind: 1.3 GB in a soak, among which a leak could not be seen.
+_FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+
+
 @dataclass(frozen=True)
 class Leg:
     """One server of a soak.
@@ -113,6 +118,7 @@ def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # Otherwise a chunk is attended as it was computed and found again as it was stored.
         env.PREFILL_READS_ROWS: "1",
+        **(_FEW_COMPILED if leg.model is None else {}),
         **extra,
     }
 

@@ -34,5 +34,5 @@ def soak(*arguments):
 #: What conftest starts by name.
 JOBS = {
     "soak": soak("--legs", "fp4", "--minutes", "1"),
-    "soak-broken": soak("--legs", "bf16", "--minutes", "0.4", "--break", "load-order", "host-leak"),
+    "soak-broken": soak("--legs", "bf16", "--minutes", "0.75", "--break", "load-order", "host-leak"),
 }
