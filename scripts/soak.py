@@ -54,7 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
     parser.add_argument("--device-tokens", type=int, help="pool size (default: 2048, on a GPU 8192)")
-    parser.add_argument("--server-args", default="", help="more arguments of the servers, in one string")
+    parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
+    parser.add_argument("--tier-args", default="", help="more arguments of those with a host tier")
     parser.add_argument(
         "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], help="damage on purpose"
     )
@@ -159,6 +160,7 @@ def main() -> int:
                     seed=options.seed,
                     breakages=options.breakages,
                     server_args=shlex.split(options.server_args),
+                    tier_args=shlex.split(options.tier_args),
                     say=lambda text: print(text, flush=True),
                 )
             except ServerFailed as error:

@@ -68,6 +68,7 @@ def soak(
     seed: int,
     breakages: Sequence[str] = (),
     server_args: Sequence[str] = (),
+    tier_args: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Drive one server for some time.
@@ -84,7 +85,9 @@ def soak(
     breakages : sequence of str
         Of `soak_in_server.breakages.BREAKAGES`.
     server_args : sequence of str
-        More arguments of both servers.
+        More arguments of this server and of that of the cold run.
+    tier_args : sequence of str
+        More arguments of this server.
     say : callable
         Told what is going on.
 
@@ -102,7 +105,7 @@ def soak(
     record: dict[str, Any] = {"name": leg.name, "violations": violations}
     with (
         tempfile.TemporaryDirectory() as store,
-        soaked_server(leg, folder, store, server_args, breakages) as server,
+        soaked_server(leg, folder, store, [*server_args, *tier_args], breakages) as server,
     ):
         say(f"{leg.name}: serving, log {server.log}")
         prompts = _prompts(server, leg, seed)
@@ -122,7 +125,11 @@ def soak(
     log = server.log.read_text(errors="replace")
     violations += [f"log: {line}" for line in log_problems(log)]
     record.update(_summed(traffic, censuses))
-    record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, violations, say)
+    try:
+        record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, violations, say)
+    except (OSError, ServerFailed) as error:  # what was found until here is to be told
+        record["outputs"] = {}
+        violations.append(f"no cold run to compare with: {type(error).__name__}: {error}")
     return record
 
 
