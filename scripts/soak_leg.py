@@ -217,6 +217,7 @@ def _summed(traffic: Traffic, censuses: Sequence[dict[str, Any]]) -> dict[str, A
         "found_tokens": dict(cached),
         "censuses": len(censuses),
         "pages_in_both_tiers_compared": sum((c["bytes"] or {"pages": 0})["pages"] for c in censuses),
+        "of_them_computed_twice": sum((c["bytes"] or {}).get("unequal_pages", 0) for c in censuses),
         "transfers_compared": watched,
         "resident_megabytes": [round(c["resident_bytes"] / 1e6) for c in censuses],
     }

@@ -17,9 +17,12 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sgl_kvpool.host.pool import HierarchicalMLAHostPool
 from soak_in_server import transfers
-from soak_in_server.rows import inward_equal, outward_equal, rows_of
+from soak_in_server.rows import inward_equal, outward_equal, relative_error, rows_of
 
 __all__ = ["take"]
+
+#: Relative error of a row, to another computation's of the same token. Of other tokens it is above 1.
+CLOSE = 0.2
 
 
 def take(scheduler: Any) -> dict[str, Any]:
@@ -202,24 +205,42 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
 
 
 def _bytes(scheduler: Any, host_pool: Any, nodes: list) -> dict[str, Any] | None:
-    """Compare the rows of pages that are in both tiers: they must be the same, or one the codec's other."""
+    """Compare the rows of pages that are in both tiers.
+
+    They are the same, or one the codec's other, unless a request has computed itself what the host had too:
+    SGLang then gives a node rows of two computations, in batches that round otherwise. So `unequal_pages` are
+    no fault by themselves; `different_pages`, whose values are not close, are.
+    """
     if not isinstance(host_pool, HierarchicalMLAHostPool):
         return None
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     pool = getattr(pool, "row_pool", pool)  # of hybrids
-    result: dict[str, Any] = {"pages": 0, "different_pages": 0, "different": []}
+    result: dict[str, Any] = {
+        "pages": 0,
+        "unequal_pages": 0,
+        "different_pages": 0,
+        "different": [],
+        "largest_error": 0.0,  # of a row of the unequal pages
+    }
     page_size = host_pool.page_size
     for device_slots, host_slots in nodes:
         if device_slots is None or host_slots is None:
             continue
         host_pages = host_slots.view(-1, page_size)[:, 0] // page_size
         same = torch.ones(len(host_pages), dtype=torch.bool)
+        errors = torch.zeros(len(host_pages))
         for layer in range(pool.layer_num):
             rows = rows_of(pool, host_pool, layer, device_slots, host_pages)
             # Which of them was made of the other is not known: a page may have come back, or may not.
             equal = outward_equal(pool, host_pool, layer, *rows) | inward_equal(pool, host_pool, layer, *rows)
             same &= equal.view(-1, page_size).all(dim=1)
+            if not bool(equal.all()):
+                error = relative_error(pool, host_pool, layer, *rows) * ~equal
+                errors = torch.maximum(errors, error.view(-1, page_size).amax(dim=1))
+        different = errors > CLOSE
         result["pages"] += len(host_pages)
-        result["different_pages"] += int((~same).sum())
-        result["different"] += host_pages[~same][: 16 - len(result["different"])].tolist()
+        result["unequal_pages"] += int((~same).sum())
+        result["different_pages"] += int(different.sum())
+        result["different"] += host_pages[different][: 16 - len(result["different"])].tolist()
+        result["largest_error"] = max(result["largest_error"], round(float(errors.max()), 4))
     return result

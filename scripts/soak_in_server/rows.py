@@ -8,7 +8,7 @@ import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
 
-__all__ = ["inward_equal", "outward_equal", "rows_of"]
+__all__ = ["inward_equal", "outward_equal", "relative_error", "rows_of"]
 
 
 def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, host_pages: torch.Tensor):
@@ -50,6 +50,15 @@ def inward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor,
         scale = pool.k_scale(pool.start_layer + layer)
         on_host = encode_rows(*_parts(decode_rows(on_host, host), device), device, k_scale=scale)
     return (on_device == on_host).all(dim=1)
+
+
+def relative_error(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
+    """Distance of the rows' values, divided by the length of the device's, `[tokens]` float32."""
+    scale = pool.k_scale(pool.start_layer + layer)
+    ours = decode_rows(on_device, pool.row_format, torch.float32, k_scale=scale)
+    # Layouts with k_scale are on the host only if they are on the device too.
+    theirs = decode_rows(on_host, host_pool.row_format, torch.float32, k_scale=scale)
+    return (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp(min=1e-6)
 
 
 def _parts(values: torch.Tensor, fmt: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
