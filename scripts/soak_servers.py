@@ -94,7 +94,7 @@ class Leg:
 
 #: One after the other: every layout and arrangement, every write policy, with a store and without.
 LEGS = (
-    # Admits more than it has room for, so that running requests are put back.
+    # Admits more requests than SGLang would by itself.
     Leg("bf16", "bf16", "token_major", page_size_tokens=16, arguments=("--schedule-conservativeness", "0.1")),
     Leg("bf16-on-fp4", "bf16", "page_major", "fp4", 64, store=True),
     Leg("fp8", "fp8", "page_major", page_size_tokens=32, arguments=("--hicache-write-policy", "write_back")),
