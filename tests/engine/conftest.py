@@ -18,6 +18,7 @@ import hybrid_servers
 import pytest
 import ranked_servers
 import regression_run
+import soak_runs
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -247,6 +248,7 @@ JOBS = {
     "regression": regression_run.regression,
     **hybrid_servers.JOBS,
     **ranked_servers.JOBS,
+    **soak_runs.JOBS,
 }
 
 

@@ -1,0 +1,168 @@
+"""What has to be so of a server that nobody is using: censuses, metrics, its log."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from soak_in_server import CENSUS
+
+from sgl_kvpool.demo.server import Server, ServerFailed
+
+__all__ = [
+    "census_problems",
+    "counters",
+    "idle_census",
+    "log_problems",
+    "memory_problems",
+    "metrics_problems",
+]
+
+#: What a log may not say, whoever says it.
+_BAD_LINES = re.compile(
+    r"Traceback \(most recent call last\)|leak detected|use-after-free|double free|Double-|Segmentation|"
+    r"sgl-kvpool: .*(failed|lost|bad pages)|Scheduler hit an exception",
+    re.IGNORECASE,
+)
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def idle_census(server: Server, limit_s: float = 60.0) -> dict[str, Any]:
+    """Census of a server when it is idle and twice the same, or the last one when the time is over."""
+    deadline = time.monotonic() + limit_s
+    last: dict[str, Any] = {}
+    while True:
+        state = server.info()["internal_states"][0]
+        if CENSUS not in state:
+            raise ServerFailed(
+                f"the server makes no census: it did not import soak_in_server; see {server.log}"
+            )
+        census = state[CENSUS]
+        settled = {k: v for k, v in census.items() if k != "resident_bytes"}
+        if (settled == last and census["idle"]) or time.monotonic() > deadline:
+            return census
+        last = settled
+        time.sleep(0.5)
+
+
+def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[str]:
+    """What is wrong in a census of an idle server.
+
+    Parameters
+    ----------
+    census : dict
+        Of `soak_in_server.census.take`.
+    flushed : bool
+        Whether everything must be free.
+
+    Returns
+    -------
+    list of str
+        Nothing, if all is well.
+    """
+    found = []
+    if not census["idle"]:
+        found.append(f"not idle: {census['busy']}")
+    busy = {name: count for name, count in census["busy"].items() if count}
+    if busy:
+        found.append(f"requests or transfers left: {busy}")
+    requests = census["requests"]
+    if requests["free_slots"] != requests["slots"]:
+        found.append(f"{requests['slots'] - requests['free_slots']} request slots of nobody")
+    device, host = census["device"], census["host"]
+    for name, tier in (("device", device), ("host", host)):
+        if tier is None:
+            continue
+        if tier["nowhere"]:
+            found.append(f"{name}: {tier['nowhere']} pages leaked, such as {tier['nowhere_pages']}")
+        if tier["twice"]:
+            found.append(f"{name}: {tier['twice']} pages in two places, such as {tier['twice_pages']}")
+        if tier["free"] * tier["page_size_tokens"] != tier["available_tokens"]:
+            found.append(
+                f"{name}: SGLang counts {tier['available_tokens']} tokens free, listed {tier['free']} pages"
+            )
+        if flushed and tier["free"] != tier["pages"]:
+            found.append(f"{name}: {tier['free']} of {tier['pages']} pages free after a flush")
+    sums = device["available_tokens"] + device["evictable_tokens"] + device["protected_tokens"]
+    if sums != device["size_tokens"]:
+        found.append(f"device: SGLang's sums give {sums} of {device['size_tokens']} tokens")
+    if (
+        device["evictable_tokens"] + device["protected_tokens"]
+        != device["in_tree"] * device["page_size_tokens"]
+    ):
+        found.append(f"device: {device['in_tree']} pages in the tree, SGLang counts otherwise: {device}")
+    if device["protected_tokens"]:
+        found.append(f"device: {device['protected_tokens']} tokens locked by nobody")
+    if host is not None:
+        if host["marked_otherwise"]:
+            found.append(
+                f"host: {host['marked_otherwise']} pages marked as used and not in the tree, or not so"
+            )
+        if host["lost_in_tree"]:
+            found.append(f"host: {host['lost_in_tree']} pages of the tree were lost in their backup")
+    if census["tree"]["problem"]:
+        found.append(f"SGLang's check of its tree: {census['tree']['problem']}")
+    if census["bytes"] and census["bytes"]["different_pages"]:
+        found.append(
+            f"{census['bytes']['different_pages']} pages differ between device and host: host pages "
+            f"{census['bytes']['different']}"
+        )
+    watch = census["transfers"]
+    if watch and watch["problems"] and not flushed:  # said before
+        found.append(f"{watch['wrong_pages']} pages transferred wrongly: {watch['problems']}")
+    return found
+
+
+def memory_problems(censuses: Sequence[dict[str, Any]], limit_bytes: int) -> list[str]:
+    """Whether the scheduler's memory grew by more than a limit after the first round of traffic."""
+    if len(censuses) < 3:
+        return []
+    first, last = (census["resident_bytes"] for census in (censuses[1], censuses[-1]))
+    if last - first <= limit_bytes:
+        return []
+    return [
+        f"the scheduler's memory grew from {first / 1e6:.0f} to {last / 1e6:.0f} MB after the first round"
+    ]
+
+
+def counters(metrics: str) -> dict[str, float]:
+    """Sums over processes of what a server's `/metrics` says, by name and the labels that matter."""
+    keep = ("direction", "kind", "cache_source", "reason")
+    found: dict[str, float] = {}
+    for name, labels, value in _SAMPLE.findall(metrics):
+        kept = [f'{k}="{v}"' for k, v in re.findall(r'(\w+)="([^"]*)"', labels) if k in keep]
+        key = name + ("{" + ",".join(kept) + "}" if kept else "")
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[str]:
+    """Failures that were survived, and counts of ours that differ from SGLang's."""
+    found = [
+        f"{name} is {value:.0f}"
+        for name, value in values.items()
+        if name.startswith("sgl_kvpool_failures_total") and value
+    ]
+    host = census["host"]
+    if host is None or not census["bytes"]:
+        return found
+    for direction, tokens in (
+        ("to_host", "sglang:hicache_backup_tokens_total"),
+        ("to_device", "sglang:load_back_tokens_total"),
+    ):
+        ours = values.get(f'sgl_kvpool_transfer_bytes_total{{direction="{direction}"}}', 0)
+        theirs = values.get(tokens, 0)
+        if ours != theirs * host["token_bytes"]:
+            found.append(
+                f"{ours:.0f} bytes moved {direction}; SGLang counts {theirs:.0f} tokens, of "
+                f"{host['token_bytes']} bytes"
+            )
+    return found
+
+
+def log_problems(log: str) -> list[str]:
+    """Lines of a server's log that nothing that was asked of it explains; the first 10."""
+    lines = [line for line in log.splitlines() if _BAD_LINES.search(line)]
+    return [line[:400] for line in lines[:10]]

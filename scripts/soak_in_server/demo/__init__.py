@@ -1,0 +1,1 @@
+"""The demo's model with the soak's census."""

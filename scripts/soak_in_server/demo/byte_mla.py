@@ -1,0 +1,9 @@
+"""Loaded by SGLang in the scheduler process, before pools are built."""
+
+from sglang.srt.mem_cache.pool_host import base
+
+from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
+from soak_in_server import entry  # noqa: F401
+
+# Tiers of a few MB need not leave SGLang's 10 GiB of this machine free.
+base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0

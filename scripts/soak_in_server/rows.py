@@ -1,0 +1,66 @@
+"""Rows of both tiers, read through nothing that transfers use, and whether they are the same tokens'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_kvpool.codec import decode_rows, encode_rows
+
+__all__ = ["inward_equal", "outward_equal", "relative_error", "rows_of"]
+
+
+def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, host_pages: torch.Tensor):
+    """Rows of a layer on the device, as attention reads them, and on the host, by their place in a page.
+
+    Parameters
+    ----------
+    pool : LayoutMLATokenToKVPool
+    host_pool : HierarchicalMLAHostPool
+    layer : int
+        Counted from the pool's first.
+    device_slots : Tensor [tokens], int64
+    host_pages : Tensor [pages], int64
+
+    Returns
+    -------
+    Tensor [tokens, row_bytes], Tensor [tokens, row_bytes]
+        uint8, on the CPU; the widths are those of the tiers.
+    """
+    rows = pool.kv_buffer[layer].view(torch.uint8)
+    on_device = rows[pool.slot_to_row(device_slots.to(rows.device)), 0].cpu()
+    on_host = host_pool.kv_buffer[host_pages, layer].view(torch.uint8)
+    return on_device, on_host.reshape(len(device_slots), -1)
+
+
+def outward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
+    """Which host rows are what the codec makes of the device's, `[tokens]` bool."""
+    device, host = pool.row_format, host_pool.row_format
+    if device != host:
+        values = decode_rows(on_device, device, k_scale=pool.k_scale(pool.start_layer + layer))
+        on_device = encode_rows(*_parts(values, host), host)
+    return (on_device == on_host).all(dim=1)
+
+
+def inward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
+    """Which device rows are what the codec makes of the host's, `[tokens]` bool."""
+    device, host = pool.row_format, host_pool.row_format
+    if device != host:
+        scale = pool.k_scale(pool.start_layer + layer)
+        on_host = encode_rows(*_parts(decode_rows(on_host, host), device), device, k_scale=scale)
+    return (on_device == on_host).all(dim=1)
+
+
+def relative_error(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
+    """Distance of the rows' values, divided by the length of the device's, `[tokens]` float32."""
+    scale = pool.k_scale(pool.start_layer + layer)
+    ours = decode_rows(on_device, pool.row_format, torch.float32, k_scale=scale)
+    # Layouts with k_scale are on the host only if they are on the device too.
+    theirs = decode_rows(on_host, host_pool.row_format, torch.float32, k_scale=scale)
+    return (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp(min=1e-6)
+
+
+def _parts(values: torch.Tensor, fmt: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rope = values[:, fmt.kv_lora_rank :]
+    return values[:, : fmt.kv_lora_rank], rope if rope.shape[1] else None

@@ -1,0 +1,97 @@
+"""Every transfer between the tiers compared byte by byte when it is over; on a CPU, where it then is.
+
+On a GPU transfers are enqueued, and to compare them there and then would change what runs beside what: there
+only the census compares, what is in both tiers when nobody is using the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+from soak_in_server.rows import inward_equal, outward_equal, rows_of
+
+__all__ = ["report", "watch"]
+
+_counts: dict[str, Any] = {"backed_up_pages": 0, "loaded_pages": 0, "wrong_pages": 0, "problems": []}
+#: Digest of what a host page held after its backup, or when a store had filled it; by page.
+_digests: dict[int, bytes] = {}
+
+
+def report() -> dict[str, Any] | None:
+    """Pages compared so far, and what was wrong with the first of the wrong ones; None without a watch."""
+    return dict(_counts) if _counts["backed_up_pages"] or _counts["loaded_pages"] else None
+
+
+def _wrong(what: str, pages: torch.Tensor) -> None:
+    _counts["wrong_pages"] += len(pages)
+    if len(_counts["problems"]) < 10:
+        _counts["problems"].append(f"{what}: host pages {pages[:8].tolist()}")
+
+
+def _digest(host_pool: Any, page: int) -> bytes:
+    raw = host_pool.kv_buffer[page].reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(raw.numpy(), digest_size=16).digest()
+
+
+def _pages(host_pool: Any, host_slots: torch.Tensor) -> torch.Tensor:
+    return host_slots.view(-1, host_pool.page_size)[:, 0] // host_pool.page_size
+
+
+def _compare(
+    host_pool: Any, pool: Any, host_slots: Any, device_slots: Any, layers: Any, equal: Any
+) -> torch.Tensor:
+    """Host pages that differ from the device's in one of the layers."""
+    pages = _pages(host_pool, host_slots)
+    good = torch.ones(len(pages), dtype=torch.bool)
+    for layer in layers:
+        same = equal(pool, host_pool, layer, *rows_of(pool, host_pool, layer, device_slots, pages))
+        good &= same.view(len(pages), -1).all(dim=1)
+    return pages[~good]
+
+
+def watch() -> None:
+    """Compare from now on."""
+    tier = HierarchicalMLAHostPool
+    back_up, load = tier.backup_from_device_all_layer, tier.load_to_device_per_layer
+    fill = tier.set_from_flat_data_page
+
+    def watched_backup(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str):
+        back_up(self, device_pool, host_indices, device_indices, io_backend)
+        if device_indices.device.type != "cpu":
+            return
+        pages = _pages(self, host_indices)
+        _counts["backed_up_pages"] += len(pages)
+        layers = range(device_pool.layer_num)
+        bad = _compare(self, device_pool, host_indices, device_indices, layers, outward_equal)
+        if len(bad):
+            _wrong("backed up wrongly", bad)
+        _digests.update((page, _digest(self, page)) for page in pages.tolist())
+
+    def watched_load(
+        self: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, *args, **kwargs
+    ):
+        load(self, device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+        if device_indices.device.type != "cpu":
+            return
+        bad = _compare(self, device_pool, host_indices, device_indices, [layer_id], inward_equal)
+        if len(bad):
+            _wrong(f"layer {layer_id} loaded wrongly", bad)
+        if layer_id + 1 < device_pool.layer_num:
+            return
+        pages = _pages(self, host_indices)
+        _counts["loaded_pages"] += len(pages)
+        changed = [page for page in pages.tolist() if _digests.get(page) != _digest(self, page)]
+        if changed:
+            _wrong("changed on the host since they came there", torch.tensor(changed))
+
+    def watched_fill(self: Any, index: int, data_page: Any):
+        fill(self, index, data_page)
+        page = int(index) // self.page_size
+        _digests[page] = _digest(self, page)
+
+    tier.backup_from_device_all_layer, tier.load_to_device_per_layer = watched_backup, watched_load
+    tier.set_from_flat_data_page = watched_fill

@@ -1,0 +1,256 @@
+"""One server soaked: traffic in rounds, checks in between and afterwards, comparison with a cold run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from soak_checks import (
+    census_problems,
+    counters,
+    idle_census,
+    log_problems,
+    memory_problems,
+    metrics_problems,
+)
+from soak_clients import MANY, Traffic, post
+from soak_cold import ColdRun, compare
+from soak_prompts import Prompt, make_prompts
+from soak_servers import Leg, cold_server, soaked_server
+
+from sgl_kvpool.demo.server import Server, ServerFailed
+from sgl_kvpool.demo.shipped import held_out_windows
+
+__all__ = ["soak"]
+
+#: Seconds of traffic between two censuses.
+ROUND_S = 15.0
+#: Every so many rounds all caches are emptied.
+FLUSH_EVERY = 3
+#: Natural logarithms: how far below the best token of a cold run another may be, and how far its
+#: log-probability from the cold run's. Batches of other sizes round otherwise, by 0.012 at most where this
+#: was chosen; logits are bfloat16 numbers around 8, which lie 0.03 apart.
+TIE, LIMIT = 0.05, 0.05
+#: The same where what comes back from the host has been rounded once more.
+TIE_ROUNDED, LIMIT_ROUNDED = 0.5, 0.5
+
+#: Most that the scheduler's memory may grow by after the first round.
+GROWTH_LIMIT_BYTES = 256 << 20
+
+_DROPPED = "sglang:hicache_dropped_tokens_total"
+#: Counters of the server that go into the report.
+_REPORTED = {
+    "evicted_tokens": "sglang:evicted_tokens_total",
+    "backed_up_tokens": "sglang:hicache_backup_tokens_total",
+    "loaded_tokens": "sglang:load_back_tokens_total",
+    "stored_tokens": "sglang:backuped_tokens_total",
+    "fetched_tokens": "sglang:prefetched_tokens_total",
+    "dropped_unbacked_tokens": f'{_DROPPED}{{reason="write_through_unbacked_eviction"}}',
+    "dropped_by_host_pressure_tokens": f'{_DROPPED}{{reason="host_pressure"}}',
+    "aborted_requests": "sglang:num_aborted_requests_total",
+    "retracted_requests": "sglang:num_retracted_requests_total",
+    "bytes_to_host": 'sgl_kvpool_transfer_bytes_total{direction="to_host"}',
+    "bytes_to_device": 'sgl_kvpool_transfer_bytes_total{direction="to_device"}',
+}
+
+
+def soak(
+    leg: Leg,
+    folder: Path,
+    *,
+    seconds: float,
+    clients: int,
+    seed: int,
+    breakages: Sequence[str] = (),
+    server_args: Sequence[str] = (),
+    tier_args: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Drive one server for some time.
+
+    Parameters
+    ----------
+    leg : Leg
+    folder : path
+        For logs.
+    seconds : float
+        Of traffic; starts, checks and the cold run come on top.
+    clients, seed : int
+        See `Traffic`.
+    breakages : sequence of str
+        Of `soak_in_server.breakages.BREAKAGES`.
+    server_args : sequence of str
+        More arguments of this server and of that of the cold run.
+    tier_args : sequence of str
+        More arguments of this server.
+    say : callable
+        Told what is going on.
+
+    Returns
+    -------
+    dict
+        For JSON; `violations` lists what may not be.
+
+    Raises
+    ------
+    ServerFailed
+        A server did not start.
+    """
+    violations: list[str] = []
+    record: dict[str, Any] = {"name": leg.name, "violations": violations}
+    with (
+        tempfile.TemporaryDirectory() as store,
+        soaked_server(leg, folder, store, [*server_args, *tier_args], breakages) as server,
+    ):
+        say(f"{leg.name}: serving, log {server.log}")
+        prompts = _prompts(server, leg, seed)
+        traffic = Traffic(server.port, prompts, clients, seed, leg.device_tokens + leg.page_size_tokens)
+        record["server"] = _described(server, prompts)
+        censuses = []
+        try:
+            record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations, say)
+            values = counters(server.get("/metrics").decode())
+            violations += metrics_problems(values, censuses[-1])
+            violations += memory_problems(censuses, GROWTH_LIMIT_BYTES)
+            _flush(server, censuses, violations)
+            record["server_counts"] = {k: round(values.get(name, 0)) for k, name in _REPORTED.items()}
+        except (OSError, ServerFailed) as error:
+            violations.append(f"the server does not answer: {type(error).__name__}: {error}")
+        violations += traffic.problems
+    log = server.log.read_text(errors="replace")
+    violations += [f"log: {line}" for line in log_problems(log)]
+    record.update(_summed(traffic, censuses))
+    try:
+        record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, violations, say)
+    except (OSError, ServerFailed) as error:  # what was found until here is to be told
+        record["outputs"] = {}
+        violations.append(f"no cold run to compare with: {type(error).__name__}: {error}")
+    return record
+
+
+def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
+    text = "".join(window.text for window in held_out_windows())
+    if leg.model is None:
+        ids = list(text.encode("ascii"))
+    else:
+        status, answer = post(server.port, "/tokenize", {"prompt": text, "add_special_tokens": False})
+        if status != 200:
+            raise ServerFailed(f"/tokenize answered {status}: {answer[:300]!r}")
+        ids = json.loads(answer)["tokens"]
+    # More than the pool and the host tier hold, a narrower one too.
+    working_set = 2 * leg.device_tokens * (1 + leg.host_ratio * (3 if leg.rounds_on_the_way else 1))
+    return make_prompts(ids, leg.device_tokens, leg.page_size_tokens, working_set, seed)
+
+
+def _described(server: Server, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    info = server.info()
+    names = ("kv_cache_layout", "kv_cache_arrangement", "kv_host_layout", "page_size", "max_total_num_tokens")
+    return {
+        **{name: info[name] for name in names if name in info},
+        "arguments": _arguments(server.arguments),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
+        "longest_prompt_tokens": max(len(prompt.token_ids) for prompt in prompts),
+    }
+
+
+def _arguments(arguments: Sequence[str]) -> list[str]:
+    """Without those that say something of this machine."""
+    dropped = [at + 1 for at, a in enumerate(arguments) if a in ("--model-path", "--port")]
+    return [a for at, a in enumerate(arguments) if not {at, at + 1} & set(dropped)]
+
+
+def _rounds(
+    server: Server,
+    traffic: Traffic,
+    seconds: float,
+    censuses: list[dict[str, Any]],
+    violations: list[str],
+    say: Callable[[str], None],
+) -> float:
+    """Traffic with a census after every round; seconds of traffic."""
+    censuses.append(idle_census(server))
+    violations += census_problems(censuses[-1])
+    spent, number, known = 0.0, 0, set[str]()
+    # What is found in one round does not end it: the next may say more. A server that is gone does.
+    while spent < seconds - 1 and len(traffic.problems) < MANY:
+        began = time.monotonic()
+        traffic.run(min(ROUND_S, seconds - spent))
+        spent += time.monotonic() - began
+        number += 1
+        censuses.append(idle_census(server))
+        problems = [one for one in census_problems(censuses[-1]) if one not in known]
+        known.update(problems)
+        violations += [f"after {spent:.0f} s: {problem}" for problem in problems]
+        if number % FLUSH_EVERY == 0:
+            _flush(server, censuses, violations)
+        say(f"  {spent:4.0f} s, {sum(traffic.counts.values())} requests, {len(violations)} violations")
+    return round(spent, 1)
+
+
+def _flush(server: Server, censuses: list[dict[str, Any]], violations: list[str]) -> None:
+    """Empty all caches but the store, and look whether everything is free."""
+    status, answer = post(server.port, "/flush_cache?timeout=30")
+    if status != 200:
+        violations.append(f"/flush_cache answered {status}: {answer[:200]!r}")
+        return
+    censuses.append(idle_census(server))
+    violations += census_problems(censuses[-1], flushed=True)
+
+
+def _summed(traffic: Traffic, censuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    complete = [outcome for outcome in traffic.outcomes if outcome.complete]
+    cached: Counter[str] = Counter()
+    for outcome in traffic.outcomes:
+        cached.update(outcome.cached)
+    watched = next((c["transfers"] for c in reversed(censuses) if c["transfers"]), None)
+    return {
+        "requests": dict(sorted(traffic.counts.items())),
+        "answers_complete": len(complete),
+        "answers_given_up": len(traffic.outcomes) - len(complete),
+        "generated_tokens": sum(len(outcome.token_ids) for outcome in traffic.outcomes),
+        "found_tokens": dict(cached),
+        "censuses": len(censuses),
+        "pages_in_both_tiers_compared": sum((c["bytes"] or {"pages": 0})["pages"] for c in censuses),
+        "of_them_computed_twice": sum((c["bytes"] or {}).get("unequal_pages", 0) for c in censuses),
+        "transfers_compared": watched,
+        "resident_megabytes": [round(c["resident_bytes"] / 1e6) for c in censuses],
+    }
+
+
+def _compared(
+    leg: Leg,
+    folder: Path,
+    server_args: Sequence[str],
+    prompts: Sequence[Prompt],
+    traffic: Traffic,
+    violations: list[str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    longest: dict[int, int] = {}
+    for outcome in traffic.outcomes:
+        if outcome.token_ids:
+            longest[outcome.prompt] = max(longest.get(outcome.prompt, 0), len(outcome.token_ids))
+    if not longest:
+        violations.append("no output to compare")
+        return {}
+    tie, limit = (TIE_ROUNDED, LIMIT_ROUNDED) if leg.rounds_on_the_way else (TIE, LIMIT)
+    with cold_server(leg, folder, server_args) as server:
+        say(f"  cold run of {len(longest)} prompts, log {server.log}")
+        cold = ColdRun(server, prompts)
+        cold.run(longest)
+        result = compare(traffic.outcomes, cold, tie, limit)
+    if result.mismatches:
+        first = result.mismatches[0]
+        violations.append(
+            f"{len(result.mismatches)} of {result.outputs} outputs are not a cold run's, the first (prompt "
+            f"{first['prompt']}, {first['kind']}): {first['problem']}"
+        )
+    found = result.as_dict()
+    found["mismatches"] = {"count": len(result.mismatches), "first": result.mismatches[:3]}
+    return {"tie_tolerance": tie, "log_probability_limit": limit, "prompts": len(longest), **found}

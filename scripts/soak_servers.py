@@ -1,0 +1,154 @@
+"""Servers that a soak drives, and those that it compares them to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from soak_in_server import BREAK
+
+from sgl_kvpool import env
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+from sgl_kvpool.demo.shipped import model_path
+
+__all__ = ["LEGS", "Leg", "cold_server", "soaked_server"]
+
+_HERE = Path(__file__).resolve().parent
+
+#: Makes SGLang compare its own counts of tokens after every step, not only when it is idle, and look for
+#: pages that are free and in use, or free twice. A scheduler that finds something ends.
+_SGLANG_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+
+#: Torch's products on a CPU keep what they compiled for every number of rows they have seen, 1024 of each
+#: kind: 1.3 GB in a soak, among which a leak could not be seen.
+_FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One server of a soak.
+
+    Attributes
+    ----------
+    name : str
+    layout, arrangement, host_layout : str
+        As the server's arguments.
+    page_size_tokens : int
+    arguments : tuple of str
+        Others.
+    store : bool
+        Whether SGLang's `file` store is behind the host tier.
+    model : str or None
+        Path of a checkpoint, which is served on a GPU; None for the demo's model on the CPU.
+    device_tokens : int
+        Of the pool.
+    host_ratio : int
+        Bytes of the host tier per byte of the pool.
+    """
+
+    name: str
+    layout: str
+    arrangement: str = "auto"
+    host_layout: str = "same"
+    page_size_tokens: int = 64
+    arguments: tuple[str, ...] = ()
+    store: bool = False
+    model: str | None = None
+    device_tokens: int = 2048
+    host_ratio: int = 2
+
+    @property
+    def rounds_on_the_way(self) -> bool:
+        """Whether what comes back from the host may differ from what left."""
+        return self.host_layout not in ("same", self.layout)
+
+    def base(self, port: int) -> list[str]:
+        """Arguments of this server and of the one it is compared to."""
+        if self.model is None:
+            arguments = cpu_arguments(model_path(), port, max_total_tokens=self.device_tokens)
+        else:
+            arguments = ["--model-path", self.model, "--port", str(port)]
+            arguments += ["--max-total-tokens", str(self.device_tokens)]
+        return [
+            *arguments,
+            *("--kv-cache-layout", self.layout, "--page-size", str(self.page_size_tokens)),
+            *("--random-seed", "0", "--enable-cache-report", "--enable-metrics"),
+        ]
+
+    def with_options(self, arrangement: str | None, host_layout: str | None) -> Leg:
+        """This one with what the command line says instead."""
+        return replace(
+            self,
+            arrangement=arrangement or self.arrangement,
+            host_layout=host_layout or self.host_layout,
+        )
+
+
+#: One after the other: every layout and arrangement, every write policy, with a store and without.
+LEGS = (
+    # Admits more requests than SGLang would by itself.
+    Leg("bf16", "bf16", "token_major", page_size_tokens=16, arguments=("--schedule-conservativeness", "0.1")),
+    Leg("bf16-on-fp4", "bf16", "page_major", "fp4", 64, store=True),
+    Leg("fp8", "fp8", "page_major", page_size_tokens=32, arguments=("--hicache-write-policy", "write_back")),
+    Leg(
+        "fp8_block_scale",
+        "fp8_block_scale",
+        "layer_major",
+        page_size_tokens=16,
+        arguments=("--hicache-write-policy", "write_through_selective", "--hicache-io-backend", "direct"),
+        store=True,
+    ),
+    Leg("fp4", "fp4", "page_major", page_size_tokens=32, store=True),
+)
+
+
+def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
+    package = "soak_in_server.demo" if leg.model is None else "soak_in_server"
+    paths = [str(_HERE), os.environ.get("PYTHONPATH", "")]
+    return {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        # Otherwise a chunk is attended as it was computed and found again as it was stored.
+        env.PREFILL_READS_ROWS: "1",
+        **(_FEW_COMPILED if leg.model is None else {}),
+        **extra,
+    }
+
+
+def soaked_server(
+    leg: Leg, folder: Path, store: str | Path, server_args: Sequence[str], breakages: Sequence[str]
+) -> Server:
+    """The server to be driven; not yet started. Its log goes to `folder`, what it stores to `store`."""
+    arguments = [
+        *leg.base(free_port()),
+        *("--kv-cache-arrangement", leg.arrangement, "--kv-host-layout", leg.host_layout),
+        *("--enable-hierarchical-cache", "--hicache-ratio", str(leg.host_ratio)),
+        # A prompt of half the pool comes in pieces, with others in between.
+        *("--chunked-prefill-size", str(leg.device_tokens // 8 // 64 * 64)),
+        *leg.arguments,
+    ]
+    extra = {**_SGLANG_CHECKS, BREAK: ",".join(breakages)}
+    if leg.store:
+        arguments += [
+            *("--hicache-storage-backend", "file", "--served-model-name", "soak"),
+            *(
+                "--hicache-storage-backend-extra-config",
+                json.dumps({"prefetch_threshold": leg.page_size_tokens}),
+            ),
+        ]
+        extra["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(store)
+    return Server([*arguments, *server_args], folder / f"{leg.name}.log", _environment(leg, extra))
+
+
+def cold_server(leg: Leg, folder: Path, server_args: Sequence[str]) -> Server:
+    """The server that finds nothing anywhere: no prefix cache, no host tier, no store; not yet started."""
+    arguments = [*leg.base(free_port()), "--disable-radix-cache", *server_args]
+    return Server(arguments, folder / f"{leg.name}-cold.log", _environment(leg, {}))

@@ -1,0 +1,38 @@
+"""`scripts/soak.py` as a user types it, for one minute; and on a server that is broken on purpose."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE.parent.parent / "scripts" / "soak.py"
+
+
+def soak(*arguments):
+    """A job of conftest's: runs the script, and returns its report with `printed` and `status`."""
+
+    def job(_model_path, folder):
+        folder.mkdir()
+        env = {key: value for key, value in os.environ.items() if "KVPOOL" not in key}
+        env.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *arguments, "--json", folder / "soak.json", "--out", folder / "logs"],
+            capture_output=True,
+            text=True,
+            timeout=1500,
+            env={**env, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
+        report = json.loads((folder / "soak.json").read_text())
+        return {**report, "printed": done.stdout, "status": done.returncode}
+
+    return job
+
+
+#: What conftest starts by name.
+JOBS = {
+    "soak": soak("--legs", "fp4", "--minutes", "1"),
+    "soak-broken": soak("--legs", "bf16", "--minutes", "0.75", "--break", "load-order", "host-leak"),
+}

@@ -1,0 +1,61 @@
+"""One minute of `scripts/soak.py`, and that it reports what is broken on purpose."""
+
+import pytest
+
+
+@pytest.fixture
+def leg(record):
+    (leg,) = record("soak")["legs"]
+    return leg
+
+
+@pytest.mark.engine("soak")
+def test_nothing_is_left_and_every_output_is_a_cold_runs(record, leg):
+    report = record("soak")
+    assert leg["violations"] == []
+    assert (report["status"], report["violations"]) == (0, 0), report["printed"]
+    outputs = leg["outputs"]
+    assert outputs["mismatches"] == {"count": 0, "first": []}
+    assert outputs["same_outputs"] + outputs["near_ties"] == outputs["outputs"]
+    assert leg["transfers_compared"]["wrong_pages"] == 0
+
+
+@pytest.mark.engine("soak")
+def test_the_minute_was_one_of_pressure(leg):
+    """Without this, the test above would be content with a server that nobody asked."""
+    assert leg["traffic_seconds"] >= 59
+    assert leg["answers_complete"] >= 20
+    assert leg["answers_given_up"] >= 2
+    assert leg["outputs"]["outputs"] >= 20
+    assert leg["server"]["prompt_tokens"] > 6 * leg["server"]["max_total_num_tokens"]
+    assert all(leg["found_tokens"][tier] > 0 for tier in ("device", "host", "storage"))
+    counts = leg["server_counts"]
+    assert counts["evicted_tokens"] > leg["server"]["max_total_num_tokens"]
+    assert min(counts["backed_up_tokens"], counts["loaded_tokens"], counts["fetched_tokens"]) > 0
+    page_tokens = leg["server"]["page_size"]
+    assert leg["transfers_compared"]["backed_up_pages"] * page_tokens == counts["backed_up_tokens"]
+    assert leg["transfers_compared"]["loaded_pages"] * page_tokens == counts["loaded_tokens"]
+    assert leg["censuses"] >= 5
+    assert leg["pages_in_both_tiers_compared"] > 0
+
+
+@pytest.mark.engine("soak")
+def test_what_is_needed_to_run_it_again(record):
+    report = record("soak")
+    assert report["schema"] == 1
+    assert (report["seed"], report["clients"], report["model"]) == (0, 6, "demo")
+    assert set(report["versions"]) == {"sglang", "torch", "sgl-kvpool"}
+    assert report["command"].startswith("python scripts/soak.py --legs fp4 --minutes 1")
+    assert report["command"] in report["printed"]
+
+
+@pytest.mark.engine("soak-broken")
+@pytest.mark.parametrize("found", ["loaded wrongly", "pages leaked", "not a cold run's", "differ between"])
+def test_what_is_broken_is_reported(record, found):
+    """Loads with the pages in the wrong order, and a host page that is forgotten when it is freed."""
+    report = record("soak-broken")
+    (leg,) = report["legs"]
+    assert report["status"] == 1
+    assert report["violations"] == len(leg["violations"])
+    assert any(found in violation for violation in leg["violations"]), leg["violations"]
+    assert report["broken_on_purpose"] == ["load-order", "host-leak"]
