@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -185,11 +185,6 @@ def _object(line: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{line[:80]!r} is not JSON: {error}") from None
-
-
-def none(_folder: Path) -> Iterable[Measurement]:
-    """For steps that measure nothing."""
-    return []
 
 
 Parser = Callable[[Path], list[Measurement]]

@@ -76,7 +76,7 @@ def _in_a_fork(wanted: Any, machine: Any) -> str:
 
 
 def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
-    """Sizes of a server, or why SGLang would not start it."""
+    """Sizes of a server, or why SGLang would not start it, or cannot read what it was told to."""
     from sgl_kvpool.attention.topk_transform import UnsupportedCombination
     from sgl_kvpool.plan.sizing import size_server
 
@@ -92,7 +92,11 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         if set(named) & set(wanted.arguments):
             return {"refused": str(error)}
         return {"refused": str(error), "instead": named}
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, SystemExit) as error:
+    except OSError as error:
+        # No such model, or no network to look it up: a reason for no layout.
+        traceback.print_exc()
+        return {"unreadable": str(error)}
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:
         # What SGLang and our rules refuse arguments with: the server would not start. Anything else is a
         # mistake of ours, or another SGLang, and ends this process.
         traceback.print_exc()

@@ -18,7 +18,7 @@ from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.plan import plot, report
 from sgl_kvpool.plan.model import PlannedModel, find_model
-from sgl_kvpool.plan.planned import Plan
+from sgl_kvpool.plan.planned import CONTEXT_TOKENS, Plan
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,8 +26,6 @@ __all__ = ["add_arguments", "run"]
 #: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
 #: on H100s of 79.6 (pull request 3888).
 TAKEN_GIB = 3.0
-#: Tokens of a request, unless the model's context is shorter.
-CONTEXT_TOKENS = 32768
 #: What this command decides itself.
 _OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
          "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
@@ -147,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let a process of SGLang's size servers; RuntimeError with its last words if it does not.
+    """Let a process of SGLang's size servers.
 
     Parameters
     ----------
@@ -160,6 +158,13 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     -------
     list of dict
         What `sizing.size_server` returns, or `refused` with the reason.
+
+    Raises
+    ------
+    OSError
+        SGLang cannot read the model, or another file of the arguments.
+    RuntimeError
+        With the last words of the process, if it has not answered.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # It looks at no GPU that is here, and forks, so it wants no threads.
@@ -179,6 +184,8 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
         )
     answers = [json.loads(line) for line in lines]
     for answer in answers:
+        if "unreadable" in answer:
+            raise OSError(answer["unreadable"])
         if "failed" in answer:
             raise RuntimeError(f"{answer['failed']}:\n" + "\n".join(done.stderr.splitlines()[-15:]))
     return answers

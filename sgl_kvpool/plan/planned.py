@@ -12,10 +12,11 @@ from sgl_kvpool.plan.host_tier import HostBytes, HostTokens, host_tokens, larges
 if TYPE_CHECKING:
     from sgl_kvpool.plan.command import Candidate
 
-__all__ = ["SCHEMA", "Plan", "PlannedServer"]
+__all__ = ["CONTEXT_TOKENS", "SCHEMA", "Plan", "PlannedServer"]
 
 SCHEMA = 1
-_LONGEST_DEFAULT = 32768
+#: Tokens of a request, unless the model's context is shorter.
+CONTEXT_TOKENS = 32768
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,25 @@ class PlannedServer:
     ----------
     layout, host_layout : str or None
         None: SGLang as it is; the layout of the device.
+    command : str
+        Starts it, in a shell.
     refused : str or None
         Why SGLang would not start it; the sizes are 0 then.
-    tokens, requests, state_slots : int
+    tokens, requests, max_running_requests, state_slots : int
         On the device. Requests of the plan's length at a time, at most as many as SGLang runs.
+    page_size : int
+        Tokens of a page.
     token_bytes : int
         Of a token in all layers, index keys and drafts among them.
-    row_bytes_total : int
-        Of all rows of one cache.
     limit : str
         What bounds `requests`.
+    attention : dict or None
+        Fields of `kernels.Attention`.
     host_tokens, host_slots : int
     hicache_size_gb : int
-        Of a rank; 0 without a host tier.
+        Of a rank, in units of 1e9 bytes; 0 without a host tier.
+    workspace_bytes : int
+        Of a rank, taken before the pool.
     """
 
     layout: str | None
@@ -97,9 +104,9 @@ class Plan:
         """From the answers of `command.ask`; ValueError if a request is longer than the model's context."""
         sized = [answer for _, answer in servers if "refused" not in answer]
         facts = sized[0]["model"] if sized else {}
-        longest = facts.get("context_len", context_tokens or _LONGEST_DEFAULT)
+        longest = facts.get("context_len", context_tokens or CONTEXT_TOKENS)
         if context_tokens is None:
-            context_tokens = min(longest, _LONGEST_DEFAULT)
+            context_tokens = min(longest, CONTEXT_TOKENS)
         if context_tokens > longest:
             raise ValueError(
                 f"--context {context_tokens} is longer than the model's context, {longest} tokens"

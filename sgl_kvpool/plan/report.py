@@ -77,8 +77,5 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _commands(plan: Plan) -> list[str]:
-    lines = ["", "to start one:"]
-    for server in plan.servers:
-        if server.layout is not None and server.refused is None:
-            lines.append(f"  {server.command}")
-    return lines
+    commands = [s.command for s in plan.servers if s.layout is not None and s.refused is None]
+    return ["", "to start one:", *(f"  {command}" for command in commands)] if commands else []

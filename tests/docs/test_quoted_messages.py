@@ -123,3 +123,10 @@ def test_links_between_pages_lead_somewhere():
                 titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert heading in slugs, f"{page.name}: {target}"
+
+
+def test_no_page_says_something_twice():
+    """As after a merge that kept both sides."""
+    for page in [*PAGES, ROOT / "README.md"]:
+        lines = [line for line in page.read_text().splitlines() if line.startswith("## ") or len(line) > 100]
+        assert len(lines) == len(set(lines)), page.name

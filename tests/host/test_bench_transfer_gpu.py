@@ -81,6 +81,8 @@ def test_targets():
     assert len(transfer_gpu.missed([{**good, "to_host_of_pinned_copy": 0.94}], [peer])) == 1
     assert len(transfer_gpu.missed([good], [{**peer, "to_device_of_pinned_copy": 0.97}])) == 1
     assert len(transfer_gpu.missed([{**good, "to_device_submit_us": 201.0}], [peer])) == 1
+    [unknown] = transfer_gpu.missed([good], [])
+    assert "not measured" in unknown
     transcoded = {**good, "host_layout": "fp4", "device_bytes_per_moved": 1152 / 416}
     assert transfer_gpu.missed([transcoded], [peer]) == []
     assert len(transfer_gpu.missed([{**transcoded, "to_host_of_pinned_copy": 0.79}], [peer])) == 1

@@ -160,6 +160,17 @@ def test_every_server_refused():
     shown = report.text(made)
     assert "fp4: refused: two" in shown
     assert "SGLang as it is: refused: one" in shown
+    assert "to start one" not in shown
+
+
+def test_a_model_that_cannot_be_read_is_said_once(tmp_path, capsys, monkeypatch):
+    """Here a name on Hugging Face without network; SGLang would say it for each layout."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main(["plan", "--model", "nobody/no-such-model", "--gpu-gb", "80"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("sgl-kvpool: ") == 1
 
 
 @pytest.fixture(scope="module")
