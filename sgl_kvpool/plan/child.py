@@ -71,7 +71,8 @@ def _in_a_fork(wanted: Any, machine: Any) -> str:
         text = pipe.read()
     _, status = os.waitpid(pid, 0)
     if status or not text:
-        return json.dumps({"failed": f"the process that sized it ended with status {status}"})
+        ended = os.waitstatus_to_exitcode(status)
+        return json.dumps({"failed": f"the process that sized it ended with status {ended}"})
     return text
 
 
@@ -97,10 +98,15 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         traceback.print_exc()
         return {"unreadable": str(error)}
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:
-        # What SGLang and our rules refuse arguments with: the server would not start. Anything else is a
-        # mistake of ours, or another SGLang, and ends this process.
+        # What SGLang and our rules refuse arguments with: the server would not start.
         traceback.print_exc()
         return {"refused": str(error) or repr(error)}
+    except Exception as error:
+        traceback.print_exc()
+        return {
+            "failed": f"sizing ended with {type(error).__name__}: {error}. Fields that config.json lacks, or "
+            "has with another type than SGLang reads, end so; if it is complete, this is a mistake of sgl-kvpool"
+        }
 
 
 if __name__ == "__main__":

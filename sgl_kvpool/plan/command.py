@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,10 @@ def run(arguments: argparse.Namespace) -> int:
         servers=list(zip(candidates, answers, strict=True)),
         others=arguments.server_arguments,
     )
+    # The words first: a picture that cannot be drawn is no reason to lose them.
+    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
     if arguments.plot is not None:
         plot.draw(plan, arguments.plot)
-    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan))
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
 
 
@@ -169,25 +171,33 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # It looks at no GPU that is here, and forks, so it wants no threads.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "sgl_kvpool.plan.child"],
-        input=json.dumps({"machine": machine, "servers": servers}),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**inherited, **alone},
+        start_new_session=True,  # a group of its own: ending it ends the fork that sizes a server too
     )
-    lines = done.stdout.splitlines()
-    if done.returncode or len(lines) != len(servers):
+    try:
+        said, complaints = process.communicate(json.dumps({"machine": machine, "servers": servers}))
+    except BaseException:  # Ctrl-C and SIGTERM: nothing may be left running
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    lines, last = said.splitlines(), "\n".join(complaints.splitlines()[-15:])
+    if process.returncode or len(lines) != len(servers):
         raise RuntimeError(
-            f"the process that asks SGLang ended with status {done.returncode}; its last lines:\n"
-            + "\n".join(done.stderr.splitlines()[-15:])
+            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
         )
     answers = [json.loads(line) for line in lines]
     for answer in answers:
         if "unreadable" in answer:
             raise OSError(answer["unreadable"])
         if "failed" in answer:
-            raise RuntimeError(f"{answer['failed']}:\n" + "\n".join(done.stderr.splitlines()[-15:]))
+            raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
     return answers
 
 
@@ -225,12 +235,15 @@ def _candidates(with_host: bool) -> list[Candidate]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _model_path(model: PlannedModel):
     """A folder that SGLang finds the configuration in; of a file alone, one made for it."""
     path = Path(model.named)
     if model.config is None or path.is_dir():
         yield str(path.resolve()) if path.is_dir() else model.named
+        return
+    if path.name == "config.json":  # what it names, as code of its own, lies beside it
+        yield str(path.resolve().parent)
         return
     with tempfile.TemporaryDirectory(prefix="sgl-kvpool-plan-") as folder:
         (Path(folder) / "config.json").write_text(model.config, encoding="utf-8")
@@ -239,9 +252,11 @@ def _model_path(model: PlannedModel):
 
 def _check(arguments: argparse.Namespace) -> None:
     for word in arguments.server_arguments:
-        if word.partition("=")[0] in _OURS:
+        name = word.partition("=")[0]
+        # SGLang's parser takes the beginning of a name for it.
+        if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
             raise ValueError(
-                f"{word.partition('=')[0]} is what this command plans; use --model, --tp and --host-gb, and "
+                f"{name} is what this command plans; use --model, --tp and --host-gb, and "
                 "leave it out behind --"
             )
     if arguments.taken_gb >= arguments.gpu_gb:

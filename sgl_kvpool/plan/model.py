@@ -66,7 +66,7 @@ def find_model(named: str) -> PlannedModel:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no configuration of a model: it holds a {type(config).__name__}")

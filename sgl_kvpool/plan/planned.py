@@ -41,7 +41,8 @@ class PlannedServer:
         What bounds `requests`.
     attention : dict or None
         Fields of `kernels.Attention`.
-    host_tokens, host_slots : int
+    host_tokens, host_slots, host_requests : int
+        On the host. Requests in whole pages; those of hybrid models take a slot each.
     hicache_size_gb : int
         Of a rank, in units of 1e9 bytes; 0 without a host tier.
     workspace_bytes : int
@@ -62,6 +63,7 @@ class PlannedServer:
     attention: dict[str, str] | None = None
     host_tokens: int = 0
     host_slots: int = 0
+    host_requests: int = 0
     hicache_size_gb: int = 0
     workspace_bytes: int = 0
 
@@ -75,7 +77,13 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, and every server."""
+    """What was asked for, and every server.
+
+    Attributes
+    ----------
+    attention_copies : int
+        With DP attention: how often the ranks together hold the attention weights. Else 1.
+    """
 
     schema: int
     model_path: str
@@ -86,6 +94,7 @@ class Plan:
     host_gb: float | None
     context_tokens: int
     mem_fraction_static: float
+    attention_copies: int
     servers: list[PlannedServer]
 
     @classmethod
@@ -121,6 +130,7 @@ class Plan:
             host_gb=host_gb,
             context_tokens=context_tokens,
             mem_fraction_static=sized[0]["mem_fraction_static"] if sized else 0.0,
+            attention_copies=sized[0]["attention_copies"] if sized else 1,
             servers=[
                 _planned(candidate, answer, model, tp_size, host_gb, context_tokens, others)
                 for candidate, answer in servers
@@ -152,12 +162,15 @@ def _planned(
     request_tokens = -(-context_tokens // page_size) * page_size
     fitting = answer["tokens"] // request_tokens
     most = answer["max_running_requests"]
-    size_gb, held = 0, HostTokens(0, 0, 0)
+    size_gb, held, kept_requests = 0, HostTokens(0, 0, 0), 0
     if host_gb is not None and answer["host"] is not None:
         kept = HostBytes(**answer["host"], device_tokens=answer["tokens"], device_slots=answer["state_slots"])
         size_gb = largest_whole_gb(kept, host_gb / answer["ranks_per_node"], page_size)
         if size_gb:
             held = host_tokens(kept, size_gb, page_size)
+            kept_requests = held.tokens // request_tokens
+            if kept.has_states:
+                kept_requests = min(kept_requests, held.slots)
     return PlannedServer(
         layout=candidate.layout,
         host_layout=candidate.host_layout,
@@ -172,12 +185,14 @@ def _planned(
         attention=answer["attention"],
         host_tokens=held.tokens * caches,
         host_slots=held.slots * caches,
+        host_requests=kept_requests * caches,
         hicache_size_gb=size_gb,
         workspace_bytes=answer["workspace_bytes"],
     )
 
 
 def _limit(answer: dict[str, Any]) -> str:
-    if answer["state_slots"]:
+    asked = answer["asked_running_requests"]
+    if answer["state_slots"] and (asked is None or answer["max_running_requests"] * answer["caches"] < asked):
         return "states of linear layers (--mamba-full-memory-ratio)"
     return "--max-running-requests"

@@ -29,6 +29,11 @@ def _head(plan: Plan) -> list[str]:
         f"{plan.tp_size} x Hopper GPU of {machine['gpu_gib']:g} GiB, {machine['taken_gib']:g} GiB taken "
         f"before loading, {weights}, --mem-fraction-static {plan.mem_fraction_static:g}"
     )
+    if plan.attention_copies > 1:
+        lines.append(
+            f"DP attention: the ranks hold the attention weights {plan.attention_copies} times; sizes are "
+            "too large unless --weights-gb counts them so"
+        )
     lines.append("sizes are SGLang's own for these arguments; nothing here was run on a GPU")
     return lines
 
@@ -51,8 +56,8 @@ def _table(plan: Plan) -> list[str]:
         )
         line += f" {server.state_slots:11}" if has_states else ""
         if has_host:
-            shown = (server.host_tokens, server.host_tokens // plan.context_tokens)
-            line += f" {shown[0]:12} {shown[1]:9}" if server.hicache_size_gb else f" {'-':>12} {'-':>9}"
+            shown = (server.host_tokens, server.host_requests) if server.hicache_size_gb else ("-", "-")
+            line += f" {shown[0]:>12} {shown[1]:>9}"
         lines.append(line)
     return lines
 

@@ -92,6 +92,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
     _check_plannable(server_args, view, model_config)
+    _check_heads(model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
     # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
     ranks = view.tp_size * view.dp_size
@@ -105,6 +106,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "page_size": view.page_size,
         "tokens": config.max_total_num_tokens,
         "max_running_requests": config.max_running_requests,
+        "asked_running_requests": view.max_running_requests,
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
         "state_slot_bytes": _slot_bytes(configurator),
         "cell_bytes": sizes._cell_size,
@@ -114,6 +116,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "kv_cache_dtype": view.kv_cache_dtype,
         # Schedulers that have a cache of their own, each of `tokens`.
         "caches": configurator.attn_dp_size * view.dp_size,
+        "attention_copies": configurator.attn_dp_size,
         "ranks_per_node": ranks // view.nnodes,
         "attention": asdict(attention),
         "host": tier,
@@ -129,7 +132,7 @@ def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
             return parse(list(arguments))
     except SystemExit as ended:
         lines = said.getvalue().strip().splitlines()
-        raise ValueError(lines[-1] if lines else str(ended)) from ended
+        raise ValueError(lines[-1] if lines else "these arguments start no server") from ended
 
 
 def _check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
@@ -143,9 +146,33 @@ def _check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
             f"--pp-size {view.pp_size}: a pipeline's stages have pools of different sizes, which this does "
             "not plan; leave it out"
         )
+    if view.mem_fraction_static > 1:
+        raise ValueError(
+            f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang sizes a "
+            "cache for it that cannot be allocated; give a number below 1"
+        )
+    if view.page_size < 1:
+        raise ValueError(f"--page-size {view.page_size} is no number of tokens; give 1 or more")
+    if view.dcp_size > 1:
+        raise ValueError(
+            f"--dcp-size {view.dcp_size}: ranks that keep parts of a request's tokens are not planned, and "
+            "no layout takes them; leave it out"
+        )
     if view.max_total_tokens is not None:
         raise ValueError(
             "--max-total-tokens gives the answer that is asked for; leave it out of the server's arguments"
+        )
+
+
+def _check_heads(model_config: Any) -> None:
+    """As SGLang's attention layers do, once the model is built."""
+    from sglang.srt.runtime_context import get_parallel
+
+    heads, ranks = model_config.num_attention_heads, get_parallel().attn_tp_size
+    if heads % ranks:
+        raise ValueError(
+            f"{ranks} ranks of attention do not divide the {heads} heads of {model_name(model_config)}; give "
+            "--tp a divisor of them"
         )
 
 

@@ -3,14 +3,16 @@
 import itertools
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.plan import report
+from sgl_kvpool.plan import command, report
 from sgl_kvpool.plan.command import Candidate
 from sgl_kvpool.plan.model import find_model
 from sgl_kvpool.plan.planned import Plan
@@ -51,6 +53,8 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
         (["--model", __file__], "is no JSON"),
         (["--model", V32, "--", "--tp-size=4"], "--tp-size is what this command plans"),
         (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is what this command plans"),
+        (["--model", V32, "--", "--tp-s=4"], "--tp-s is what this command plans"),
+        (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is what this command plans"),
         (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves nothing of a GPU of 80 GiB"),
         (["--model", V32, "--plot", "/"], "--plot / is a folder"),
         (["--model", V32, "--plot", "/nowhere/a.png"], "No such file or directory"),
@@ -91,6 +95,7 @@ def answer(tokens=100_000, most=2048, **changes):
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
         "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
+        "attention_copies": 1, "asked_running_requests": None,
         "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
         "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
                   "kv_lora_rank": 512, "qk_rope_head_dim": 64, "context_len": 131072},
@@ -120,6 +125,10 @@ def test_what_bounds_requests():
     made = plan((Candidate("fp4"), answer(most=7, state_slots=35)))
     assert made.servers[0].limit.startswith("states of linear layers")
     assert "states of linear layers" in report.text(made)
+    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, asked_running_requests=7))).servers
+    assert server.limit == "--max-running-requests"
+    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, asked_running_requests=8))).servers
+    assert server.limit.startswith("states of linear layers")
 
 
 def test_a_context_that_the_model_has_not():
@@ -145,6 +154,80 @@ def test_the_command_is_what_was_planned():
     assert pairs["--chat-template"] == "a b"
     assert pairs["--dsa-decode-backend"] == "x"
     assert made.servers[0].host_tokens == (int(101e9) // 25376 // 64 + 1) * 64
+
+
+def test_requests_on_the_host():
+    """In whole pages, each cache for itself, and with a slot for each where there are states."""
+    rows = {"token_bytes": 1 << 20, "index_bytes": 0, "slot_bytes": 0}
+    [server] = plan((Candidate("fp4"), answer(host=rows)), host_gb=8.0, context=1).servers
+    tokens = (int(1e9) // (1 << 20) // 64 + 1) * 64
+    assert (server.host_tokens, server.host_requests) == (tokens, tokens // 64)
+    made = plan((Candidate("fp4"), answer(host=rows, caches=8)), host_gb=8.0, context=600)
+    assert made.servers[0].host_requests == 8 * (tokens // 640)
+    assert report.text(made).splitlines()[6].split()[-1] == str(8 * (tokens // 640))
+    states = {"token_bytes": 100, "index_bytes": 0, "slot_bytes": 1 << 24}
+    hybrid = answer(host=states, tokens=100_000, state_slots=35)
+    [server] = plan((Candidate("fp4"), hybrid), host_gb=8.0, context=64).servers
+    assert server.host_requests == server.host_slots < server.host_tokens // 64
+
+
+def test_copies_of_attention_are_named():
+    assert "DP attention" not in report.text(plan((Candidate("fp4"), answer())))
+    shown = report.text(plan((Candidate("fp4"), answer(caches=8, attention_copies=8))))
+    assert "hold the attention weights 8 times" in shown
+
+
+def test_reasons_are_printed_without_a_picture(tmp_path, capsys, monkeypatch):
+    """Where every server is refused there is nothing to draw, and the reasons are what matters."""
+    monkeypatch.setattr(command, "ask", lambda machine, servers: [{"refused": "why"}] * len(servers))
+    argv = ["plan", "--model", V32, "--gpu-gb", "80", "--plot", str(tmp_path / "a.png")]
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert "fp4: refused: why" in said.out
+    assert "nothing to draw" in said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_running(number):
+    """The process that asks SGLang has a fork for each server; the signal goes to the command alone."""
+    program = Path(sys.executable).parent / "sgl-kvpool"
+    argv = [program, "plan", "--model", V32, "--gpu-gb", "80"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        started = []
+        deadline = time.monotonic() + 300
+        while len(started) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            started = _descendants(process.pid)
+        assert len(started) == 2, "no fork was seen"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+        assert "Traceback" not in process.stderr.read()
+    deadline = time.monotonic() + 2
+    while (left := [pid for pid in started if _is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def _stat(pid):
+    """State and parent of a process; None if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return words[0], int(words[1])
+
+
+def _is_running(pid):
+    found = _stat(pid)
+    return found is not None and found[0] != "Z"
+
+
+def _descendants(pid):
+    parents = {int(p.name): _stat(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    found = [pid]
+    for each in found:
+        found += [child for child, stat in parents.items() if stat and stat[1] == each]
+    return found[1:]
 
 
 def test_too_little_for_a_host_tier():

@@ -39,6 +39,10 @@ OTHERS = {
     "replicas": ("kimi_k2", "fp4", ["--tp-size", "4", "--dp-size", "2"]),
     "pipeline": ("kimi_k2", "fp4", ["--tp-size", "4", "--pp-size", "2"]),
     "capped": ("kimi_k2", "fp4", ["--tp-size", "8", "--max-total-tokens", "1000"]),
+    "three ranks": ("kimi_k2", "fp4", ["--tp-size", "3"]),
+    "all and more": ("kimi_k2", "fp4", ["--tp-size", "8", "--mem-fraction-static", "1.5"]),
+    "no page": ("kimi_k2", "fp4", ["--tp-size", "8", "--page-size", "0"]),
+    "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
     "unknown": ("kimi_k2", "fp4", ["--no-such-flag", "3"]),
     "mha": ("mha", None, []),
@@ -207,8 +211,9 @@ def test_a_draft_is_charged(planned):
 
 @pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
 def test_caches_of_data_parallelism(planned, name, caches, tp_size):
-    """Each has as many tokens as its weights leave, which DP attention does not copy."""
+    """Each has as many tokens as an equal part of the weights leaves; DP attention says what it copies."""
     found = planned[name]
+    assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
     free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
     left = free - MACHINE["weights_gib"] / tp_size - free * (1 - found["mem_fraction_static"])
@@ -220,6 +225,10 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     [
         ("pipeline", "--pp-size 2"),
         ("capped", "--max-total-tokens"),
+        ("three ranks", "3 ranks of attention do not divide the 64 heads of DeepseekV3ForCausalLM"),
+        ("all and more", "--mem-fraction-static 1.5 is more than a GPU has"),
+        ("no page", "--page-size 0 is no number of tokens"),
+        ("parts", "--dcp-size 2: ranks that keep parts"),
         ("too heavy", "leave no GPU memory for the KV cache"),
         ("unknown", "unrecognized arguments: --no-such-flag 3"),
         ("mha", "no multi-head latent attention"),
@@ -229,6 +238,15 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
 def test_refusals(planned, name, message):
     assert message in planned[name]["refused"]
     assert "tokens" not in planned[name]
+
+
+def test_a_configuration_that_lacks_something(tmp_path):
+    """SGLang reads it with whatever Python raises; which server it was ends nothing but the plan."""
+    config = json.loads((CONFIGS / "kimi_k2.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="sizing ended with TypeError: .* Fields that config.json lacks"):
+        ask(MACHINE, [{"model_path": str(tmp_path), "layout": None, "arguments": []}])
 
 
 def test_answers_are_plain_json(planned):
