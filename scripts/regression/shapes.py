@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from regression.environment import ROOT, Machine
+from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 
 __all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "model_shape", "random_shapes"]
 
-LAYOUTS = ("bf16", "fp8", "fp8_block_scale", "fp4")
-ARRANGEMENTS = ("layer_major", "token_major", "page_major")
+LAYOUTS = tuple(layout.value for layout in MLAKVCacheLayout)
+ARRANGEMENTS = tuple(arrangement.value for arrangement in KVArrangement.of_rows())
 PAGE_SIZE = 64
 
 _LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
