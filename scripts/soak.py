@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from soak_leg import soak
 from soak_servers import LEGS, Leg
 
 from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.bench.outputs import commit
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.host.labels import HOST_LAYOUTS
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -94,15 +94,12 @@ def _repeated(arguments: list[str]) -> list[str]:
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """What this was run with."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
-    )
     return {
         "schema": SCHEMA,
         "script": "scripts/soak.py",
         "command": shlex.join(["python", "scripts/soak.py", *_repeated(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": done.stdout.strip() or None,
+        "commit": commit(),
         "versions": {name: version(name) for name in ("sglang", "torch", "sgl-kvpool")},
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.bench.outputs import commit
+
 __all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,16 +173,10 @@ def _version(package: str) -> str | None:
 
 def _commit() -> dict[str, Any]:
     """Commit of this checkout and whether tracked files differ from it; None without git."""
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+    found = commit()
+    if found is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
 
 
 def driver_facts() -> list[dict[str, str]]:

@@ -31,7 +31,8 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = ["main", "run"]
 
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
-_DEPTHS = (0.1, 0.5, 0.9)
+#: Of hidden numbers: one that is not found is a tenth of the score of its length.
+_DEPTHS = tuple((number + 0.5) / 10 for number in range(10))
 
 
 class Asked:

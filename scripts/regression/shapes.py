@@ -22,7 +22,6 @@ PAGE_SIZE = 64
 
 _LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 _KVPOOL = ("--attention-backend", "kvpool_mla")
-_TRITON = ("--attention-backend", "triton")
 _READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
 _HOST_TIER = (
     "--enable-hierarchical-cache",
@@ -153,7 +152,7 @@ def _dense(name: str, writer: tuple[str, str], *more: str) -> Shape:
             *(*_GPU, "256", "--context-length", "4096", "--cuda-graph-max-bs-decode", "16"),
             *("--page-size", str(PAGE_SIZE), *more),
         ),
-        stock=_TRITON,
+        stock=(),
         by_layout=dict.fromkeys(LAYOUTS, _KVPOOL),
         vocabulary=(3, 511),
         prompts=_PROMPTS,

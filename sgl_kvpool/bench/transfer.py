@@ -189,9 +189,9 @@ def measure_gpu(quick: bool) -> tuple[dict, list[str]]:
     peers = transfer_gpu.measure_peers(gpu, **shape)
     for row in (*rows, *peers):
         print(row)
-    return {"device": torch.cuda.get_device_name(), "engines": rows, "sglang": peers}, transfer_gpu.missed(
-        rows, peers
-    )
+    missed = transfer_gpu.missed(rows, peers)
+    name = torch.cuda.get_device_name()
+    return {"device": name, "engines": rows, "sglang": peers, "missed_targets": missed}, missed
 
 
 def draw(results: list[dict], path: Path) -> bool:

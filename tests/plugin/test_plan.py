@@ -154,7 +154,9 @@ def test_sizes_by_hand(planned, model, layout):
     assert abs(found["available_bytes"] - available) <= 64  # of GiB in doubles
     wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
     assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
-    assert (found["workspace_bytes"] > 0) == (layout not in (None, "bf16")) or model == "deepseek_v32"
+    # What decodes rows in our attention; of sparse attention SGLang's kernels read all but fp4.
+    ours = layout == "fp4" if model == "deepseek_v32" else layout not in (None, "bf16")
+    assert (found["workspace_bytes"] > 0) == ours
     assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
 
 

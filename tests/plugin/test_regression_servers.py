@@ -49,7 +49,7 @@ def test_every_server_is_accepted(name, resolve, models, monkeypatch):
     found = resolving_view(resolve(model.replace("MODELS", str(models)), *argv, device="cuda"))
     kvpool = request.layout is not None
     sparse = request.model == "v32"
-    assert found.attention_backend == ("dsa" if sparse else "kvpool_mla" if kvpool else "triton")
+    assert found.attention_backend == ("dsa" if sparse else "kvpool_mla" if kvpool else "fa3")
     assert found.page_size == 64
     assert found.tp_size == (2 if name.startswith("tp2") else 1)
     assert found.enable_hierarchical_cache is not name.startswith("memory")
