@@ -105,7 +105,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         traceback.print_exc()
         return {
             "failed": f"sizing ended with {type(error).__name__}: {error}. Fields that config.json lacks, or "
-            "has with another type than SGLang reads, end so; if it is complete, this is a mistake of sgl-kvpool"
+            "has with another type than SGLang reads, end so; if it is whole, this is a mistake of sgl-kvpool"
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Cache:
         found = {}
         for path in self.folder().rglob("*"):
             if path.suffix in _COMPILED:
-                found[path] = path.stat().st_mtime_ns
+                with contextlib.suppress(FileNotFoundError):  # another process moves its own into place
+                    found[path] = path.stat().st_mtime_ns
         return found
 
 

@@ -91,6 +91,13 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     assert lines[-1] == "0 compiled, 1 there before, 1 failed"
 
 
+def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):
+    """Another process that compiles moves its files into place meanwhile; a link to nothing is like one."""
+    (tmp_path / "a.so").symlink_to(tmp_path / "gone")
+    (tmp_path / "b.so").touch()
+    assert list(Cache("a cache", "NONE", lambda: tmp_path).compiled()) == [tmp_path / "b.so"]
+
+
 def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
     cache = Cache("a cache", "CACHE_DIR", lambda: tmp_path / "cache")
 
