@@ -90,8 +90,9 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
             f"--dsa-{phase}-backend={name}"
             for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
         )
-        if set(named) & set(wanted.arguments):
-            return {"refused": str(error)}
+        flags = {word.partition("=")[0] for word in named}
+        if flags & {word.partition("=")[0] for word in wanted.arguments}:
+            return {"refused": str(error)}  # of what the user named, or of what was tried already
         return {"refused": str(error), "instead": named}
     except OSError as error:
         # No such model, or no network to look it up: a reason for no layout.

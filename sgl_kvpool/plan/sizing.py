@@ -263,15 +263,15 @@ def _slot_bytes(configurator: Any) -> int:
 
 def _rows(configurator: Any) -> int:
     """Layers of this stage that have rows, those of drafts behind them."""
-    hybrid, layers = configurator.mambaish_config, configurator.layer_info.num_effective_layers
-    if hybrid is not None:
-        layers = len(hybrid.full_attention_layer_ids)
-    drafts = configurator.spec_aux_config.eagle_draft_num_layers if _drafts(configurator) else 0
+    with_rows, layers = (
+        layers_with_rows(configurator.model_config),
+        configurator.layer_info.num_effective_layers,
+    )
+    if with_rows is not None:
+        layers = len(with_rows)
+    has_drafts = configurator.spec_algorithm.is_eagle()
+    drafts = configurator.spec_aux_config.eagle_draft_num_layers if has_drafts else 0
     return layers + int(drafts or 0)
-
-
-def _drafts(configurator: Any) -> bool:
-    return configurator.spec_algorithm.is_eagle()
 
 
 def _host_tier(configurator: Any, request: ServerRequest) -> dict[str, int]:

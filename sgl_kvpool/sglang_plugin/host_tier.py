@@ -16,6 +16,8 @@ __all__ = ["install"]
 _NAME_BYTES = 255
 #: What a file's name holds beside the model's: a SHA-256 in hex, ranks, ending.
 _KEY_BYTES = 64 + 32
+#: Begins the names of rows in SGLang's own host pool, whose pages are not those of ours.
+_STOCK_TIER = "sglang-"
 
 
 def install() -> None:
@@ -74,7 +76,7 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
     if isinstance(target, LayoutMLATokenToKVPool) and target.kv_cache_layout is not MLAKVCacheLayout.BF16:
         from sgl_kvpool.host.stored_pages import storage_format_tag
 
-        tier.storage_format_tag = f"sglang-{storage_format_tag(pools, page_size)}"
+        tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, page_size)}"
 
 
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):
@@ -93,14 +95,16 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
     """Refuse a model's name that is too long for the names of files; have SGLang's hash ready."""
     pool = self.storage_host_pool
+    tag = pool.storage_format_tag or ""
+    if _ours(pool) or tag.startswith(_STOCK_TIER):
+        name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
+        if storage_backend == "file" and name_bytes > _NAME_BYTES:
+            raise ValueError(
+                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
+                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+            )
     if not _ours(pool):
         return original(self, storage_backend, *args, model_name=model_name, **kwargs)
-    name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{pool.storage_format_tag}"))
-    if storage_backend == "file" and name_bytes > _NAME_BYTES:
-        raise ValueError(
-            f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
-            f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
-        )
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     # SGLang compiles this function when it is first called, for 20 s on two cores, once per environment. Left

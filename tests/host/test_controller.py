@@ -109,6 +109,9 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
         return
     assert names[0].startswith("model-sglang-fp8-r512-p64-b576-v1")
     assert names[1].startswith(f"{names[0]}-k")
+    controller = controller_of(pool)
+    with pytest.raises(ValueError, match="255 at most; give a shorter --served-model-name"):
+        controller.attach_storage_backend("file", model_name="m" * 150)
 
 
 # ------------------------------------------------------------------ lists, before anything is queued

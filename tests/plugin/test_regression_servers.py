@@ -49,7 +49,9 @@ def test_every_server_is_accepted(name, resolve, models, monkeypatch):
     found = resolving_view(resolve(model.replace("MODELS", str(models)), *argv, device="cuda"))
     kvpool = request.layout is not None
     sparse = request.model == "v32"
-    assert found.attention_backend == ("dsa" if sparse else "kvpool_mla" if kvpool else "fa3")
+    # Stock: SGLang's choice, which on Hopper is fa3, and where CUDA is missing triton.
+    wanted = ("dsa",) if sparse else ("kvpool_mla",) if kvpool else ("fa3", "triton")
+    assert found.attention_backend in wanted
     assert found.page_size == 64
     assert found.tp_size == (2 if name.startswith("tp2") else 1)
     assert found.enable_hierarchical_cache is not name.startswith("memory")

@@ -101,7 +101,8 @@ def test_transfer_on_a_gpu(parsed):
         "to_host_model_step_ratio": 1.1, "both_of_pinned_copies": 0.9, "device_bytes_per_moved": 2.769,
     }  # fmt: skip
     peer = {"peer": "sglang kernel", "pages": 256, "moved_bytes": 1, "to_host_of_pinned_copy": 0.7}
-    found = parsed(transfer, {"engines": [engine], "sglang": [peer]})
+    found = parsed(transfer, {"engines": [engine], "sglang": [peer], "missed_targets": ["one", "two"]})
+    assert found["targets of transfers that are missed"].note == "one; two"
     what = "staged bf16/fp4 layer_major in order, 256 pages"
     values = {name: (one.value, one.kind, one.better) for name, one in found.items()}
     assert values == {
@@ -111,6 +112,7 @@ def test_transfer_on_a_gpu(parsed):
         f"{what}: to_host_model_step_ratio": (1.1, "kernel_ratio", "lower"),
         f"{what}: both_of_pinned_copies": (0.9, "kernel_ratio", "higher"),
         "sglang kernel scattered, 256 pages: to_host_of_pinned_copy": (0.7, "kernel_ratio", "higher"),
+        "targets of transfers that are missed": (2, "target", "lower"),
     }
 
 
