@@ -61,7 +61,7 @@ def _in_a_fork(wanted: Any, machine: Any) -> str:
             with os.fdopen(writing, "w") as pipe:
                 json.dump(_answer(wanted, machine), pipe)
             status = 0
-        except BaseException:
+        except BaseException:  # a fork must not go on in its parent's stack
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -102,7 +102,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         # What SGLang and our rules refuse arguments with: the server would not start.
         traceback.print_exc()
         return {"refused": str(error) or repr(error)}
-    except Exception as error:
+    except Exception as error:  # of SGLang's readers of configurations, which check nothing
         traceback.print_exc()
         return {
             "failed": f"sizing ended with {type(error).__name__}: {error}. Fields that config.json lacks, or "
