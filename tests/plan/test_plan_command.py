@@ -192,7 +192,14 @@ def test_nothing_is_left_running(number):
     """The process that asks SGLang has a fork for each server; the signal goes to the command alone."""
     program = Path(sys.executable).parent / "sgl-kvpool"
     argv = [program, "plan", "--model", V32, "--gpu-gb", "80"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Jobs in the background of a script have Ctrl-C ignored, and their children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         started = []
         deadline = time.monotonic() + 300
         while len(started) < 2 and process.poll() is None and time.monotonic() < deadline:

@@ -153,9 +153,10 @@ def test_the_options_are_told_apart():
 
 
 def test_the_demos_servers_are_asked_by_their_arguments_alone():
-    from sgl_kvpool.demo.server import _NOT_INHERITED, Server
+    from sgl_kvpool import env
+    from sgl_kvpool.demo.server import Server
 
-    assert {option.env for option in OPTIONS} <= set(_NOT_INHERITED)
+    assert {option.env for option in OPTIONS} <= set(env.NOT_INHERITED)
     for option in OPTIONS:
         assert f"-u {option.env} " in Server(["--port", "1"], "log").shell_command
 

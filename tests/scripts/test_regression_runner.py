@@ -230,6 +230,7 @@ def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
     """In this process: the child gets nothing of Ctrl-C by itself."""
     slow = step("slow", SERVER + "\n    time.sleep(600)\n", limit_s=60)
     command = [sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({os.getpid()}, 15)"]
+    before = signal.getsignal(signal.SIGTERM)
     sender = subprocess.Popen(command)
     with signals_interrupt(), pytest.raises(Interrupted) as caught:
         run(slow, good("after"))
@@ -239,7 +240,7 @@ def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
     assert run.records["after"].reason == "interrupted by SIGTERM"
     pids = (tmp_path / "steps" / "slow" / "pids").read_text().split()
     assert all(gone(int(pid)) for pid in pids)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_measurements_are_read_as_written(tmp_path):
