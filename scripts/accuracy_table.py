@@ -21,6 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import page_tables  # noqa: E402
+
 from sgl_kvpool.codec import decode_rows, encode_rows  # noqa: E402
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
@@ -198,38 +200,16 @@ def rope_table() -> str:
 TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table, "rope": rope_table}
 
 
-def page_with(text: str, name: str, table: str) -> str:
-    """The page's text with a table between the two comments of this name."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{table}\n\n{end}{after}"
-
-
 def updated(text: str) -> str:
     """The page's text with all tables as they are computed now."""
-    for name, table in TABLES.items():
-        text = page_with(text, name, table())
-    return text
+    return page_tables.updated(text, TABLES)
 
 
 def main() -> int:
     """Print, write or compare the tables; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="compare with it")
-    arguments = parser.parse_args()
-    if not (arguments.write or arguments.check):
-        print("\n\n".join(table() for table in TABLES.values()))
-        return 0
-    old = PAGE.read_text()
-    new = updated(old)
-    if arguments.write:
-        PAGE.write_text(new)
-        return 0
-    if new != old:
-        print(f"{PAGE} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
-    return int(new != old)
+    page_tables.add_arguments(parser, PAGE)
+    return page_tables.carry_out(parser.parse_args(), PAGE, TABLES, Path(__file__).name)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "attention")]
 
+import page_tables  # noqa: E402
+
 from sgl_kvpool.attention.decode_config import decode_config, table  # noqa: E402
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout  # noqa: E402
 
@@ -78,33 +80,14 @@ def limits_table() -> str:
     return "\n".join(lines)
 
 
-def page_with(text: str, name: str, table_text: str) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{table_text}\n\n{end}{after}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="compare with it")
+    page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    tables = {"compile facts": facts_table(), "limits": limits_table()}
-    if not (arguments.write or arguments.check):
-        print("\n\n".join(tables.values()))
-        return 0
-    old = new = PAGE.read_text()
-    for name, text in tables.items():
-        new = page_with(new, name, text)
-    if arguments.write:
-        PAGE.write_text(new)
-        return 0
-    if new != old:
-        print(f"{PAGE} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
-    return int(new != old)
+    tables = {"compile facts": facts_table, "limits": limits_table}
+    return page_tables.carry_out(arguments, PAGE, tables, Path(__file__).name)
 
 
 if __name__ == "__main__":

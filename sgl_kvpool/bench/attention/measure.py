@@ -77,7 +77,7 @@ class Bench:
             try:
                 self.everyone[name].load(self.device)
                 self._reasons[name] = None
-            except Exception as error:
+            except Exception as error:  # peers fail to load in any way; the reason is in the report
                 self._reasons[name] = f"{type(error).__name__}: {_first_line(error)}"
         return self._reasons[name]
 
@@ -117,7 +117,7 @@ class Bench:
                 error = max(error, check(prepared.problem, replay(), last))
         except WrongResult as caught:
             raise WrongResult(f"in a CUDA graph, {caught}") from None
-        except Exception as caught:
+        except Exception as caught:  # not every peer can be captured; the report says why
             no_graph = f"{type(caught).__name__}: {_first_line(caught)}"
             self.device.synchronize()
         return {

@@ -1,0 +1,43 @@
+"""Tables that a script computes, in a documentation page between two comments with the name of the table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["add_arguments", "carry_out", "updated"]
+
+
+def add_arguments(parser: argparse.ArgumentParser, page: Path) -> None:
+    """`--write` and `--check`."""
+    parser.add_argument("--write", action="store_true", help=f"into docs/{page.name}")
+    parser.add_argument("--check", action="store_true", help="compare with it")
+
+
+def updated(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """A page's text with all tables as they are computed now; ValueError if one has no place in it."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{table()}\n\n{end}{after}"
+    return text
+
+
+def carry_out(
+    arguments: argparse.Namespace, page: Path, tables: Mapping[str, Callable[[], str]], script: str
+) -> int:
+    """Print the tables, or write them into the page, or compare; returns the exit status."""
+    if not (arguments.write or arguments.check):
+        print("\n\n".join(table() for table in tables.values()))
+        return 0
+    old = page.read_text()
+    new = updated(old, tables)
+    if arguments.write:
+        page.write_text(new)
+        return 0
+    if new != old:
+        print(f"{page} is out of date; run {script} --write", file=sys.stderr)
+    return int(new != old)
