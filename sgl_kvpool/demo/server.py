@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -50,11 +51,44 @@ class ServerFailed(RuntimeError):
     """A server ended or hung before it answered; the message ends with its log's last lines."""
 
 
+#: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
+_SERVER_PORTS = range(10000, 22000)
+
+#: Ports that this process has given away: nobody listens on them until their servers have loaded a model.
+_handed_out: set[int] = set()
+
+#: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
+_BIND_FAILED = "error while attempting to bind on address"
+
+
+def _first_ephemeral_port() -> int:
+    """Where the kernel's own choices begin, for sockets that ask for any port and for outgoing ones."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768  # Linux's default
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody has bound now, and that nobody gets by asking for any port.
+
+    A server binds it only when its model is loaded. A port of the ephemeral range, which `bind` to port 0
+    gives, is somebody else's by then once in a while: each SGLang server asks for a dozen such ports.
+
+    Raises
+    ------
+    OSError
+        If none of a hundred candidates is free.
+    """
+    end = _first_ephemeral_port()
+    candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
+    # Where the kernel's choices leave no room, it chooses.
+    for port in random.sample(candidates, min(100, len(candidates))) or [0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            _handed_out.add(port := probe.getsockname()[1])
+            return port
+    raise OSError(f"no free TCP port found between {candidates[0]} and {candidates[-1]}")
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:
@@ -161,8 +195,12 @@ class Server:
                 raise ServerFailed(
                     f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
                 )
+            # SGLang neither ends nor tries again when its port is taken while it loads the model; who has the
+            # port may answer.
+            if _BIND_FAILED in self.log_tail():
+                raise ServerFailed(f"port {self.port} was taken while the server started:\n{self.log_tail()}")
             try:
-                self.get("/health")
+                self.get("/health", timeout_seconds=5)
                 return
             except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException):
                 time.sleep(0.5)
@@ -194,9 +232,9 @@ class Server:
 
     # ---------------------------------------------------------------- requests
 
-    def get(self, path: str) -> bytes:
+    def get(self, path: str, timeout_seconds: float = 60) -> bytes:
         """Body of a GET request."""
-        with _LOOPBACK.open(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with _LOOPBACK.open(f"http://127.0.0.1:{self.port}{path}", timeout=timeout_seconds) as answer:
             return answer.read()
 
     def info(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import torch
 from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
 
+from sgl_kvpool.demo.server import free_port
+
 SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "bfloat16", "fp4": "bfloat16"}
 #: The string of each layout, byte for byte: servers of other releases read it.
 STRINGS = {
@@ -35,9 +37,7 @@ def bootstrap(published):
     """SGLang's server that introduces prefill servers to decode servers; its address."""
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = CommonKVBootstrapServer("127.0.0.1", port)
     for _ in range(500):
         try:
