@@ -9,16 +9,17 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.named_model import find_model
 from sgl_kvpool.plan import plot, report
-from sgl_kvpool.plan.model import PlannedModel, find_model
 from sgl_kvpool.plan.planned import CONTEXT_TOKENS, Plan
 
 __all__ = ["add_arguments", "run"]
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights-gb",
         type=_not_negative,
         metavar="N",
-        help="size of all weights in GiB (that of the folder's safetensors files; else 0)",
+        help="GiB of all weights, a draft's among them (the folders' safetensors files; else 0)",
     )
     parser.add_argument(
         "--taken-gb",
@@ -123,10 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
         "gpu_count": max(arguments.tp, 8),  # a node has eight; SGLang asks whether there are enough
         "taken_gib": arguments.taken_gb,
         "weights_gib": weights_gib or 0.0,
+        "drafts_included": arguments.weights_gb is not None,
     }
     candidates = _candidates(arguments.host_gb is not None)
     print("asking SGLang; a minute ...", file=sys.stderr, flush=True)
-    with _model_path(model) as path:
+    with model.sglang_path() as path:
         servers = [_request(path, each, arguments) for each in candidates]
         answers = _ask_again(machine, servers, ask(machine, servers))
     plan = Plan.of(
@@ -235,34 +237,37 @@ def _candidates(with_host: bool) -> list[Candidate]:
     return found
 
 
-@contextlib.contextmanager
-def _model_path(model: PlannedModel):
-    """A folder that SGLang finds the configuration in; of a file alone, one made for it."""
-    path = Path(model.named)
-    if model.config is None or path.is_dir():
-        yield str(path.resolve()) if path.is_dir() else model.named
-        return
-    if path.name == "config.json":  # what it names, as code of its own, lies beside it
-        yield str(path.resolve().parent)
-        return
-    with tempfile.TemporaryDirectory(prefix="sgl-kvpool-plan-") as folder:
-        (Path(folder) / "config.json").write_text(model.config, encoding="utf-8")
-        yield folder
-
-
 def _check(arguments: argparse.Namespace) -> None:
-    for word in arguments.server_arguments:
-        name = word.partition("=")[0]
+    for name in _names(arguments.server_arguments):
         # SGLang's parser takes the beginning of a name for it.
         if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
             raise ValueError(
                 f"{name} is what this command plans; use --model, --tp and --host-gb, and "
-                "leave it out behind --"
+                "leave it out behind --, and of a file that --config names"
             )
     if arguments.taken_gb >= arguments.gpu_gb:
         raise ValueError(
             f"--taken-gb {arguments.taken_gb:g} leaves nothing of a GPU of {arguments.gpu_gb:g} GiB"
         )
+
+
+def _names(words: Sequence[str]) -> Iterator[str]:
+    """Names of the arguments that SGLang gets: those of a file behind --config among them."""
+    for number, word in enumerate(words):
+        yield word.partition("=")[0]
+        if word == "--config" and number + 1 < len(words):  # the one way in which SGLang reads it
+            yield from _names_in(Path(words[number + 1]))
+
+
+def _names_in(file: Path) -> list[str]:
+    """Names of arguments in a YAML file of a server; ValueError if it holds none."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {file} holds no arguments: it is a {type(found).__name__}")
+    return ["--" + str(name).replace("_", "-") for name in found]
 
 
 def _number(text: str) -> float:

@@ -83,6 +83,9 @@ class Plan:
     ----------
     attention_copies : int
         With DP attention: how often the ranks together hold the attention weights. Else 1.
+    draft_weights_gib : float or None
+        Of a draft model of its own, counted besides the machine's `weights_gib`; 0 if they are not known,
+        None if there is none or they are among the others.
     """
 
     schema: int
@@ -95,6 +98,7 @@ class Plan:
     context_tokens: int
     mem_fraction_static: float
     attention_copies: int
+    draft_weights_gib: float | None
     servers: list[PlannedServer]
 
     @classmethod
@@ -131,6 +135,7 @@ class Plan:
             context_tokens=context_tokens,
             mem_fraction_static=sized[0]["mem_fraction_static"] if sized else 0.0,
             attention_copies=sized[0]["attention_copies"] if sized else 1,
+            draft_weights_gib=sized[0]["draft_weights_gib"] if sized else None,
             servers=[
                 _planned(candidate, answer, model, tp_size, host_gb, context_tokens, others)
                 for candidate, answer in servers

@@ -25,6 +25,10 @@ def _head(plan: Plan) -> list[str]:
     weights = f"{machine['weights_gib']:.1f} GiB of weights"
     if not plan.weights_known:
         weights = "NO WEIGHTS (unknown: give --weights-gb; real numbers are smaller)"
+    if plan.draft_weights_gib is not None:
+        weights += f" and {plan.draft_weights_gib:.1f} GiB of a draft's"
+        if not plan.draft_weights_gib:
+            weights += " (unknown: give the sum of both to --weights-gb; real numbers are smaller)"
     lines.append(
         f"{plan.tp_size} x Hopper GPU of {machine['gpu_gib']:g} GiB, {machine['taken_gib']:g} GiB taken "
         f"before loading, {weights}, --mem-fraction-static {plan.mem_fraction_static:g}"

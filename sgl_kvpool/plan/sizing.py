@@ -9,9 +9,12 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.named_model import weights_gib
+from sgl_kvpool.plan.plannable import check_drafts, check_heads, check_plannable, has_own_draft
 from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
 
 __all__ = ["Machine", "ServerRequest", "size_server"]
@@ -32,12 +35,15 @@ class Machine:
         Of each GPU, taken before weights are loaded: CUDA's context, NCCL's buffers.
     weights_gib : float
         Of the whole model; every rank of tensor parallelism has as much of it.
+    drafts_included : bool
+        Whether a separate draft model's are among them; else they are added where they lie in a folder.
     """
 
     gpu_gib: float
     gpu_count: int
     taken_gib: float
     weights_gib: float
+    drafts_included: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,15 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
-    _check_plannable(server_args, view, model_config)
-    _check_heads(model_config)
+    check_plannable(server_args, view, model_config)
+    check_heads(model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
     # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
     ranks = view.tp_size * view.dp_size
     configurator = _configurator(server_args, view, model_config)
-    config, available_bytes = _sized(configurator, machine, view.tp_size)
+    check_drafts(view, configurator)
+    draft_gib = None if machine.drafts_included else _draft_weights_gib(view)
+    config, available_bytes = _sized(configurator, machine, draft_gib or 0.0, view.tp_size)
     sizes = _pool_configurator(configurator)
     attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
     states = configurator.mambaish_config
@@ -117,6 +125,8 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         # Schedulers that have a cache of their own, each of `tokens`.
         "caches": configurator.attn_dp_size * view.dp_size,
         "attention_copies": configurator.attn_dp_size,
+        # Of a draft model of its own that `weights_gib` does not have: 0 where it is not known.
+        "draft_weights_gib": draft_gib,
         "ranks_per_node": ranks // view.nnodes,
         "attention": asdict(attention),
         "host": tier,
@@ -133,47 +143,6 @@ def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
     except SystemExit as ended:
         lines = said.getvalue().strip().splitlines()
         raise ValueError(lines[-1] if lines else "these arguments start no server") from ended
-
-
-def _check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
-    from sglang.srt.arg_groups.model_override_base import use_mla_backend
-
-    if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
-        kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
-        raise ValueError(f"{model_name(model_config)} has {kind}: there is no layout for its cache")
-    if view.pp_size > 1:
-        raise ValueError(
-            f"--pp-size {view.pp_size}: a pipeline's stages have pools of different sizes, which this does "
-            "not plan; leave it out"
-        )
-    if view.mem_fraction_static > 1:
-        raise ValueError(
-            f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang sizes a "
-            "cache for it that cannot be allocated; give a number below 1"
-        )
-    if view.page_size < 1:
-        raise ValueError(f"--page-size {view.page_size} is no number of tokens; give 1 or more")
-    if view.dcp_size > 1:
-        raise ValueError(
-            f"--dcp-size {view.dcp_size}: ranks that keep parts of a request's tokens are not planned, and "
-            "no layout takes them; leave it out"
-        )
-    if view.max_total_tokens is not None:
-        raise ValueError(
-            "--max-total-tokens gives the answer that is asked for; leave it out of the server's arguments"
-        )
-
-
-def _check_heads(model_config: Any) -> None:
-    """As SGLang's attention layers do, once the model is built."""
-    from sglang.srt.runtime_context import get_parallel
-
-    heads, ranks = model_config.num_attention_heads, get_parallel().attn_tp_size
-    if heads % ranks:
-        raise ValueError(
-            f"{ranks} ranks of attention do not divide the {heads} heads of {model_name(model_config)}; give "
-            "--tp a divisor of them"
-        )
 
 
 def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
@@ -226,7 +195,14 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
     )
 
 
-def _sized(configurator: Any, machine: Machine, tp_size: int) -> tuple[Any, int]:
+def _draft_weights_gib(view: Any) -> float | None:
+    """Weights of a draft model of its own, which SGLang loads before it sizes the cache; None without one."""
+    if not has_own_draft(view):
+        return None
+    return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
+
+
+def _sized(configurator: Any, machine: Machine, draft_gib: float, tp_size: int) -> tuple[Any, int]:
     """SGLang's MemoryPoolConfig, and the bytes for rows that it was made from."""
     from types import SimpleNamespace
 
@@ -234,7 +210,7 @@ def _sized(configurator: Any, machine: Machine, tp_size: int) -> tuple[Any, int]
     from sglang.srt.runtime_context import get_parallel
 
     free_gib = machine.gpu_gib - machine.taken_gib
-    left_gib = free_gib - machine.weights_gib / tp_size
+    left_gib = free_gib - (machine.weights_gib + draft_gib) / tp_size
     kv_cache_configurator.get_available_gpu_memory = lambda *_, **__: left_gib
     found: list[int] = []
     from_budget = type(configurator).config_from_budget

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.host.labels import CPU_ENGINE
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.named_model import NamedModel, find_model
 from sgl_kvpool.sglang_plugin.record import (
     ARRANGEMENT,
     AUTO,
@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
         "--model",
-        type=Path,
-        metavar="PATH",
-        help="a checkpoint's folder, or its config.json (DeepSeek-V3's shape)",
+        metavar="PATH_OR_CONFIG",
+        help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
     )
     helps = {
         LAYOUT: "only this layout (all)",
@@ -65,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile and say so; returns 1 if something could not be compiled."""
+    model = None if arguments.model is None else find_model(arguments.model)
     told = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
     import sglang  # noqa: F401  # first: it moves caches, some of which are looked for at other imports
     import torch
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from sgl_kvpool.warmup.contents import steps_on_cpu, steps_on_cuda
     from sgl_kvpool.warmup.steps import carry_out
 
-    served = _served(arguments, told)
+    served = _served(model, arguments, told)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
@@ -92,13 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if counts["FAILED"] else 0
 
 
-def _served(arguments: argparse.Namespace, told: dict[Option, str | None]) -> Served:
+def _served(
+    model: NamedModel | None, arguments: argparse.Namespace, told: dict[Option, str | None]
+) -> Served:
     """A model's shape with the arguments of a server."""
     from sgl_kvpool.warmup.served import DEEPSEEK_V3, model_of
 
-    model = DEEPSEEK_V3 if arguments.model is None else model_of(arguments.model)
+    shape = DEEPSEEK_V3 if model is None else model_of(model)
     layout = told[LAYOUT]
-    return model.told(
+    return shape.told(
         layouts=tuple(MLAKVCacheLayout) if layout in (None, AUTO) else (MLAKVCacheLayout(layout),),
         arrangement=choose_arrangement(told[ARRANGEMENT] or AUTO),
         page_size_tokens=arguments.page_size,

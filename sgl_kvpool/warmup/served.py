@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.named_model import NamedModel
 
 __all__ = ["DEEPSEEK_V3", "Served", "model_of"]
 
@@ -93,29 +93,22 @@ DEEPSEEK_V3 = Served(
 )
 
 
-def model_of(path: Path) -> Served:
-    """Shape of a checkpoint, by SGLang's own reading of its config.json.
-
-    Parameters
-    ----------
-    path : Path
-        The folder, or the config.json in it. No weights are needed.
+def model_of(model: NamedModel) -> Served:
+    """Shape of a model, by SGLang's own reading of its config.json. No weights are needed.
 
     Raises
     ------
     ValueError
-        No such file, or a model whose rows no layout stores.
+        A model whose rows no layout stores.
+    OSError
+        SGLang cannot read it.
     """
-    folder = path.parent if path.name == "config.json" else path
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"--model {path}: there is no config.json; name a checkpoint's folder, or its config.json"
-        )
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 
     from sgl_kvpool.sglang_plugin import models, refusals
 
-    config = ModelConfig(str(folder))
+    with model.sglang_path() as path:
+        config = ModelConfig(path)
     refusals.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     return Served(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sgl_kvpool.cli import main
+from sgl_kvpool.named_model import find_model
 from sgl_kvpool.plan import command, report
 from sgl_kvpool.plan.command import Candidate
-from sgl_kvpool.plan.model import find_model
 from sgl_kvpool.plan.planned import Plan
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -69,6 +69,24 @@ def test_bad_input_is_refused_before_sglang_is_asked(argv, message, capsys):
     assert "asking SGLang" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("page-size: 64\ntp_size: 4\n", "--tp-size is what this command plans"),
+        ("kv-cache-layout: fp4\n", "--kv-cache-layout is what this command plans"),
+        ("- tp-size\n", "holds no arguments: it is a list"),
+        ("a: [\n", "is no YAML"),
+    ],
+)
+def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
+    (tmp_path / "server.yaml").write_text(text)
+    argv = ["plan", "--model", V32, "--gpu-gb", "80", "--", "--config", str(tmp_path / "server.yaml")]
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "asking SGLang" not in said.err
+
+
 def test_a_list_is_no_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[1]")
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
@@ -95,7 +113,7 @@ def answer(tokens=100_000, most=2048, **changes):
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
         "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
-        "attention_copies": 1, "asked_running_requests": None,
+        "attention_copies": 1, "draft_weights_gib": None, "asked_running_requests": None,
         "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
         "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
                   "kv_lora_rank": 512, "qk_rope_head_dim": 64, "context_len": 131072},
@@ -175,6 +193,13 @@ def test_copies_of_attention_are_named():
     assert "DP attention" not in report.text(plan((Candidate("fp4"), answer())))
     shown = report.text(plan((Candidate("fp4"), answer(caches=8, attention_copies=8))))
     assert "hold the attention weights 8 times" in shown
+
+
+def test_weights_of_a_draft_are_named():
+    assert "a draft's" not in report.text(plan((Candidate("fp4"), answer())))
+    assert "and 3.5 GiB of a draft's" in report.text(plan((Candidate("fp4"), answer(draft_weights_gib=3.5))))
+    unknown = report.text(plan((Candidate("fp4"), answer(draft_weights_gib=0.0))))
+    assert "a draft's (unknown: give the sum of both to --weights-gb" in unknown
 
 
 def test_reasons_are_printed_without_a_picture(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ from sgl_kvpool.plan.command import ask
 
 CONFIGS = Path(__file__).resolve().parents[1] / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
+DRAFT_GIB = 8
 FRACTION = 0.8
 #: model: ranks, all layers, layers with rows, bytes per token besides rows.
 MODELS = {
@@ -28,6 +29,8 @@ TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilela
 #: bf16, and 8 matrices of 128 x 128 in float32.
 STATE_BYTES = 3 * 3 * 1024 * 2 + 8 * 128 * 128 * 4
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
+#: Its folder is put in when there is one.
+DRAFT = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "DRAFT"]
 #: Of deepseek_v32 unless it says otherwise: name: model, layout, arguments.
 OTHERS = {
     "heuristic": ("deepseek_v32", "fp4", ["--tp-size", "8"]),
@@ -35,6 +38,8 @@ OTHERS = {
     "tier": ("deepseek_v32", "fp4", ["--tp-size", "8", *TIER]),
     "narrow": ("kimi_linear", "bf16", ["--tp-size", "4", *TIER, "--kv-host-layout", "fp4"]),
     "mtp": ("deepseek_v32", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE", *TIER]),
+    "no mtp": ("kimi_k2", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE"]),
+    "own draft": ("kimi_k2", "fp4", ["--tp-size", "8", *DRAFT]),
     "dp attention": ("kimi_k2", "fp4", ["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"]),
     "replicas": ("kimi_k2", "fp4", ["--tp-size", "4", "--dp-size", "2"]),
     "pipeline": ("kimi_k2", "fp4", ["--tp-size", "4", "--pp-size", "2"]),
@@ -62,7 +67,13 @@ def folders(tmp_path_factory, checkpoints):
     for model in MODELS:
         (root / model).mkdir()
         (root / model / "config.json").write_text((CONFIGS / f"{model}.json").read_text())
-    return {**{model: str(root / model) for model in MODELS}, "mha": checkpoints["mha"]}
+    (root / "draft").mkdir()
+    draft = json.loads((CONFIGS / "kimi_k2.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (root / "draft" / "config.json").write_text(json.dumps(draft))
+    with (root / "draft" / "model.safetensors").open("wb") as file:
+        file.truncate(DRAFT_GIB << 30)
+    models = (*MODELS, "draft")
+    return {**{model: str(root / model) for model in models}, "mha": checkpoints["mha"]}
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +87,7 @@ def planned(folders):
     for name, (model, layout, words) in OTHERS.items():
         keys.append(name)
         asked = ["--kv-cache-layout", layout] if layout else []
+        words = [folders["draft"] if word == "DRAFT" else word for word in words]
         servers.append({"model_path": folders[model], "layout": layout, "arguments": [*asked, *words]})
     return dict(zip(keys, ask(MACHINE, servers), strict=True))
 
@@ -211,6 +223,23 @@ def test_a_draft_is_charged(planned):
     assert planned["mtp"]["host"] == {"token_bytes": 62 * 416, "index_bytes": 62 * 132, "slot_bytes": 0}
 
 
+def test_weights_of_a_draft_of_its_own(planned, folders):
+    """Those of its folder, unless the user's number has them in."""
+    found = planned["own draft"]
+    assert found["draft_weights_gib"] == DRAFT_GIB
+    assert found["cell_bytes"] == 62 * 416
+    server = {
+        "model_path": folders["kimi_k2"], "layout": "fp4",
+        "arguments": ["--kv-cache-layout", "fp4", "--tp-size", "8", *DRAFT[:-1], folders["draft"]],
+    }  # fmt: skip
+    [counted] = ask(MACHINE | {"drafts_included": True}, [server])
+    assert counted["draft_weights_gib"] is None
+    assert counted["available_bytes"] - found["available_bytes"] == pytest.approx(
+        2**30 * DRAFT_GIB / 8, abs=64
+    )
+    assert planned["mtp"]["draft_weights_gib"] is None
+
+
 @pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
 def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     """Each has as many tokens as an equal part of the weights leaves; DP attention says what it copies."""
@@ -228,6 +257,7 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("pipeline", "--pp-size 2"),
         ("capped", "--max-total-tokens"),
         ("three ranks", "3 ranks of attention do not divide the 64 heads of DeepseekV3ForCausalLM"),
+        ("no mtp", "DeepseekV3ForCausalLM comes without MTP layers (num_nextn_predict_layers"),
         ("all and more", "--mem-fraction-static 1.5 is more than a GPU has"),
         ("no page", "--page-size 0 is no number of tokens"),
         ("parts", "--dcp-size 2: ranks that keep parts"),

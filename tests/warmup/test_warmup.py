@@ -129,7 +129,7 @@ def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
             ["--device", "cpu", "--kv-host-engine", "staged"],
             "staged is not an engine of a server on cpu",
         ),
-        (["--device", "cpu", "--model", "/nowhere"], "--model /nowhere: there is no config.json"),
+        (["--device", "cpu", "--model", "/nowhere"], "/nowhere does not exist"),
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
     ],
 )

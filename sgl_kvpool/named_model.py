@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PlannedModel", "find_model"]
+__all__ = ["NamedModel", "find_model", "weights_gib"]
 
 _GIB = 1 << 30
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class PlannedModel:
-    """A model to plan for.
+class NamedModel:
+    """A model that a command is told to look at.
 
     Attributes
     ----------
@@ -39,8 +42,28 @@ class PlannedModel:
             return self.named
         return str(path.parent) if path.name == "config.json" else "MODEL"
 
+    @contextlib.contextmanager
+    def sglang_path(self) -> Iterator[str]:
+        """What SGLang finds the configuration by; of a file under another name, a folder made for it."""
+        path = Path(self.named)
+        if self.config is None or path.is_dir():
+            yield str(path.resolve()) if path.is_dir() else self.named
+            return
+        if path.name == "config.json":  # what it names, as code of its own, lies beside it
+            yield str(path.resolve().parent)
+            return
+        with tempfile.TemporaryDirectory(prefix="sgl-kvpool-model-") as folder:
+            (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
+            yield folder
 
-def find_model(named: str) -> PlannedModel:
+
+def weights_gib(folder: Path) -> float | None:
+    """Size of a checkpoint's safetensors files, in units of 2^30 bytes; None without any."""
+    size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size_bytes / _GIB if size_bytes else None
+
+
+def find_model(named: str) -> NamedModel:
     """Find a model.
 
     Parameters
@@ -56,7 +79,7 @@ def find_model(named: str) -> PlannedModel:
     path = Path(named)
     if not path.exists():
         if _HUB_NAME.fullmatch(named):
-            return PlannedModel(named, None, None)
+            return NamedModel(named, None, None)
         raise ValueError(
             f"{named} does not exist; name a checkpoint's folder, a config.json, or a model as owner/name"
         )
@@ -70,6 +93,4 @@ def find_model(named: str) -> PlannedModel:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no configuration of a model: it holds a {type(config).__name__}")
-    files = path.glob("*.safetensors") if path.is_dir() else ()
-    weights_bytes = sum(each.stat().st_size for each in files)
-    return PlannedModel(named, text, weights_bytes / _GIB if weights_bytes else None)
+    return NamedModel(named, text, weights_gib(path) if path.is_dir() else None)
