@@ -26,6 +26,8 @@ class HostBytes:
     slot_bytes : int
         States of a slot in all linear layers, as the host keeps them; 0 for models without.
     device_slots : int
+    draft_bytes : int
+        Of a token, in a host pool of a draft's own, which has as many tokens; on top of --hicache-size.
     """
 
     token_bytes: int
@@ -33,6 +35,12 @@ class HostBytes:
     device_tokens: int
     slot_bytes: int = 0
     device_slots: int = 0
+    draft_bytes: int = 0
+
+    @property
+    def page_token_bytes(self) -> int:
+        """Of a token in all pools that hold whole pages."""
+        return self.token_bytes + self.index_bytes + self.draft_bytes
 
     @property
     def has_states(self) -> bool:
@@ -76,16 +84,16 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
     pages = int(row_gb * _GB // held.token_bytes) // page_size + 1
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
     tokens = pages * page_size
-    return HostTokens(tokens, slots, tokens * (held.token_bytes + held.index_bytes) + slots * held.slot_bytes)
+    return HostTokens(tokens, slots, tokens * held.page_token_bytes + slots * held.slot_bytes)
 
 
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
     """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank; 0 for none.
 
-    Of models with sparse attention the size is that of the rows, and their index keys come on top. Padding, a
-    page and a slot, is not counted.
+    The size is that of the rows; index keys of sparse attention and drafts with pools of their own come on
+    top. Padding, a page and a slot, is not counted.
     """
-    padding_bytes = page_size * (held.token_bytes + held.index_bytes) + held.slot_bytes
+    padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
     size = int(memory_gb)
     while size > 0 and host_tokens(held, size, page_size).total_bytes - padding_bytes > memory_gb * _GB:
         size -= 1

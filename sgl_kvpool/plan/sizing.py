@@ -15,6 +15,7 @@ from typing import Any
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import weights_gib
 from sgl_kvpool.plan.plannable import check_drafts, check_heads, check_plannable, has_own_draft
+from sgl_kvpool.sglang_plugin.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
 
 __all__ = ["Machine", "ServerRequest", "size_server"]
@@ -109,7 +110,9 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     sizes = _pool_configurator(configurator)
     attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
     states = configurator.mambaish_config
-    tier = _host_tier(configurator, request) if view.enable_hierarchical_cache else None
+    tier = None
+    if layout is not None and view.enable_hierarchical_cache:
+        tier = _host_tier(configurator, layout)
     return {
         "page_size": view.page_size,
         "tokens": config.max_total_num_tokens,
@@ -237,34 +240,27 @@ def _slot_bytes(configurator: Any) -> int:
     return 0 if states is None else states.mamba2_cache_params.mamba_cache_per_req
 
 
-def _rows(configurator: Any) -> int:
-    """Layers of this stage that have rows, those of drafts behind them."""
-    with_rows, layers = (
-        layers_with_rows(configurator.model_config),
-        configurator.layer_info.num_effective_layers,
-    )
-    if with_rows is not None:
-        layers = len(with_rows)
-    has_drafts = configurator.spec_algorithm.is_eagle()
-    drafts = configurator.spec_aux_config.eagle_draft_num_layers if has_drafts else 0
-    return layers + int(drafts or 0)
+def _target_layers(configurator: Any) -> int:
+    """Layers of the target, of this stage, that have rows."""
+    with_rows = layers_with_rows(configurator.model_config)
+    return configurator.layer_info.num_effective_layers if with_rows is None else len(with_rows)
 
 
-def _host_tier(configurator: Any, request: ServerRequest) -> dict[str, int]:
+def _host_tier(configurator: Any, layout: MLAKVCacheLayout) -> dict[str, int]:
     """Bytes that the host keeps; fields of `host_tier.HostBytes` but the device's sizes."""
     from sgl_kvpool.host.states import padded_slot_bytes
     from sgl_kvpool.sglang_plugin.record import host_tier_of
 
     model_config = configurator.model_config
-    sizes = _pool_configurator(configurator)
-    layers = _rows(configurator)
-    layout = MLAKVCacheLayout.parse(request.layout or MLAKVCacheLayout.BF16.value)
-    device_row = row_format_of(model_config, layout).row_bytes
     host_layout = host_tier_of(configurator.server_args).host_layout(layout)
+    device_row, host_row = (row_format_of(model_config, each).row_bytes for each in (layout, host_layout))
+    rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
+    on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in (layout, host_layout))
     return {
-        "token_bytes": layers * row_format_of(model_config, host_layout).row_bytes,
-        # What SGLang counts for a token besides its rows.
-        "index_bytes": sizes._cell_size - layers * device_row,
+        "token_bytes": rows * host_row,
+        # What SGLang counts for a token of the device besides.
+        "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
+        "draft_bytes": on_host,
         "slot_bytes": padded_slot_bytes(_slot_bytes(configurator)),
     }
 
@@ -276,7 +272,7 @@ def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:
         "name": model_name(model_config),
         "kind": "sparse" if is_dsa(model_config) else "dense",
         "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
-        "layers_with_rows": _rows(configurator),
+        "layers_with_rows": _target_layers(configurator) + packed_layers(configurator),
         "kv_lora_rank": model_config.kv_lora_rank,
         "qk_rope_head_dim": model_config.qk_rope_head_dim,
         "context_len": model_config.context_len,

@@ -8,6 +8,7 @@ from typing import Any
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.configurator import asked_arrangement, asked_layout
+from sgl_kvpool.sglang_plugin.drafts import own_draft, packed_layers, without_drafts
 from sgl_kvpool.sglang_plugin.models import row_format_of
 from sgl_kvpool.sglang_plugin.record import host_tier_of
 from sgl_kvpool.sglang_plugin.refusals import has_host_tier
@@ -40,11 +41,18 @@ def _compute_cell_size(original, self, kvc, num_layers):
 
 
 def _init_pool_configurator(original, self, kvc):
-    original(self, kvc)
     layout = asked_layout(kvc)
-    if layout is not None and not kvc.is_draft_worker:
-        workspace = attention_workspace_bytes(kvc, row_format_of(kvc.model_config, layout))
-        self._fixed_overhead_bytes += workspace + page_buffer_bytes(kvc, layout)
+    if layout is None or kvc.is_draft_worker:
+        return original(self, kvc)
+    draft = own_draft(kvc)
+    if draft is None:
+        original(self, kvc)
+    else:
+        with without_drafts(kvc):
+            original(self, kvc)
+        self._cell_size += draft.token_bytes(layout)
+    workspace = attention_workspace_bytes(kvc, row_format_of(kvc.model_config, layout))
+    self._fixed_overhead_bytes += workspace + page_buffer_bytes(kvc, layout)
 
 
 def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
@@ -57,7 +65,6 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     ours = has_host_tier(view) and options.takes(layout, asked_arrangement(kvc), view.device)
     if not ours or view.device == "cpu" or not options.may_stage:
         return 0
-    drafts = kvc.spec_aux_config.eagle_draft_num_layers if kvc.spec_algorithm.is_eagle() else 0
     hybrid, stage = kvc.mambaish_config, kvc.layer_info
     layers, states = stage.num_effective_layers, 0
     if hybrid is not None:
@@ -68,6 +75,8 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
         parts.append(math.prod(cache.shape.temporal) * cache.dtype.temporal.itemsize)
         slot_bytes = sum(layer in here for layer in cache.layers) * sum(parts)
         states = buffer_bytes(staged_state_bytes(slot_bytes, max(parts))) if slot_bytes else 0
-    layers += int(drafts or 0)
-    rows = row_format_of(kvc.model_config, options.host_layout(layout))
-    return states + (buffer_bytes(layers * view.page_size * rows.row_bytes) if layers else 0)
+    host_layout, draft = options.host_layout(layout), own_draft(kvc)
+    target_bytes = (layers + packed_layers(kvc)) * row_format_of(kvc.model_config, host_layout).row_bytes
+    draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
+    # A draft that SGLang does not pack has a tier of its own.
+    return states + sum(buffer_bytes(view.page_size * each) for each in (target_bytes, draft_bytes) if each)

@@ -28,6 +28,7 @@ from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, ro
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
+    "check_draft_backend",
     "check_pair",
     "check_resolved",
     "check_stock",
@@ -97,10 +98,12 @@ def prepare(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
             "take rows without those of other layers between them; leave it out"
         )
-    for field in (*_BACKEND_FIELDS, "speculative_draft_attention_backend"):
+    for field in _BACKEND_FIELDS:
         value = getattr(server_args, field)
         if value is not None:
             _check_backend(f"{_flag(field)} {value}", value, name)
+    if server_args.speculative_draft_model_path in (None, server_args.model_path):
+        check_draft_backend(server_args.speculative_draft_attention_backend, name)
     refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
     if layout.is_read_by_sglang_dsa:
@@ -117,6 +120,15 @@ def prepare(
         # On Hopper SGLang would take fa3 for decode, which attends the stored rows.
         declared[field] = SPARSE_BF16
     return declared
+
+
+def check_draft_backend(backend: str | None, name: str) -> None:
+    """Refuse a backend named for a draft with sparse attention that is none for it.
+
+    Another model's attention is not known before its pool is built.
+    """
+    if backend is not None:
+        _check_backend(f"--speculative-draft-attention-backend {backend}", backend, name)
 
 
 def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it out") -> None:

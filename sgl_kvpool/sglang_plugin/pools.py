@@ -13,6 +13,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import attention, budget, disaggregation, dsa, host_tier, seams
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.configurator import asked_arrangement, asked_layout
+from sgl_kvpool.sglang_plugin.dsa_rules import check_draft_backend
 from sgl_kvpool.sglang_plugin.launching import build_server_info
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, AUTO, host_tier_of
@@ -108,8 +109,11 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
             f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: SGLang is shown their "
             "pools differently; leave out --kv-cache-layout, or use a draft of the target's kind"
         )
-    if not sparse:
-        check_draft(layout, asked_arrangement(configurator), get_spec().speculative_draft_attention_backend)
+    backend = get_spec().speculative_draft_attention_backend
+    if sparse:
+        check_draft_backend(backend, model_name(configurator.model_config))
+    else:
+        check_draft(layout, asked_arrangement(configurator), backend)
 
 
 def _readers(configurator: Any) -> tuple[str, ...]:

@@ -5,6 +5,16 @@ from types import SimpleNamespace
 import torch
 
 
+def drafting(layers):
+    """SGLang's record of that many layers of multi-token prediction; 0 without drafts."""
+    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+        SpecAuxHiddenStateConfig,
+    )
+
+    draft = SimpleNamespace(num_nextn_predict_layers=layers) if layers else None
+    return SpecAuxHiddenStateConfig(eagle_draft_num_layers=layers, draft_model_config=draft)
+
+
 def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3), **fields):
     """The object of the real class, with the fields that sizing and building of MLA pools read.
 
@@ -34,7 +44,7 @@ def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3
         "is_hybrid_swa": False,
         "mambaish_config": mambaish_config(model_config),
         "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
-        "spec_aux_config": SimpleNamespace(eagle_draft_num_layers=eagle),
+        "spec_aux_config": drafting(eagle),
         "layer_info": SimpleNamespace(start_layer=start, end_layer=end, num_effective_layers=end - start),
     }
     for name, value in {**values, **fields}.items():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configurators import drafting
 
 LAYERS = 3
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
@@ -42,7 +43,7 @@ def configurator(published, resolve, checkpoints):
         kvc.is_hybrid_swa = False
         kvc.mambaish_config = None
         kvc.spec_algorithm = SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE
-        kvc.spec_aux_config = SimpleNamespace(eagle_draft_num_layers=eagle)
+        kvc.spec_aux_config = drafting(eagle)
         kvc.layer_info = SimpleNamespace(start_layer=0, end_layer=LAYERS, num_effective_layers=LAYERS)
         return DefaultPoolConfigurator(kvc)
 
@@ -179,6 +180,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
@@ -189,18 +191,20 @@ def test_page_buffers_on_a_gpu_are_charged(
     kvc = Namespace(
         server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
         layer_info=Namespace(num_effective_layers=LAYERS), spec_aux_config=None,
-        spec_algorithm=Namespace(is_eagle=lambda: False),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
         mambaish_config=None,
     )  # fmt: skip
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == 0  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     expected = 0 if row_bytes is None else 8 * 16 * LAYERS * 64 * row_bytes
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected
-    kvc.spec_algorithm, kvc.spec_aux_config = (
-        Namespace(is_eagle=lambda: True),
-        Namespace(eagle_draft_num_layers=1),
-    )
+    kvc.spec_algorithm, kvc.spec_aux_config = SpeculativeAlgorithm.EAGLE, drafting(1)
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
+    # A draft of three layers that SGLang does not pack has a tier of its own, and one without rows SGLang's.
+    kvc.spec_algorithm, kvc.draft_attn_tp_size = SpeculativeAlgorithm.EAGLE3, 1
+    for draft, tiers in (("mla3", 2), ("mha", 1)):
+        kvc.spec_aux_config.draft_model_config = overrides.model_config_of(resolve(checkpoints[draft]))
+        assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == tiers * expected
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
@@ -225,7 +230,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
     kvc = Namespace(
         server_args=args, model_config=overrides.model_config_of(args), is_draft_worker=False,
         layer_info=Namespace(start_layer=2, end_layer=8, num_effective_layers=6), spec_aux_config=None,
-        spec_algorithm=Namespace(is_eagle=lambda: False),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
         mambaish_config=Namespace(full_attention_layer_ids=[1, 3, 5, 9], mamba2_cache_params=states),
     )  # fmt: skip
     rows = 8 * 16 * 2 * 64 * 416
@@ -253,6 +258,7 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     from sglang.srt.arg_groups import overrides
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.mem_cache.memory_pool import MambaPool
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.host import page_buffer
     from sgl_kvpool.host.state_view import StateView
@@ -280,7 +286,7 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
         layer_info=Namespace(
             start_layer=stage[0], end_layer=stage[1], num_effective_layers=stage[1] - stage[0]
         ),
-        spec_aux_config=None, spec_algorithm=Namespace(is_eagle=lambda: False),
+        spec_aux_config=None, spec_algorithm=SpeculativeAlgorithm.NONE,
     )  # fmt: skip
     assert page_buffer_bytes(kvc, MLAKVCacheLayout.FP4) > 0
     assert charged == [(view.group.bytes_per_page, view.largest_part_bytes)]

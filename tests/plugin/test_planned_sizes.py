@@ -15,7 +15,7 @@ from sgl_kvpool.plan.command import ask
 
 CONFIGS = Path(__file__).resolve().parents[1] / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
-DRAFT_GIB = 8
+NO_DRAFT = {"draft_bytes": 0}
 FRACTION = 0.8
 #: model: ranks, all layers, layers with rows, bytes per token besides rows.
 MODELS = {
@@ -29,8 +29,6 @@ TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilela
 #: bf16, and 8 matrices of 128 x 128 in float32.
 STATE_BYTES = 3 * 3 * 1024 * 2 + 8 * 128 * 128 * 4
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
-#: Its folder is put in when there is one.
-DRAFT = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "DRAFT"]
 #: Of deepseek_v32 unless it says otherwise: name: model, layout, arguments.
 OTHERS = {
     "heuristic": ("deepseek_v32", "fp4", ["--tp-size", "8"]),
@@ -39,7 +37,6 @@ OTHERS = {
     "narrow": ("kimi_linear", "bf16", ["--tp-size", "4", *TIER, "--kv-host-layout", "fp4"]),
     "mtp": ("deepseek_v32", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE", *TIER]),
     "no mtp": ("kimi_k2", "fp4", ["--tp-size", "8", "--speculative-algorithm", "EAGLE"]),
-    "own draft": ("kimi_k2", "fp4", ["--tp-size", "8", *DRAFT]),
     "dp attention": ("kimi_k2", "fp4", ["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"]),
     "replicas": ("kimi_k2", "fp4", ["--tp-size", "4", "--dp-size", "2"]),
     "pipeline": ("kimi_k2", "fp4", ["--tp-size", "4", "--pp-size", "2"]),
@@ -67,13 +64,7 @@ def folders(tmp_path_factory, checkpoints):
     for model in MODELS:
         (root / model).mkdir()
         (root / model / "config.json").write_text((CONFIGS / f"{model}.json").read_text())
-    (root / "draft").mkdir()
-    draft = json.loads((CONFIGS / "kimi_k2.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (root / "draft" / "config.json").write_text(json.dumps(draft))
-    with (root / "draft" / "model.safetensors").open("wb") as file:
-        file.truncate(DRAFT_GIB << 30)
-    models = (*MODELS, "draft")
-    return {**{model: str(root / model) for model in models}, "mha": checkpoints["mha"]}
+    return {**{model: str(root / model) for model in MODELS}, "mha": checkpoints["mha"]}
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +78,6 @@ def planned(folders):
     for name, (model, layout, words) in OTHERS.items():
         keys.append(name)
         asked = ["--kv-cache-layout", layout] if layout else []
-        words = [folders["draft"] if word == "DRAFT" else word for word in words]
         servers.append({"model_path": folders[model], "layout": layout, "arguments": [*asked, *words]})
     return dict(zip(keys, ask(MACHINE, servers), strict=True))
 
@@ -208,35 +198,21 @@ def test_what_works_instead_is_named(planned):
 def test_a_host_tier(planned):
     """Its bytes; on the device it costs the page buffers of what stages."""
     tier, plain = planned["tier"], planned["heuristic"]
-    assert tier["host"] == {"token_bytes": 61 * 416, "index_bytes": 61 * 132, "slot_bytes": 0}
+    assert tier["host"] == {"token_bytes": 61 * 416, "index_bytes": 61 * 132, "slot_bytes": 0, **NO_DRAFT}
     assert plain["host"] is None
     buffers = 128 << 20  # 61 layers of 64 tokens: 1.6 MB a page, more than 8 of its slots of 16 MiB
     assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
     narrow = planned["narrow"]
-    assert narrow["host"] == {"token_bytes": 7 * 416, "index_bytes": 0, "slot_bytes": 20 * STATE_BYTES}
+    states = {"slot_bytes": 20 * STATE_BYTES}
+    assert narrow["host"] == {"token_bytes": 7 * 416, "index_bytes": 0, **states, **NO_DRAFT}
     assert narrow["cell_bytes"] == 7 * 1152
 
 
 def test_a_draft_is_charged(planned):
     """The MTP layer has rows and index keys."""
     assert planned["mtp"]["cell_bytes"] == 62 * (416 + 132)
-    assert planned["mtp"]["host"] == {"token_bytes": 62 * 416, "index_bytes": 62 * 132, "slot_bytes": 0}
-
-
-def test_weights_of_a_draft_of_its_own(planned, folders):
-    """Those of its folder, unless the user's number has them in."""
-    found = planned["own draft"]
-    assert found["draft_weights_gib"] == DRAFT_GIB
-    assert found["cell_bytes"] == 62 * 416
-    server = {
-        "model_path": folders["kimi_k2"], "layout": "fp4",
-        "arguments": ["--kv-cache-layout", "fp4", "--tp-size", "8", *DRAFT[:-1], folders["draft"]],
-    }  # fmt: skip
-    [counted] = ask(MACHINE | {"drafts_included": True}, [server])
-    assert counted["draft_weights_gib"] is None
-    assert counted["available_bytes"] - found["available_bytes"] == pytest.approx(
-        2**30 * DRAFT_GIB / 8, abs=64
-    )
+    packed = {"token_bytes": 62 * 416, "index_bytes": 62 * 132, "slot_bytes": 0}
+    assert planned["mtp"]["host"] == packed | NO_DRAFT
     assert planned["mtp"]["draft_weights_gib"] is None
 
 

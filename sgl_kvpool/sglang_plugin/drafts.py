@@ -1,0 +1,132 @@
+"""Draft models of a server, as far as its target's budget and host tier have to know their pools."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
+
+__all__ = ["OwnDraft", "own_draft", "packed_layers", "without_drafts"]
+
+
+@dataclass(frozen=True)
+class OwnDraft:
+    """A draft model whose pool is not one of more layers of its target.
+
+    Attributes
+    ----------
+    config : ModelConfig
+        SGLang's, read in draft mode.
+    layers : int
+    ranks : int
+        That share its heads.
+    """
+
+    config: Any
+    layers: int
+    ranks: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it stores rows of latents; else keys and values of heads."""
+        from sglang.srt.configs.model_config import AttentionArch
+
+        return self.config.attention_arch == AttentionArch.MLA
+
+    def token_bytes(self, layout: MLAKVCacheLayout) -> int:
+        """Bytes of a token in its pool, whose rows, if it has some, are of this layout.
+
+        Raises
+        ------
+        ValueError
+            SGLang knows no such --kv-cache-dtype for the draft.
+        """
+        if self.has_rows:
+            return self.layers * row_format_of(self.config, layout).row_bytes
+        import torch
+        from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+        from sglang.srt.runtime_context import get_model, get_spec
+
+        _, dtype = configure_kv_cache_dtype(
+            server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+            speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+            model=None,
+            model_dtype=self.config.dtype,
+            is_draft_worker=True,
+            is_dflash=False,
+            speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
+        )
+        values = self.config.get_num_kv_heads(self.ranks) * (self.config.head_dim + self.config.v_head_dim)
+        return self.layers * values * torch.empty(0, dtype=dtype).element_size()
+
+
+def own_draft(configurator: Any) -> OwnDraft | None:
+    """The draft of a KVCacheConfigurator's target, unless its pool is one of more layers of the target.
+
+    SGLang sizes every draft of EAGLE and STANDALONE as so many more layers, and says that this is right for
+    drafts with the target's attention (`pool_configurator.py:246`). Keys and values of heads are wider than a
+    latent, and the fewer bytes a row of the target has, the more tokens both pools get: beside Kimi-K2 in
+    `fp4` on 8 GPUs, a draft of 64 heads of 128 takes 4096 bytes of a token where 416 would be charged. Drafts
+    with sparse attention, which have index keys too, are left to SGLang.
+
+    Raises
+    ------
+    ValueError
+        A draft with heads beside sparse attention (DSA), for which no attention backend is named: SGLang
+        would attend it by the target's, which ends in an AttributeError.
+    """
+    draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
+    if draft is None or packed_layers(configurator) or is_dsa(draft):
+        return None
+    # As SGLang counts them in `spec_aux_hidden_state.py`; the 0 that some checkpoints have for MTP is none.
+    layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
+    own = OwnDraft(draft, int(layers), configurator.draft_attn_tp_size)
+    if not own.has_rows and is_dsa(configurator.model_config):
+        _check_backend(own)
+    return own
+
+
+def packed_layers(configurator: Any) -> int:
+    """Layers of drafts whose rows lie in the pages of the target's host tier, if there is one.
+
+    SGLang packs layers of multi-token prediction (`base_spec_worker._can_pack_hicache_mtp`); other drafts
+    have a host pool of their own, with as many tokens.
+    """
+    algorithm = configurator.spec_algorithm
+    if not _drafts(configurator) or not algorithm.is_eagle() or algorithm.is_eagle3():
+        return 0
+    draft = configurator.spec_aux_config.draft_model_config
+    return int(draft.num_nextn_predict_layers or 0) if draft is not None else 0
+
+
+@contextlib.contextmanager
+def without_drafts(configurator: Any) -> Iterator[None]:
+    """Have SGLang size the target alone."""
+    import msgspec
+
+    whole = configurator.spec_aux_config
+    configurator.spec_aux_config = msgspec.structs.replace(whole, eagle_draft_num_layers=None)
+    try:
+        yield
+    finally:
+        configurator.spec_aux_config = whole
+
+
+def _check_backend(draft: OwnDraft) -> None:
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_draft_attention_backend is None:
+        raise ValueError(
+            f"{model_name(draft.config)}, the draft model, does not use multi-head latent attention (MLA), "
+            "and SGLang would attend it as its target, by sparse attention (DSA); name a backend with "
+            "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
+        )
+
+
+def _drafts(configurator: Any) -> bool:
+    algorithm = configurator.spec_algorithm
+    return not configurator.is_draft_worker and (algorithm.is_eagle() or algorithm.is_standalone())

@@ -1,0 +1,165 @@
+"""What a draft model of its own takes of a server's memory: SGLang's own pools, and hand arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_kvpool.plan.command import ask
+
+CONFIGS = Path(__file__).parent.parent / "plan" / "configs"
+MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
+DRAFT_GIB = 8
+HEADS = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 7168,
+    "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 128,
+    "intermediate_size": 18432, "vocab_size": 163840, "draft_vocab_size": 32000, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+#: Of a token on one of 8 ranks: 8 heads of keys and of values.
+HEADS_BYTES = 8 * (128 + 128) * 2
+TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
+CHAIN = [
+    "--speculative-num-steps",
+    "3",
+    "--speculative-eagle-topk",
+    "1",
+    "--speculative-num-draft-tokens",
+    "4",
+]
+
+
+def drafting(draft, algorithm="EAGLE3", backend="flashinfer"):
+    named = ["--speculative-draft-attention-backend", backend] if backend else []
+    words = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft]
+    return ["--tp-size", "8", *words, *CHAIN, *named]
+
+
+#: Target, layout and arguments, in which a name of `folders` stands for its folder.
+SERVERS = {
+    "heads": ("kimi_k2", "fp4", drafting("heads")),
+    "tier": ("kimi_k2", "fp4", [*drafting("heads"), *TIER]),
+    "fp8": ("kimi_k2", "fp8", drafting("heads")),
+    "fp8 beside bf16": ("kimi_k2", "fp8", [*drafting("heads"), "--speculative-draft-kv-cache-dtype", "bf16"]),
+    "three layers": ("kimi_k2", "bf16", drafting("three layers")),
+    "as it is": ("kimi_k2", None, drafting("heads")),
+    "sparse": ("deepseek_v32", "fp4", drafting("heads")),
+    "attention ranks": (
+        "kimi_k2", "fp4", [*drafting("heads"), "--enable-dp-attention", "--dp-size", "4"],
+    ),
+    "standalone": ("deepseek_v32", "fp4", drafting("heads", "STANDALONE")),
+    "sparse by itself": ("deepseek_v32", "fp4", drafting("heads", backend=None)),
+    "sparse, rows by another": (
+        "deepseek_v32", "fp4",
+        ["--speculative-algorithm", "EAGLE", "--speculative-draft-attention-backend", "fa3"],
+    ),
+    "packed": ("kimi_k2", "fp4", [*drafting("mtp", "EAGLE", None), *TIER]),
+    "unpacked": ("kimi_k2", "bf16", [*drafting("mla", backend=None), *TIER, "--kv-host-layout", "fp4"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Configurations of targets and drafts; one draft has weights, as far as their size goes."""
+    root = tmp_path_factory.mktemp("drafts")
+    k2 = json.loads((CONFIGS / "kimi_k2.json").read_text())
+    configs = {
+        "kimi_k2": k2,
+        "deepseek_v32": json.loads((CONFIGS / "deepseek_v32.json").read_text()),
+        "heads": HEADS,
+        "three layers": HEADS | {"num_hidden_layers": 3},
+        "mtp": k2 | {"num_nextn_predict_layers": 1},
+        "mla": k2 | {"num_hidden_layers": 2, "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+    }
+    for name, config in configs.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    with (root / "mtp" / "model.safetensors").open("wb") as file:
+        file.truncate(DRAFT_GIB << 30)
+    return {name: str(root / name) for name in configs}
+
+
+@pytest.fixture(scope="module")
+def request_of(folders):
+    def build(target, layout, words):
+        asked = ["--kv-cache-layout", layout] if layout else []
+        words = [folders.get(word, word) for word in words]
+        return {"model_path": folders[target], "layout": layout, "arguments": [*asked, *words]}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def sized(request_of):
+    answers = ask(MACHINE, [request_of(*server) for server in SERVERS.values()])
+    return dict(zip(SERVERS, answers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        ("heads", 61 * 416 + HEADS_BYTES),
+        ("tier", 61 * 416 + HEADS_BYTES),
+        ("fp8", 61 * 576 + HEADS_BYTES // 2),
+        ("fp8 beside bf16", 61 * 576 + HEADS_BYTES),
+        ("three layers", 61 * 1152 + 3 * HEADS_BYTES),
+        ("sparse", 61 * (416 + 132) + HEADS_BYTES),
+        ("attention ranks", 61 * 416 + 4 * HEADS_BYTES),  # 2 of 8 ranks share the 64 heads
+        ("standalone", 61 * (416 + 132) + HEADS_BYTES),
+        ("packed", 62 * 416),
+        ("unpacked", 63 * 1152),
+    ],
+)
+def test_bytes_of_a_token(sized, name, token_bytes):
+    found = sized[name]
+    assert found["cell_bytes"] == token_bytes
+    rows = (found["available_bytes"] - found["workspace_bytes"]) // token_bytes
+    assert found["tokens"] == rows // found["page_size"] * found["page_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sparse by itself", "LlamaForCausalLMEagle3, the draft model, does not use multi-head latent"),
+        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 does not attend what"),
+    ],
+)
+def test_drafts_beside_sparse_attention_that_nothing_attends(sized, name, message):
+    assert message in sized[name]["refused"]
+
+
+def test_sglang_as_it_is_keeps_its_number(sized):
+    """It takes the draft for one more layer of the target."""
+    assert sized["as it is"]["cell_bytes"] == 62 * 1152
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "draft_bytes"),
+    [("tier", 61 * 416, HEADS_BYTES), ("packed", 62 * 416, 0), ("unpacked", 61 * 416, 2 * 416)],
+)
+def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes):
+    """SGLang gives drafts that it does not pack as many tokens as the target, whatever the tier's size."""
+    kept = {"token_bytes": token_bytes, "index_bytes": 0, "draft_bytes": draft_bytes, "slot_bytes": 0}
+    assert sized[name]["host"] == kept
+
+
+def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=1024, page_size=64, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=1, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    assert sum(pool.get_kv_size_bytes()) == (1024 + 64) * HEADS_BYTES
+
+
+def test_weights_of_a_draft(sized, request_of):
+    """Those of its folder, unless the user's number has them in."""
+    found = sized["packed"]
+    assert found["draft_weights_gib"] == DRAFT_GIB
+    assert sized["heads"]["draft_weights_gib"] == 0  # not known
+    [counted] = ask(MACHINE | {"drafts_included": True}, [request_of(*SERVERS["packed"])])
+    assert counted["draft_weights_gib"] is None
+    more = counted["available_bytes"] - found["available_bytes"]
+    assert more == pytest.approx(2**30 * DRAFT_GIB / 8, abs=64)  # of one of 8 ranks
