@@ -3,7 +3,9 @@
 SGLang keeps 10 GiB of memory free when it makes a host tier. These take a megabyte, on machines of any size.
 """
 
+import atexit
 import ctypes
+import gc
 import threading
 
 import pytest
@@ -189,7 +191,7 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
 
     host_tier.install()
     before = snapshot_context()
-    made = []
+    made, in_gigabytes = [], []
 
     def build(
         layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
@@ -221,12 +223,19 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
             args, process_group, pool, requests, page_size, monkeypatch, tree, packed
         )
         made.append(model)
+        in_gigabytes.extend(sizes or ())
         return model
 
     yield build
     for model in made:
         if model.controller.enable_storage:
             model.controller.detach_storage_backend()
+        # SGLang's registration would keep the tiers until the last test has ended.
+        atexit.unregister(model.cache.shutdown)
+    if in_gigabytes:
+        made.clear()
+        del model
+        gc.collect()
     get_parallel().clear_stamp()
     publish(published, role="scheduler", ranks=SpawnRanks(0, None, 0))
     restore_context(before)

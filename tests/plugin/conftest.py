@@ -4,6 +4,7 @@ import json
 
 import pytest
 from hybrid_configs import HYBRIDS
+from managers import bootstrap, manager_of, no_groups  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")

@@ -9,131 +9,15 @@ import ctypes
 import inspect
 import itertools
 import re
-import socket
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
-
-from sgl_kvpool.demo.server import free_port
+from managers import STRINGS, pool_of
 
 SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "bfloat16", "fp4": "bfloat16"}
-#: The string of each layout, byte for byte: servers of other releases read it.
-STRINGS = {
-    "bf16": "bfloat16",
-    "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
-    "fp8_block_scale": "bfloat16+kvpool:fp8_block_scale-r512-p64-b656-v1",
-    "fp4": "bfloat16+kvpool:fp4-r512-p64-b416-v1",
-}
-
-
-@pytest.fixture
-def bootstrap(published):
-    """SGLang's server that introduces prefill servers to decode servers; its address."""
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-
-    port = free_port()
-    server = CommonKVBootstrapServer("127.0.0.1", port)
-    for _ in range(500):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-    yield f"127.0.0.1:{port}"
-    server.close()
-
-
-@pytest.fixture
-def no_groups(published):
-    """A process without process groups, which a manager asks for."""
-    from sglang.srt.runtime_context import get_parallel
-
-    # Around SGLang's snapshot of a context, not within: that holds the very record that this changes.
-    with get_parallel().override(pp_group=None):
-        yield
-
-
-@pytest.fixture
-def manager_of(bootstrap, no_groups, monkeypatch):
-    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with its queue's arguments.
-
-    `layout` is what the server was asked for; None is a server without the plugin.
-    """
-    from sglang.srt.disaggregation import decode, prefill
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
-    from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, TransferBackend
-    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
-    from sglang.srt.server_args import ServerArgs
-
-    from sgl_kvpool.sglang_plugin import disaggregation, record
-    from sgl_kvpool.sglang_plugin.record import LAYOUT
-
-    monkeypatch.setattr(record, "_asked", set())
-    disaggregation.install()
-    classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
-    for module in (prefill, decode):
-        # The engines' own classes want their library and a network card.
-        monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
-    before = snapshot_context()
-    made = []
-    queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
-
-    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None):
-        model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
-        if with_rows is not None:  # a hybrid model, whose other layers have states
-            model = SimpleNamespace(
-                num_hidden_layers=2 * LAYERS,
-                hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
-            )
-        args = ServerArgs(
-            model_path="dummy", device="cpu", host="127.0.0.1", page_size=pool.page_size,
-            disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
-        )  # fmt: skip
-        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
-        if layout == "as the pool":
-            layout = pool.kv_cache_layout.value
-        setattr(args, LAYOUT.attribute, layout)  # as a record that came from the launcher has it
-        shown = (
-            {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype] if says_dtype else None
-        )
-        queue = object.__new__(queues[mode])
-        vars(queue).update(
-            transfer_backend=TransferBackend.MOONCAKE, tp_rank=0, pp_rank=0, is_mla_backend=True,
-            token_to_kv_pool=pool, draft_token_to_kv_pool=draft, enable_staging=False,
-            metadata_buffers=MetadataBuffers(4, 16, torch.float32, 0),
-            scheduler=SimpleNamespace(
-                rust_server=None, server_args=args, enable_hisparse=False,
-                tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str=shown)),
-                model_config=model,
-            ),
-        )  # fmt: skip
-        made.append(queue._init_kv_manager())
-        return made[-1]
-
-    yield build
-    for manager in made:
-        manager.server_socket.close(0)
-    restore_context(before)
-
-
-def pool_of(layout, make=device_pool, **extra):
-    """A pool that has gone through our hook of SGLang's builder."""
-    from sgl_kvpool.sglang_plugin import pools
-    from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
-
-    decided = SimpleNamespace(**{LAYOUT.attribute: layout, ARRANGEMENT.attribute: "auto"})
-    builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)
-    pool = make(layout, **extra)
-    return pools._build_token_to_kv_pool(lambda self, **_: pool, builder, sizes=None)
-
-
 # -------------------------------------------------------------------- the handshake
 
 
@@ -370,61 +254,6 @@ def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_o
         for number, layer in enumerate(rows(there)):
             expected[start + number][1] = layer[3]
     assert all(map(np.array_equal, rows(here), expected))
-
-
-# -------------------------------------------------------------------- models with sparse attention
-
-#: The scaled rows are shown to SGLang as another dtype than in dense pools, and raw rows as the same one.
-DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of, layout):
-    """Index keys are SGLang's own, a state of its own, which is none of the pages of rows."""
-    pool = pool_of(layout, make=dsa_pool, skip_topk_layers=[False, True, False])
-    manager = manager_of("prefill", pool)
-    args = manager.kv_args
-    assert manager.kv_cache_dtype_str == DSA_STRINGS[layout]
-    assert args.kv_data_ptrs == [layer.data_ptr() for layer in pool.kv_buffer]
-    assert args.kv_item_lens == [PAGE * row_bytes(layout)] * LAYERS
-    assert [kind.value for kind in args.state_types] == ["dsa"]
-    assert args.state_data_ptrs == [[pages.data_ptr() for pages in pool.index_k_with_scale_buffer]]
-    assert args.state_item_lens == [[INDEX_PAGE_BYTES, 0, INDEX_PAGE_BYTES]]
-
-
-@pytest.mark.parametrize(("prefill", "decode"), itertools.product(LAYOUTS, LAYOUTS))
-def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, decode):
-    manager_of("prefill", pool_of(prefill, make=dsa_pool))
-    peer = manager_of("decode", pool_of(decode, make=dsa_pool))
-    if prefill == decode:
-        assert peer.try_ensure_parallel_info(bootstrap)
-        return
-    text = "KV cache layout mismatch: .*"
-    text += ", .*".join(re.escape(f"({DSA_STRINGS[layout]})") for layout in (prefill, decode))
-    with pytest.raises(RuntimeError, match=f"{text}.*same --kv-cache-layout"):
-        peer.try_ensure_parallel_info(bootstrap)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
-    """It says `fp8_e4m3` of raw and of scaled rows, so neither is taken for ours."""
-    stock = stock_pool("bf16" if layout in ("bf16", "fp4") else layout)
-    manager_of("prefill", stock, layout=None)
-    peer = manager_of("decode", pool_of(layout, make=dsa_pool))
-    if layout == "bf16":
-        assert peer.try_ensure_parallel_info(bootstrap)
-        return
-    with pytest.raises(RuntimeError, match=f"stores SGLang's own rows .* rows of layout {layout} "):
-        peer.try_ensure_parallel_info(bootstrap)
-
-
-def test_rows_of_264_bytes_are_not_those_of_a_dense_pool(manager_of, bootstrap):
-    """Which pads them to 272; SGLang is shown another dtype too."""
-    manager_of("prefill", pool_of("fp8_block_scale", page_size=PAGE, kv_lora_rank=256, qk_rope_head_dim=0))
-    peer = manager_of("decode", pool_of("fp8_block_scale", make=dsa_pool, rank=256, rope=0))
-    assert peer.kv_cache_dtype_str == "fp8_e4m3+kvpool:fp8_block_scale-r256-p0-b264-v1"
-    with pytest.raises(RuntimeError, match=r"-b272-v1\), .*-b264-v1\)"):
-        peer.try_ensure_parallel_info(bootstrap)
 
 
 # -------------------------------------------------------------------- SGLang's engines

@@ -2,14 +2,14 @@
 
 import hybrid_pools
 import pytest
-from test_disaggregation import bootstrap, manager_of, no_groups, pool_of  # noqa: F401
+from managers import pool_of
 
 MLA_LAYERS = hybrid_pools.MLA_LAYERS
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("layout", hybrid_pools.LAYOUTS)
-def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, layout, sparse):  # noqa: F811
+def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, layout, sparse):
     """By the model's layers; states by SGLang, as without a layout."""
     pool = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
     prefill = manager_of("prefill", pool, with_rows=MLA_LAYERS)
@@ -28,7 +28,7 @@ def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, 
     assert decode.kv_cache_dtype_str == prefill.kv_cache_dtype_str
 
 
-def test_other_rows_are_refused(manager_of, bootstrap):  # noqa: F811
+def test_other_rows_are_refused(manager_of, bootstrap):
     manager_of("prefill", pool_of("fp4", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
     decode = manager_of("decode", pool_of("fp8", hybrid_pools.hybrid_pool), with_rows=MLA_LAYERS)
     with pytest.raises(RuntimeError, match=r"prefill server .* stores rows of layout fp4 .*layout fp8"):

@@ -1,0 +1,197 @@
+"""Rows and states whose backups or loads fail: a request gets both of one prefix, or neither."""
+
+import numpy as np
+import pytest
+import torch
+from test_controller import broken, torch_too
+from test_hybrid_tree import TREES, break_backups, prompt
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("which", ["rows", "states"])
+def test_a_lost_backup_is_a_miss_of_both(hybrid_of, failures, monkeypatch, which, tree):
+    model = hybrid_of(tree=tree)
+    short, longer = prompt(4), prompt(9)
+    model.put(short)
+    with monkeypatch.context() as patched:
+        break_backups(model.tiers[which == "states"], patched)
+        model.put(longer)
+    assert failures() == {"backup": 1, "backup_lost": 1}
+    model.evict()
+    model.check(longer, 0)
+    assert failures()["load_pages"] == 1
+    model.check(short, 4)
+    # Now the short prefix is on the device. The longer one is still a miss, and the request goes on from the
+    # short one: with that one's state, not with an empty one.
+    model.check(longer, 4)
+    free = model.requests.mamba_allocator.available_size()
+    model.check(longer, 4)
+    assert model.requests.mamba_allocator.available_size() == free
+    # Computed again it is served from the device, until it leaves it.
+    model.put(longer)
+    model.check(longer, 9)
+    model.evict()
+    model.check(longer, 0)
+
+
+@pytest.mark.parametrize("which", ["rows", "states"])
+def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures, monkeypatch, which):
+    model = hybrid_of(page_size=64, sparse=True, drafts=("hybrid",))
+    short, longer = prompt(64), prompt(192)
+    model.put(short)
+    with monkeypatch.context() as patched:
+        break_backups(model.tiers[which == "states"], patched)
+        model.put(longer)
+    assert failures()["backup_lost"] == 1
+    model.evict()
+    before = [layer.copy() for layer in (*model.row_layers(), *model.index_layers())]
+    model.check(longer, 0)
+    assert all(map(np.array_equal, before, (*model.row_layers(), *model.index_layers())))
+    model.check(short, 64)
+    model.check(longer, 64)
+    model.put(longer)
+    model.check(longer, 192)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_host_slots_that_are_nobodys_are_a_miss_of_both(hybrid_of, failures, which):
+    model = hybrid_of()
+    model.put(prompt(4))
+    model.put(prompt(9))
+    model.evict()
+    model.check(prompt(4), 4)
+    model.tiers[which].slot_used[:] = False
+    free = [model.cache.token_to_kv_pool_allocator.available_size(),
+            model.requests.mamba_allocator.available_size()]  # fmt: skip
+    model.check(prompt(9), 4)
+    assert failures() == {"load_pages": 1}
+    assert model.controller.load_queue == []
+    assert free == [model.cache.token_to_kv_pool_allocator.available_size(),
+                    model.requests.mamba_allocator.available_size()]  # fmt: skip
+
+
+def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
+    """SGLang gives the rows' slots back; the request has the state of where it goes on from."""
+    model = hybrid_of()
+    model.put(prompt(4))
+    model.put(prompt(9))
+    model.evict()
+    model.check(prompt(4), 4)
+    (entry,) = [e for e in model.controller.mem_pool_host.entries if e.host_pool is model.tiers[1]]
+    entry.device_alloc_fn, entry.device_evict_fn = (lambda count: None), None
+    free = model.cache.token_to_kv_pool_allocator.available_size()
+    model.check(prompt(9), 4)
+    assert model.cache.token_to_kv_pool_allocator.available_size() == free
+
+
+@pytest.mark.parametrize("given", [[5, 5], [0], [7]])
+def test_device_slots_of_states_that_are_none(hybrid_of, failures, given):
+    """Of SGLang's allocator: slot 0 takes writes of padded tokens, a slot twice would get two owners."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    model = hybrid_of()
+    rows, states = model.tiers
+    states_there = torch.tensor(given)
+    taken = model.cache.token_to_kv_pool_allocator.alloc(4)
+    free = [tier.available_size() for tier in model.tiers]
+    backup = [PoolTransfer(name=PoolName.MAMBA, device_indices=states_there)]
+    assert model.controller.write(taken, node_id=1, extra_pools=backup) is None
+    assert failures() == {"backup_pages": 1}
+    assert free == [tier.available_size() for tier in model.tiers]
+    load = [
+        PoolTransfer(name=PoolName.MAMBA, host_indices=states.alloc(len(given)), device_indices=states_there)
+    ]
+    assert model.controller.load(rows.alloc(4), node_id=1, extra_pools=load) is None
+    assert failures() == {"backup_pages": 1, "load_pages": 1}
+    assert (model.controller.load_queue, model.controller.write_queue) == ([], [])
+
+
+def test_a_full_host_pool_of_states_backs_up_neither(hybrid_of):
+    """SGLang evicts other states of the host first; if none can go, the rows are not backed up either."""
+    model = hybrid_of(slots=8, tokens=64)
+    rows, states = model.tiers
+    taken = states.alloc(states.available_size())
+    (entry,) = [e for e in model.controller.mem_pool_host.entries if e.host_pool is states]
+    assert entry.host_evict_fn is not None
+    free = rows.available_size()
+    model.put(prompt(4))
+    assert rows.available_size() == free
+    model.evict()
+    model.check(prompt(4), 0)
+    states.free(taken)
+    model.put(prompt(4))
+    model.evict()
+    model.check(prompt(4), 4)
+
+
+def test_torch_carries_out_what_an_engine_could_not(hybrid_of, failures, caplog):
+    model = hybrid_of("fp8")
+    states = model.tiers[1]
+    broken(states._lanes.to_host)
+    broken(states._lanes.to_device)
+    model.put(prompt(5))
+    model.evict()
+    model.check(prompt(5), 5)
+    parts = len(states._view.group.layers)
+    assert failures() == {"backup": 1, "load": parts}
+    assert "broken on purpose" in caplog.text
+
+
+def test_states_whose_load_fails_twice_stop_the_server(hybrid_of, monkeypatch, caplog):
+    model = hybrid_of()
+    model.put(prompt(4))
+    model.evict()
+    lanes = model.tiers[1]._lanes.to_device
+    broken(lanes)
+    torch_too(lanes, monkeypatch)
+    with pytest.raises((OSError, AttributeError)):
+        model.serve(prompt(4))
+    assert "transfer of 2 pages to_device failed" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tree, policy):
+    """Prompts that share prefixes, pools that are too small, evictions on both sides, lost backups."""
+    random = np.random.default_rng(page_size)
+    model = hybrid_of(
+        page_size=page_size, tokens=24, slots=7, tree=tree, sizes={"hicache_ratio": 1.2},
+        arrangement="page_major", policy=policy,
+    )  # fmt: skip
+    prompts, shorter, lengths, served = [], {}, [], 0
+    for _ in range(70):
+        if prompts and random.random() < 0.5:
+            base = prompts[random.integers(len(prompts))]
+            if random.random() < 0.5:
+                base = base[: page_size * random.integers(1, len(base) // page_size + 1)]
+        else:
+            base = []
+        more = [int(t) for t in random.integers(0, 1 << 20, page_size * random.integers(1, 5))]
+        tokens = [*base, *more][: 12 * page_size]
+        prompts.append(tokens)
+        shorter[tuple(tokens)] = base
+        model.check(tokens)
+        with monkeypatch.context() as patched:
+            if random.random() < 0.3:
+                break_backups(model.tiers[random.integers(2)], patched)
+            make_room(model, len(tokens))
+            model.put(tokens)
+        if random.random() < 0.5:
+            model.evict(tokens=int(random.integers(0, 30)) * page_size, states=int(random.integers(0, 4)))
+        for tokens in (prompts[random.integers(len(prompts))] for _ in range(3)):
+            make_room(model, len(tokens))
+            model.check(shorter[tuple(tokens)] or tokens)  # which is on the device then, with its state
+            lengths.append(model.check(tokens))
+            served += lengths[-1] > 0
+    assert served > 20
+    assert 0 in lengths
+    model.cache.sanity_check()
+
+
+def make_room(model, tokens):
+    """As SGLang before it computes or loads: what does not fit is pushed out, and no more."""
+    rows = tokens - model.cache.token_to_kv_pool_allocator.available_size()
+    states = 3 - model.requests.mamba_allocator.available_size()
+    if rows > 0 or states > 0:
+        model.evict(max(rows, 0), max(states, 0))

@@ -1,0 +1,125 @@
+"""SGLang's managers of prefill and decode servers, over real pools, and its server that introduces them.
+
+Both managers are SGLang's `CommonKVManager`, which every transfer engine's derives from, with the arguments
+that SGLang's queues fill in for real pools.
+"""
+
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from host_tier import LAYERS, device_pool
+
+from sgl_kvpool.demo.server import free_port
+
+#: The string of each layout, byte for byte: servers of other releases read it.
+STRINGS = {
+    "bf16": "bfloat16",
+    "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
+    "fp8_block_scale": "bfloat16+kvpool:fp8_block_scale-r512-p64-b656-v1",
+    "fp4": "bfloat16+kvpool:fp4-r512-p64-b416-v1",
+}
+
+
+@pytest.fixture
+def bootstrap(published):
+    """SGLang's server that introduces prefill servers to decode servers; its address."""
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+    port = free_port()
+    server = CommonKVBootstrapServer("127.0.0.1", port)
+    for _ in range(500):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    yield f"127.0.0.1:{port}"
+    server.close()
+
+
+@pytest.fixture
+def no_groups(published):
+    """A process without process groups, which a manager asks for."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # Around SGLang's snapshot of a context, not within: that holds the very record that this changes.
+    with get_parallel().override(pp_group=None):
+        yield
+
+
+@pytest.fixture
+def manager_of(bootstrap, no_groups, monkeypatch):
+    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with its queue's arguments.
+
+    `layout` is what the server was asked for; None is a server without the plugin.
+    """
+    from sglang.srt.disaggregation import decode, prefill
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, TransferBackend
+    from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin import disaggregation, record
+    from sgl_kvpool.sglang_plugin.record import LAYOUT
+
+    monkeypatch.setattr(record, "_asked", set())
+    disaggregation.install()
+    classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
+    for module in (prefill, decode):
+        # The engines' own classes want their library and a network card.
+        monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
+    before = snapshot_context()
+    made = []
+    queues = {"prefill": prefill.PrefillBootstrapQueue, "decode": decode.DecodePreallocQueue}
+
+    def build(mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None):
+        model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
+        if with_rows is not None:  # a hybrid model, whose other layers have states
+            model = SimpleNamespace(
+                num_hidden_layers=2 * LAYERS,
+                hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
+            )
+        args = ServerArgs(
+            model_path="dummy", device="cpu", host="127.0.0.1", page_size=pool.page_size,
+            disaggregation_mode=mode, disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
+        )  # fmt: skip
+        publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+        if layout == "as the pool":
+            layout = pool.kv_cache_layout.value
+        setattr(args, LAYOUT.attribute, layout)  # as a record that came from the launcher has it
+        shown = (
+            {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype] if says_dtype else None
+        )
+        queue = object.__new__(queues[mode])
+        vars(queue).update(
+            transfer_backend=TransferBackend.MOONCAKE, tp_rank=0, pp_rank=0, is_mla_backend=True,
+            token_to_kv_pool=pool, draft_token_to_kv_pool=draft, enable_staging=False,
+            metadata_buffers=MetadataBuffers(4, 16, torch.float32, 0),
+            scheduler=SimpleNamespace(
+                rust_server=None, server_args=args, enable_hisparse=False,
+                tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str=shown)),
+                model_config=model,
+            ),
+        )  # fmt: skip
+        made.append(queue._init_kv_manager())
+        return made[-1]
+
+    yield build
+    for manager in made:
+        manager.server_socket.close(0)
+    restore_context(before)
+
+
+def pool_of(layout, make=device_pool, **extra):
+    """A pool that has gone through our hook of SGLang's builder."""
+    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
+
+    decided = SimpleNamespace(**{LAYOUT.attribute: layout, ARRANGEMENT.attribute: "auto"})
+    builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)
+    pool = make(layout, **extra)
+    return pools._build_token_to_kv_pool(lambda self, **_: pool, builder, sizes=None)

@@ -1,0 +1,61 @@
+"""Prefill and decode servers of models with sparse attention: what their peers compare."""
+
+import itertools
+import re
+
+import pytest
+from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
+from host_tier import LAYERS, LAYOUTS
+from managers import STRINGS, pool_of
+
+#: The scaled rows are shown to SGLang as another dtype than in dense pools, and raw rows as the same one.
+DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of, layout):
+    """Index keys are SGLang's own, a state of its own, which is none of the pages of rows."""
+    pool = pool_of(layout, make=dsa_pool, skip_topk_layers=[False, True, False])
+    manager = manager_of("prefill", pool)
+    args = manager.kv_args
+    assert manager.kv_cache_dtype_str == DSA_STRINGS[layout]
+    assert args.kv_data_ptrs == [layer.data_ptr() for layer in pool.kv_buffer]
+    assert args.kv_item_lens == [PAGE * row_bytes(layout)] * LAYERS
+    assert [kind.value for kind in args.state_types] == ["dsa"]
+    assert args.state_data_ptrs == [[pages.data_ptr() for pages in pool.index_k_with_scale_buffer]]
+    assert args.state_item_lens == [[INDEX_PAGE_BYTES, 0, INDEX_PAGE_BYTES]]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), itertools.product(LAYOUTS, LAYOUTS))
+def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, decode):
+    manager_of("prefill", pool_of(prefill, make=dsa_pool))
+    peer = manager_of("decode", pool_of(decode, make=dsa_pool))
+    if prefill == decode:
+        assert peer.try_ensure_parallel_info(bootstrap)
+        return
+    text = "KV cache layout mismatch: .*"
+    text += ", .*".join(re.escape(f"({DSA_STRINGS[layout]})") for layout in (prefill, decode))
+    with pytest.raises(RuntimeError, match=f"{text}.*same --kv-cache-layout"):
+        peer.try_ensure_parallel_info(bootstrap)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
+    """It says `fp8_e4m3` of raw and of scaled rows, so neither is taken for ours."""
+    stock = stock_pool("bf16" if layout in ("bf16", "fp4") else layout)
+    manager_of("prefill", stock, layout=None)
+    peer = manager_of("decode", pool_of(layout, make=dsa_pool))
+    if layout == "bf16":
+        assert peer.try_ensure_parallel_info(bootstrap)
+        return
+    with pytest.raises(RuntimeError, match=f"stores SGLang's own rows .* rows of layout {layout} "):
+        peer.try_ensure_parallel_info(bootstrap)
+
+
+def test_rows_of_264_bytes_are_not_those_of_a_dense_pool(manager_of, bootstrap):
+    """Which pads them to 272; SGLang is shown another dtype too."""
+    manager_of("prefill", pool_of("fp8_block_scale", page_size=PAGE, kv_lora_rank=256, qk_rope_head_dim=0))
+    peer = manager_of("decode", pool_of("fp8_block_scale", make=dsa_pool, rank=256, rope=0))
+    assert peer.kv_cache_dtype_str == "fp8_e4m3+kvpool:fp8_block_scale-r256-p0-b264-v1"
+    with pytest.raises(RuntimeError, match=r"-b272-v1\), .*-b264-v1\)"):
+        peer.try_ensure_parallel_info(bootstrap)
