@@ -3,8 +3,9 @@
 SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
 have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
 so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
-(`cuda_extend`). The MHA form, keys and values computed from the latent, reads no pool and stays FlashInfer's:
-the base class and its runner, with the logarithms SGLang expects (`mha_form`).
+(`cuda_extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
+keys and values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner,
+with the logarithms SGLang expects (`mha_form`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from sgl_kvpool import env
 from sgl_kvpool.attention import decode_checks
 from sgl_kvpool.attention.cuda_extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
-from sgl_kvpool.attention.few_queries import QueryCounts, decode_workspace_bytes, has_few_queries
+from sgl_kvpool.attention.few_queries import (
+    FewQueries,
+    QueryCounts,
+    decode_workspace_bytes,
+    has_few_queries,
+    single_queries,
+)
 from sgl_kvpool.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
@@ -107,6 +114,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
+        self._singles: FewQueries | None = None
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
@@ -176,6 +184,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             )
         self._rows_to_write.forget()
         self._extend = None  # worked out by the first absorbed layer: the MHA form does not need it
+        self._singles = single_queries(forward_batch, len(self._lse))
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
             any(forward_batch.extend_prefix_lens_cpu)
             or get_exec().kernel.flashinfer_mla_disable_ragged
@@ -253,58 +262,88 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             # Data-parallel attention pads tokens of batches that have been planned.
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
+        lists = forward_batch.req_pool_indices[: tokens // few.queries_per_request]
+        self._attend_lists(q, q_rope, layer, few, lists, out[:tokens])
+        return out.view(padded, heads * fmt.kv_lora_rank)
+
+    def _attend_lists(
+        self, q, q_rope, layer, few: FewQueries, lists: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend `few.queries_per_request` queries per list of the request table into `out`.
+
+        `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
+        """
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         mla_decode(
             q,
             pool.get_row_buffer(layer_id).squeeze(1),
             self.req_to_token,
             few.row_counts,
-            fmt,
+            self.fmt,
             layer.scaling,
             pool.k_scale(layer_id),
             q_rope=q_rope,
-            list_index=forward_batch.req_pool_indices[: tokens // few.queries_per_request],
+            list_index=lists,
             queries_per_list=few.queries_per_request,
             page=pool.slot_pages,
-            out=out[:tokens],
-            lse=self._lse[:tokens],
+            out=out,
+            lse=self._lse[: len(out)],
             workspace=self._decode_workspace,
         )
-        return out.view(padded, heads * fmt.kv_lora_rank)
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
         """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
-        fmt, heads = self.fmt, layer.tp_q_head_num
-        if self._reader is None:
+        fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
+        reader = self._reader
+        if reader is None:
             raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
+        singles, lengths = self._singles, forward_batch.extend_seq_lens_cpu
+        requests = len(lengths) - (0 if singles is None else len(singles.row_counts))
         if self._extend is None:
-            self._extend = self._plan_extend(self._reader, forward_batch, layer.scaling)
-        batch, tokens = self._extend, q.shape[0]
-        if tokens != batch.query_tokens:
-            raise ValueError(f"{tokens} queries in a batch of {batch.query_tokens} new tokens")
+            self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
+        batch = self._extend
+        first = batch.query_tokens  # of the singles
+        if tokens != first + len(lengths) - requests:
+            raise ValueError(f"{tokens} queries in a batch of {sum(lengths)} new tokens")
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        q = q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
+        if q_rope is not None:
+            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
+        if singles is None:
+            out = self._extended(reader, batch, q, q_rope, k, k_rope, layer, forward_batch)
+            return out.view(tokens, heads * fmt.kv_lora_rank)
+        out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
+        if first:
+            new_q_rope, new_k_rope = (None if part is None else part[:first] for part in (q_rope, k_rope))
+            out[:first] = self._extended(
+                reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
+            )
+        lists = forward_batch.req_pool_indices[requests : len(lengths)]
+        own_rope = None if q_rope is None else q_rope[first:]
+        self._attend_lists(q[first:], own_rope, layer, singles, lists, out[first:])
+        return out.view(tokens, heads * fmt.kv_lora_rank)
+
+    def _extended(
+        self, reader: ExtendReader, batch: ExtendBatch, q, q_rope, k, k_rope, layer, forward_batch
+    ) -> torch.Tensor:
+        """`[tokens, heads, R]`: the requests of `batch`; `q` and `q_rope` as `_attend_lists`."""
+        fmt, tokens = self.fmt, len(q)
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
-        if q_rope is not None:
-            q = q.view(tokens, heads, fmt.kv_lora_rank)
-            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
-        else:
-            q, q_rope = q.view(tokens, heads, fmt.head_dim).split(
-                [fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1
-            )
+        if q_rope is None:
+            q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
         if self.reads_own_chunk:
-            own = self._rows_to_write.of(forward_batch).loc
+            own = self._rows_to_write.of(forward_batch).loc[:tokens]
             chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
         elif k_rope is not None:
             parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
             chunk = torch.cat(parts, dim=-1).to(q.dtype)
         else:
             chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
-        out = self._reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
-        return out.view(tokens, heads * fmt.kv_lora_rank)
+        return reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
 
-    def _plan_extend(self, reader: ExtendReader, forward_batch, scale: float) -> ExtendBatch:
-        """Lengths of the batch from the host, its rows from the request table."""
+    def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
+        """Lengths of the first requests from the host, their rows from the request table."""
 
         def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
             slots = torch.empty(total, dtype=torch.int32, device=self.device)
@@ -321,8 +360,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             return self.token_to_kv_pool.slot_to_row(slots)
 
         return plan_extend(
-            list(forward_batch.extend_prefix_lens_cpu),
-            list(forward_batch.extend_seq_lens_cpu),
+            list(forward_batch.extend_prefix_lens_cpu[:requests]),
+            list(forward_batch.extend_seq_lens_cpu[:requests]),
             list_rows,
             reader,
             scale,

@@ -72,7 +72,7 @@ def plan_extend(
     prefix_bounds, query_bounds = bounds(prefix_lens), bounds(query_lens)
     stored, queries = int(prefix_bounds[-1]), int(query_bounds[-1])
     pieces = cut_into_pieces(prefix_bounds, query_bounds, reader.workspace_tokens)
-    fits = reader.wrapper is not None and stored + queries <= reader.workspace_tokens
+    fits = queries > 0 and reader.wrapper is not None and stored + queries <= reader.workspace_tokens
     # One copy to the device for all small integers of the batch; a pinned source makes it asynchronous.
     parts = [query_bounds, prefix_bounds.diff(), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
     host = torch.cat([part.int() for part in parts])

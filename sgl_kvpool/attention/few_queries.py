@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.layout import RowFormat
 
-__all__ = ["FewQueries", "QueryCounts", "decode_workspace_bytes", "has_few_queries"]
+__all__ = ["FewQueries", "QueryCounts", "decode_workspace_bytes", "has_few_queries", "single_queries"]
 
 
 def has_few_queries(mode: ForwardMode) -> bool:
@@ -39,6 +39,35 @@ class FewQueries:
 
     row_counts: torch.Tensor
     queries_per_request: int
+
+
+def single_queries(forward_batch: ForwardBatch, most: int) -> FewQueries | None:
+    """The requests at the end of a prefill batch that have one new token each, as a batch of decode.
+
+    Beside other ranks' prefill, SGLang makes a batch of decode an extend of one token per request
+    (data-parallel attention with prefill graphs, `dp_attn.py:777`), and it puts running requests behind those
+    of a prefill (`--enable-mixed-chunk`). As a prefill, each would gather its whole prefix and sweep it once
+    per head.
+
+    Parameters
+    ----------
+    forward_batch : ForwardBatch
+        An extend's, whose lengths are on the host.
+    most : int
+        Requests that there is room for.
+
+    Returns
+    -------
+    FewQueries or None
+        Of the last requests; None if the last one has more new tokens, or none.
+    """
+    lengths = forward_batch.extend_seq_lens_cpu
+    count = 0
+    while count < min(len(lengths), most) and lengths[-1 - count] == 1:
+        count += 1
+    if not count:
+        return None
+    return FewQueries(forward_batch.seq_lens[len(lengths) - count : len(lengths)], 1)
 
 
 class QueryCounts:

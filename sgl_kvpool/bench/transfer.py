@@ -174,8 +174,8 @@ def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, 
     return row
 
 
-def measure_gpu(quick: bool) -> tuple[dict, list[str]]:
-    """All of transfer_gpu.py, and which targets were missed."""
+def measure_gpu(quick: bool, save: Callable[[dict], object]) -> list[str]:
+    """All of transfer_gpu.py: which targets were missed. `save` gets what there is after each shape."""
     gpu = transfer_gpu.Gpu()
     counts = transfer_gpu.PAGES[:2] if quick else transfer_gpu.PAGES
     shape: dict[str, Any] = {"layers": LAYERS, "page_size": PAGE_SIZE, "page_counts": counts}
@@ -186,12 +186,14 @@ def measure_gpu(quick: bool) -> tuple[dict, list[str]]:
         for host_layout, arrangement in pairs:
             rows += transfer_gpu.measure_shape(gpu, caches, layout, host_layout, arrangement, **shape)
             print(f"{layout} to {host_layout}, {arrangement}: measured", flush=True)
+            save({"device": torch.cuda.get_device_name(), "engines": rows, "ended": False})
     peers = transfer_gpu.measure_peers(gpu, **shape)
     for row in (*rows, *peers):
         print(row)
     missed = transfer_gpu.missed(rows, peers)
-    name = torch.cuda.get_device_name()
-    return {"device": name, "engines": rows, "sglang": peers, "missed_targets": missed}, missed
+    report = {"device": torch.cuda.get_device_name(), "engines": rows, "sglang": peers}
+    save(report | {"missed_targets": missed, "ended": True})
+    return missed
 
 
 def draw(results: list[dict], path: Path) -> bool:
@@ -245,9 +247,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         "page_size_tokens": PAGE_SIZE,
     }
     if arguments.device == "cuda":
-        report, missed = measure_gpu(arguments.quick)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({**facts, **report}, indent=1) + "\n")
+
+        def save(report: dict) -> None:
+            if arguments.json:
+                arguments.json.write_text(json.dumps({**facts, **report}, indent=1) + "\n")
+
+        missed = measure_gpu(arguments.quick, save)
         print(f"missed: {', '.join(missed) or 'nothing'}")
         return int(arguments.check and bool(missed))
 

@@ -6,11 +6,7 @@ Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool import metrics
+from sgl_kvpool.host.ninja import ninja_on_path
 from sgl_kvpool.host.plan import CopyRun, TransferPlan
 from sgl_kvpool.host.torch_engine import TorchEngine
 
@@ -35,7 +32,7 @@ def _module() -> Any:
 
     # A damaged file in its cache ends the process without a word, so there is one before.
     logger.info("sgl-kvpool: loading engine cpu, which tvm-ffi compiles and keeps in its cache folder")
-    with _ninja_on_path():
+    with ninja_on_path():
         return cpp.load(
             "sgl_kvpool_cpu_engine",
             sources=[str(_SOURCES / "cpu_engine.cpp")],
@@ -50,20 +47,6 @@ def _flags(capability: str) -> list[str]:
     # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
     flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
-
-
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """tvm-ffi calls `ninja`, which SGLang brings, and which is only on the PATH of activated environments."""
-    if shutil.which("ninja") is not None:
-        yield
-        return
-    path = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = path
 
 
 def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sgl_kvpool.host.ninja import ninja_on_path
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["SOURCES", "gpu_calls"]
@@ -34,18 +36,20 @@ def gpu_calls() -> Any:
     if importlib.util.find_spec("sglang") is not None:
         from sglang.kernels.jit.utils import load_jit
 
-        return load_jit(
-            _NAME,
-            cuda_files=[str(SOURCES / "bind_tvm_ffi.cu")],
-            extra_include_paths=[str(SOURCES)],
-            header_only=False,
-        )
+        with ninja_on_path():
+            return load_jit(
+                _NAME,
+                cuda_files=[str(SOURCES / "bind_tvm_ffi.cu")],
+                extra_include_paths=[str(SOURCES)],
+                header_only=False,
+            )
     from torch.utils.cpp_extension import load
 
-    return load(
-        _NAME,
-        sources=[str(SOURCES / "bind_torch.cu")],
-        extra_include_paths=[str(SOURCES)],
-        extra_cflags=["-std=c++20"],
-        extra_cuda_cflags=["-std=c++20", "-O3"],
-    )
+    with ninja_on_path():
+        return load(
+            _NAME,
+            sources=[str(SOURCES / "bind_torch.cu")],
+            extra_include_paths=[str(SOURCES)],
+            extra_cflags=["-std=c++20"],
+            extra_cuda_cflags=["-std=c++20", "-O3"],
+        )

@@ -6,11 +6,13 @@ import logging
 import math
 import mmap
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sgl_kvpool import metrics
+from sgl_kvpool.host.jobs import RegisteredPieces
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,8 @@ __all__ = ["PIECE_BYTES", "HostTierTooLarge", "page_pieces", "piece_step", "pin"
 
 #: Bytes that are pinned in one call: some seconds' worth.
 PIECE_BYTES = 16 << 30
+#: Then 4 GiB, 1 GiB and 256 MiB, where CUDA refuses one.
+_SHRINKING = (0, 2, 4, 6)
 #: Seconds between two lines that say how far pinning is.
 _PROGRESS_SECONDS = 10.0
 
@@ -86,8 +90,13 @@ def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTE
     return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
 
 
-def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: int = PIECE_BYTES) -> bool:
-    """Register a host buffer with CUDA, piece by piece.
+def pin(
+    buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: int = PIECE_BYTES
+) -> RegisteredPieces | None:
+    """Register a host buffer with CUDA, piece by piece; in smaller pieces if it refuses one.
+
+    Drivers refuse long calls now and then where shorter ones work (SGLang's pull request 39744), and a tier
+    that is not pinned moves each layer by itself while the scheduler waits.
 
     Parameters
     ----------
@@ -98,17 +107,33 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
     cudart : module, optional
         `torch.cuda.cudart()` unless given.
     piece_bytes : int
-        About how much is registered in one call.
+        About how much is registered in one call, at first; then a quarter of it, and so on.
 
     Returns
     -------
-    bool
-        False if a piece could not be registered: then none is, and the memory stays pageable.
+    RegisteredPieces or None
+        None if no size worked: then nothing is registered, and the memory stays pageable.
     """
     from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
 
     cudart = torch.cuda.cudart() if cudart is None else cudart
-    pieces = page_pieces(buffer.nbytes, page_bytes, piece_bytes)
+    sizes = [piece_bytes >> shift for shift in _SHRINKING]
+    # Sizes that make the same pieces are one attempt.
+    attempts = {tuple(page_pieces(buffer.nbytes, page_bytes, size)): size for size in reversed(sizes)}
+    for pieces, size in reversed(attempts.items()):
+        registered, refusal = _register(cudart, buffer, pieces)
+        if refusal is None:
+            setattr(buffer, _CUDA_HOST_REGISTERED_RANGES_ATTR, registered)
+            return RegisteredPieces(buffer.data_ptr(), piece_step(page_bytes, size))
+        logger.warning("sgl-kvpool: pinning the host tier in %d pieces: %s", len(pieces), refusal)
+    metrics.failed("registration", str(refusal))
+    return None
+
+
+def _register(
+    cudart: Any, buffer: torch.Tensor, pieces: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[int, int]], str | None]:
+    """What was registered; nothing, and why, if a piece was refused."""
     registered: list[tuple[int, int]] = []
     said = time.monotonic()
     for offset, size in pieces:
@@ -117,19 +142,16 @@ def pin(buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: 
         if int(status) != 0:
             _undo(cudart, registered)
             _forget_error()
-            metrics.failed(
-                "registration",
+            return [], (
                 f"cudaHostRegister of {size} bytes, {offset} of {buffer.nbytes} done: error {int(status)}, "
-                f"{cudart.cudaGetErrorString(status)}",
+                f"{cudart.cudaGetErrorString(status)}"
             )
-            return False
         registered.append((address, size))
         if time.monotonic() - said > _PROGRESS_SECONDS:
             said = time.monotonic()
             done, total = (offset + size) / 1e9, buffer.nbytes / 1e9
             logger.info("sgl-kvpool: pinning the host tier, %.0f of %.0f GB", done, total)
-    setattr(buffer, _CUDA_HOST_REGISTERED_RANGES_ATTR, registered)
-    return True
+    return registered, None
 
 
 def _forget_error() -> None:

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sgl_kvpool.canonical import CanonicalKVCaches
 from sgl_kvpool.host import memory
 from sgl_kvpool.host.conversion import host_layout_problem
-from sgl_kvpool.host.jobs import RegisteredPieces
 from sgl_kvpool.host.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.lanes import make_lanes
@@ -180,8 +179,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        if self.pin_memory:
-            self.pin_memory: bool = memory.pin(buffer, self.page_size * self.layout_dim)
+        self._pieces = memory.pin(buffer, self.page_size * self.layout_dim) if self.pin_memory else None
+        self.pin_memory: bool = self._pieces is not None
         return buffer
 
     def _initialize_transfer_views(self) -> None:
@@ -193,9 +192,6 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
         firsts = range(self.target_layer_num, self.layer_num)
         places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
-        pieces = None
-        if self.pin_memory:
-            pieces = RegisteredPieces(self._pages.data_ptr(), memory.piece_step(self.page_bytes))
         self._lanes = make_lanes(
             self._pages,
             self._device_views,
@@ -206,7 +202,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._k_scales,
             engine=self._options.engine,
             io_backend=self._io_backend,
-            pieces=pieces,
+            pieces=self._pieces,
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

@@ -111,7 +111,7 @@ class StagedEngine(GpuEngine):
             self._check(source_pages, target_pages)
             slots, stride = self._on_device(device_pages)
             load = _Load(device_pages, host_pages, slots, stride, contiguous(page_numbers(host_pages)))
-            self.tools.calls.begin_load(self._buffer.handle, stream)
+            self.tools.calls.begin(self._buffer.handle, stream)
         self._load = None  # if the following fails, what is asked for next begins anew
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
             if group not in load.groups:
@@ -123,6 +123,7 @@ class StagedEngine(GpuEngine):
     def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:
         slots, stride = self._on_device(device_pages)
         numbers = contiguous(host_pages)
+        self.tools.calls.begin(self._buffer.handle, stream)
         for hops in self._hops:
             self.tools.calls.staged_store(
                 self._buffer.handle,

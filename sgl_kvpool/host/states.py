@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.pool_host.base import synchronized
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from sgl_kvpool.host import memory
-from sgl_kvpool.host.jobs import RegisteredPieces
 from sgl_kvpool.host.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.host.lane import Lane
 from sgl_kvpool.host.lanes import lanes_of
@@ -149,8 +148,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._buffer = self.allocator.allocate(
             (slots, self._slot_bytes), dtype=torch.uint8, device=self.device
         )
-        if self.pin_memory:
-            self.pin_memory: bool = memory.pin(self._buffer, self._slot_bytes)
+        self._pieces = memory.pin(self._buffer, self._slot_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._pieces is not None
         self._pages = self._buffer[:, : self._view.group.bytes_per_page]
         # As bytes: SGLang's stores ask how many there are.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
@@ -174,16 +173,13 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
                 TransferPlan(host, self._view.caches, group.name),
             )
         ]
-        pieces = None
-        if self.pin_memory:
-            pieces = RegisteredPieces(self._buffer.data_ptr(), memory.piece_step(self._slot_bytes))
         self._lanes = lanes_of(
             plans,
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
             engine=options.engine,
             io_backend=io_backend,
-            pieces=pieces,
+            pieces=self._pieces,
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

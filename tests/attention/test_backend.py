@@ -104,10 +104,13 @@ class Case:
         return oracle.decode(rows, self.layout, RANK, ROPE, self.k_scale).astype(np.float64)
 
     def wanted(self, *, fresh_as_computed):
+        """In float64; `fresh_as_computed` for all requests, or for each."""
+        if isinstance(fresh_as_computed, bool):
+            fresh_as_computed = [fresh_as_computed] * len(self.keys)
         out, start = [], 0
-        for keys, prefix in zip(self.keys, self.prefixes, strict=True):
+        for keys, prefix, as_computed in zip(self.keys, self.prefixes, fresh_as_computed, strict=True):
             values = self.stored(keys)
-            if fresh_as_computed:
+            if as_computed:
                 values[prefix:] = keys[prefix:, 0].double().numpy()
             q = self.q[start : start + len(keys) - prefix].float().numpy()
             start += len(keys) - prefix

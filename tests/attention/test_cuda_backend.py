@@ -117,7 +117,8 @@ def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
 def test_prefill_in_other_modes_and_pieces(mode, split, monkeypatch):
     case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
     case.backend._reader.workspace_tokens = 16
-    close(case.run(mode, split=split), case.wanted(fresh_as_computed=True))
+    # The last request has one new token and is decoded, from the row that was just stored.
+    close(case.run(mode, split=split), case.wanted(fresh_as_computed=[True, True, False]))
     assert case.backend.kv_indptr[:4].tolist() == [0, 50, 111, 114]  # what one-shot MHA would read
 
 
@@ -133,8 +134,45 @@ def test_k_scale(mode, monkeypatch):
 def test_models_without_rope(mode, monkeypatch):
     monkeypatch.setattr(test_backend, "ROPE", 0)
     monkeypatch.setitem(globals(), "ROPE", 0)
-    case = CudaCase("fp4", [9, 30, 8], [8, 29, 7], monkeypatch)
+    case = CudaCase("fp4", [9, 30, 8], [8, 29, 7] if mode == "DECODE" else [8, 20, 4], monkeypatch)
     close(case.run(mode), case.wanted(fresh_as_computed=mode == "EXTEND"))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("split", [False, True])
+def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypatch):
+    """What SGLang makes of a decode while another data-parallel rank prefills; no prefix is gathered."""
+    from sgl_kvpool.attention.cuda_extend import ExtendReader
+
+    lengths, prefixes = [1, 40, 7, 65], [0, 39, 6, 64]
+    decoded = CudaCase(layout, lengths, prefixes, monkeypatch, **placed).run("DECODE", split=split)
+    monkeypatch.setattr(ExtendReader, "attend", None)
+    extended = CudaCase(layout, lengths, prefixes, monkeypatch, **placed)
+    assert torch.equal(extended.run("EXTEND", split=split), decoded)
+    assert extended.backend._extend.prefix_tokens == 0
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("reads_rows", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("pieces", [16, None])
+def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, pieces, monkeypatch):
+    """MIXED: the prefill's requests, one of them with a single token too, in front of two of a decode."""
+    case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
+    if pieces:
+        case.backend._reader.workspace_tokens = pieces
+    fresh = [not reads_rows] * 2 + [False] * 2
+    close(case.run("MIXED", split=split), case.wanted(fresh_as_computed=fresh))
+    assert (case.backend._extend.prefix_tokens, case.backend._extend.query_tokens) == (39 + 20, 1 + 13)
+
+
+def test_more_single_tokens_than_there_is_room_for(monkeypatch):
+    """The first of them go the way of a prefill."""
+    case = CudaCase("fp4", [9, 40, 7, 65], [3, 39, 6, 64], monkeypatch)
+    case.backend._lse = case.backend._lse[:2]
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=[True, True, False, False]))
+    assert case.backend._extend.query_tokens == 7
 
 
 def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monkeypatch):

@@ -15,9 +15,9 @@ CALLER, COMPUTE = 7, 8
 def calls():
     from tvm_ffi import cpp
 
-    from sgl_kvpool.host.cpu_engine import _ninja_on_path
+    from sgl_kvpool.host.ninja import ninja_on_path
 
-    with _ninja_on_path():
+    with ninja_on_path():
         return cpp.load(
             "sgl_kvpool_emulated_engines",
             sources=[str(HERE / "csrc" / "emulated_engines.cpp")],

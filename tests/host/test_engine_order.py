@@ -128,11 +128,11 @@ def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
         def __getattr__(self, name):
             return getattr(real, name)
 
-        def begin_load(self, *arguments):
+        def begin(self, *arguments):
             asked.append(arguments)
             if len(asked) == 1:
                 raise RuntimeError("sgl-kvpool: cudaEventRecord: failed on purpose")
-            real.begin_load(*arguments)
+            real.begin(*arguments)
 
     server.load.tools = dataclasses.replace(server.load.tools, calls=Fails())
     with pytest.raises(RuntimeError, match="on purpose"):

@@ -10,6 +10,7 @@ from host_tier import device_pool, host_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_kvpool.host.jobs import RegisteredPieces
 from sgl_kvpool.host.memory import page_pieces, pin
 
 # ------------------------------------------------------------------ too much
@@ -84,14 +85,14 @@ cudart_of_torch = torch._C._cudart
 
 
 class Cudart:
-    """Counts registrations as CUDA does, and fails at the one it is told to."""
+    """Counts registrations as CUDA does, and fails at one it is told, or at all that are longer than told."""
 
-    def __init__(self, fail_at=None):
-        self.fail_at, self.registered, self.calls = fail_at, {}, 0
+    def __init__(self, fail_at=None, longest=None):
+        self.fail_at, self.longest, self.registered, self.calls = fail_at, longest, {}, 0
 
     def cudaHostRegister(self, address, size, flags):
         self.calls += 1
-        if self.calls - 1 == self.fail_at:
+        if self.calls - 1 == self.fail_at or (self.longest is not None and size > self.longest):
             return cudart_of_torch.cudaError(2)
         for begin, length in self.registered.items():
             assert address + size <= begin or begin + length <= address, "registered twice"
@@ -113,7 +114,8 @@ def test_registered_in_pieces_and_unregistered_by_sglang(monkeypatch):
 
     memory, page_bytes = buffer()
     cudart = Cudart()
-    assert pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
+    pieces = pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
+    assert pieces == RegisteredPieces(memory.data_ptr(), 10 * page_bytes)
     assert sorted(cudart.registered.values()) == [7 * page_bytes, *[10 * page_bytes] * 3]
     assert sum(cudart.registered.values()) == memory.nbytes
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -123,14 +125,26 @@ def test_registered_in_pieces_and_unregistered_by_sglang(monkeypatch):
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 def test_a_piece_that_fails_undoes_the_others(fail_at, failures, caplog):
+    """And shorter pieces are tried, whose boundaries no copy may cross."""
     memory, page_bytes = buffer()
     cudart = Cudart(fail_at)
-    assert not pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
-    assert cudart.registered == {}
-    assert cudart.calls == fail_at + 1
-    assert failures() == {"registration": 1}
+    pieces = pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
+    assert pieces == RegisteredPieces(memory.data_ptr(), 2 * page_bytes)
+    assert sorted(cudart.registered.values()) == [page_bytes, *[2 * page_bytes] * 18]
+    assert cudart.calls == fail_at + 1 + 19
+    assert failures() == {}
     done = fail_at * 10 * page_bytes
+    assert f"in 4 pieces: cudaHostRegister of {(7 if fail_at == 3 else 10) * page_bytes} bytes" in caplog.text
     assert f"{done} of {memory.nbytes} done: error 2, out of memory" in caplog.text
+
+
+def test_no_piece_is_short_enough(failures, caplog):
+    memory, page_bytes = buffer()
+    cudart = Cudart(longest=page_bytes - 1)
+    assert pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes) is None
+    assert cudart.registered == {}
+    assert cudart.calls == 3  # pieces of ten, two and one; a sixteenth of ten pages is one page too
+    assert failures() == {"registration": 1}
 
 
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):

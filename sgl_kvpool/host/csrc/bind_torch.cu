@@ -8,5 +8,5 @@
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   KVPOOL_ENGINE_CALLS(kvpool::CudaSteps, BIND)
-  BIND(has_batches, kvpool::has_batches)
+  BIND(has_batches, kvpool::uses_batches)
 }

@@ -6,4 +6,4 @@
 
 #define BIND(name, ...) TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, (__VA_ARGS__));
 KVPOOL_ENGINE_CALLS(kvpool::CudaSteps, BIND)
-BIND(has_batches, kvpool::has_batches)
+BIND(has_batches, kvpool::uses_batches)

@@ -1,6 +1,7 @@
 // Flat copies of a transfer, for the copy engine. Plain C++: runs on the host, and is tested there.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "pieces.h"
@@ -54,6 +55,18 @@ inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPie
         copies.add(target, source, run.run_bytes, !pieces.starts_at(host_is_source ? source : target));
       }
     }
+  }
+}
+
+// Copies that CUDA is given at a time. A driver has crashed on a list of 51,828 (vLLM's issue 49276), and a token-major
+// pool makes millions of them.
+constexpr size_t kBatchCopies = 4096;
+
+// Calls submit(first, count) for some copies after the other, `most` at a time.
+template <typename Submit>
+void each_batch(const FlatCopies& copies, size_t most, Submit&& submit) {
+  for (size_t first = 0; first < copies.sizes.size(); first += most) {
+    submit(first, std::min(most, copies.sizes.size() - first));
   }
 }
 

@@ -76,21 +76,28 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
   });
 }
 
-// Whether runtime and driver have cudaMemcpyBatchAsync, which came with CUDA 12.8.
-inline bool has_batches() {
+// Whether cudaMemcpyBatchAsync can be called: compiled against CUDA 12.8 or later, loaded with such a runtime and
+// driver, and where registered memory has one address for CPU and GPU, as batches are told no direction. Cleared
+// for good when CUDA does not have it after all.
+inline bool& has_batches() {
+  static bool found = [] {
 #if CUDART_VERSION >= 12080
-  static const bool found = [] {
-    int driver = 0;
-    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12080;
+    int driver = 0, runtime = 0, device = 0, one_address = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12080 &&
+           cudaRuntimeGetVersion(&runtime) == cudaSuccess && runtime >= 12080 && cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&one_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) == cudaSuccess &&
+           one_address != 0;
+#else
+    return false;
+#endif
   }();
   return found;
-#else
-  return false;
-#endif
 }
 
+inline bool uses_batches() { return has_batches(); }
+
 #if CUDART_VERSION >= 12080
-inline cudaError_t copy_batch(FlatCopies& copies, bool host_is_source, cudaStream_t stream) {
+inline cudaError_t copy_batch(FlatCopies& copies, size_t begin, size_t count, bool host_is_source, cudaStream_t stream) {
   cudaMemcpyAttributes attributes = {};
   // A load may read at any time, also before what stands before it on the stream: no step there writes its host
   // pages, as SGLang loads a page only once its backup was acknowledged, and frees none that is being loaded. What a
@@ -98,14 +105,15 @@ inline cudaError_t copy_batch(FlatCopies& copies, bool host_is_source, cudaStrea
   attributes.srcAccessOrder = host_is_source ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;
+  void** targets = copies.targets.data() + begin;
+  void** sources = copies.sources.data() + begin;
+  size_t* sizes = copies.sizes.data() + begin;
 #if CUDART_VERSION >= 13000
-  return cudaMemcpyBatchAsync(const_cast<const void**>(copies.targets.data()),
-                              const_cast<const void**>(copies.sources.data()), copies.sizes.data(),
-                              copies.sizes.size(), &attributes, &first, 1, stream);
+  return cudaMemcpyBatchAsync(const_cast<const void**>(targets), const_cast<const void**>(sources), sizes, count,
+                              &attributes, &first, 1, stream);
 #else
   size_t failed = 0;
-  return cudaMemcpyBatchAsync(copies.targets.data(), copies.sources.data(), copies.sizes.data(),
-                              copies.sizes.size(), &attributes, &first, 1, &failed, stream);
+  return cudaMemcpyBatchAsync(targets, sources, sizes, count, &attributes, &first, 1, &failed, stream);
 #endif
 }
 #endif
@@ -147,17 +155,23 @@ struct CudaSteps {
     thread_local FlatCopies copies;  // keeps its memory
     copies.clear();
     flatten(transfer, host_is_source, job.pieces, copies);
-    if (copies.sizes.empty()) return;
-#if CUDART_VERSION >= 12080
-    if (has_batches()) {
-      check(copy_batch(copies, host_is_source, stream), "cudaMemcpyBatchAsync");
-      return;
-    }
-#endif
     const auto kind = host_is_source ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-    for (size_t i = 0; i < copies.sizes.size(); ++i) {
-      check(cudaMemcpyAsync(copies.targets[i], copies.sources[i], copies.sizes[i], kind, stream), "cudaMemcpyAsync");
-    }
+    each_batch(copies, kBatchCopies, [&](size_t first, size_t count) {
+#if CUDART_VERSION >= 12080
+      if (has_batches()) {
+        const cudaError_t status = copy_batch(copies, first, count, host_is_source, stream);
+        if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
+          check(status, "cudaMemcpyBatchAsync");
+          return;
+        }
+        cudaGetLastError();
+        has_batches() = false;  // one by one, from here on
+      }
+#endif
+      for (size_t i = first; i < first + count; ++i) {
+        check(cudaMemcpyAsync(copies.targets[i], copies.sources[i], copies.sizes[i], kind, stream), "cudaMemcpyAsync");
+      }
+    });
   }
 
   void record(Event event, Stream stream) { check(cudaEventRecord(event, stream), "cudaEventRecord"); }

@@ -47,7 +47,7 @@ struct EngineCalls {
     staging(handle).store(at<KernelJob>(gather), at<CopyJob>(copy), list(device_slots, device_stride),
                           list(host_pages, 1), page_count, slot_pages, reinterpret_cast<Stream>(stream));
   }
-  static void begin_load(int64_t handle, int64_t stream) {
+  static void begin(int64_t handle, int64_t stream) {
     staging(handle).begin(reinterpret_cast<Stream>(stream));
   }
   static void staged_load(int64_t handle, int64_t copy, int64_t scatter, int64_t host_pages, int64_t device_slots,
@@ -65,7 +65,7 @@ struct EngineCalls {
   BIND(make_staging, kvpool::EngineCalls<STEPS>::make_staging)    \
   BIND(free_staging, kvpool::EngineCalls<STEPS>::free_staging)    \
   BIND(staged_store, kvpool::EngineCalls<STEPS>::staged_store)    \
-  BIND(begin_load, kvpool::EngineCalls<STEPS>::begin_load)        \
+  BIND(begin, kvpool::EngineCalls<STEPS>::begin)                  \
   BIND(staged_load, kvpool::EngineCalls<STEPS>::staged_load)
 
 }  // namespace kvpool

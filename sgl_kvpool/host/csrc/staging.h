@@ -70,19 +70,18 @@ class Staging {
     steps_.free_stream(side_);
   }
 
-  // Device pages to host pages, `slot_pages` at a time: gathered aside, copied on the caller's stream.
-  void store(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
-             int64_t slot_pages, Stream caller) {
-    // The rows are there when the caller's stream gets here. Gathering aside must not begin before.
-    begin(caller);
-    joined(caller, [&] { store_slots(gather, copy, device, host, page_count, slot_pages, caller); });
-  }
-
-  // Before the first `load` of some pages: host pages are there, and device pages free, when the caller's stream
-  // gets here. Not before each: the copies of a layer would then wait for the kernel of the layer before.
+  // Before a transfer, which is one `store` or `load` or several: what it reads is there, and what it writes free, when
+  // the caller's stream gets here, and the other stream must not begin before. Not before each of them: the gathering
+  // of one would wait for the copies of the one before, and the copies of a layer for the kernel of the layer before.
   void begin(Stream caller) {
     steps_.record(entry_, caller);
     steps_.wait(side_, entry_);
+  }
+
+  // Device pages to host pages, `slot_pages` at a time: gathered aside, copied on the caller's stream.
+  void store(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+             int64_t slot_pages, Stream caller) {
+    joined(caller, [&] { store_slots(gather, copy, device, host, page_count, slot_pages, caller); });
   }
 
   // Host pages to device pages, `slot_pages` at a time: copied aside, scattered on the caller's stream.

@@ -80,11 +80,14 @@ struct EmulatedSteps {
     fail_if_due();
     kvpool::FlatCopies copies;
     kvpool::flatten(transfer, host_is_source, job.pieces, copies);
-    enqueue(stream, [copies] {
-      std::vector<size_t> order(copies.sizes.size());
-      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-      std::shuffle(order.begin(), order.end(), machine.random);
-      for (const size_t i : order) std::memcpy(copies.targets[i], copies.sources[i], copies.sizes[i]);
+    // Few at a time, so that transfers take several batches; the last is seldom a whole one.
+    kvpool::each_batch(copies, 7, [&](size_t first, size_t count) {
+      enqueue(stream, [copies, first, count] {
+        std::vector<size_t> order(count);
+        for (size_t i = 0; i < order.size(); ++i) order[i] = first + i;
+        std::shuffle(order.begin(), order.end(), machine.random);
+        for (const size_t i : order) std::memcpy(copies.targets[i], copies.sources[i], copies.sizes[i]);
+      });
     });
   }
 
