@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.sglang_plugin import seams
 
@@ -39,7 +40,8 @@ def register_names() -> None:
     """Name our backend where DeepSeek's attention, and what switches chunked prefixes off, look for names."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    AttentionBackendRegistry.register(KVPOOL_BACKEND, _forward_method)
+    reads_rows = env.flag(env.PREFILL_READS_ROWS)
+    AttentionBackendRegistry.register(KVPOOL_BACKEND, _absorbed if reads_rows else _forward_method)
     for names in name_lists():
         if KVPOOL_BACKEND not in names:
             names.append(KVPOOL_BACKEND)
@@ -50,6 +52,13 @@ def _forward_method(attention: Any, forward_batch: Any):
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._handle_attention_backend(attention, forward_batch, _LIKE)
+
+
+def _absorbed(attention: Any, forward_batch: Any):
+    """The absorbed form for every batch: the multi-head one attends new keys as they were before rounding."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+
+    return attention_backend_handler._dispatch_mla_subtype(attention, forward_batch)
 
 
 # -------------------------------------------------------------------- factories

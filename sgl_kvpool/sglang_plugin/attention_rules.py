@@ -23,7 +23,7 @@ from sgl_kvpool.attention.readers import (
     suggestions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.models import device_name
+from sgl_kvpool.sglang_plugin.models import device_name, model_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
 __all__ = [
@@ -267,7 +267,7 @@ def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: An
 
 
 def check_model(model_config: Any, view: Any) -> None:
-    """Refuse models that our backend's kernels on CUDA do not compute.
+    """Refuse models that our backend does not compute, and those that its kernels on CUDA do not.
 
     Parameters
     ----------
@@ -279,9 +279,19 @@ def check_model(model_config: Any, view: Any) -> None:
     Raises
     ------
     ValueError
-        A longer latent, or a dtype other than 16 bits.
+        Queries that are scaled by their position; on CUDA a longer latent, or a dtype other than 16 bits.
     """
-    if view.device == "cpu" or KVPOOL_BACKEND not in backends_in_use(view):
+    if KVPOOL_BACKEND not in backends_in_use(view):
+        return
+    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
+        # Of Mistral-Large-3. SGLang leaves it to the backends of a list that ours is in, and hands the factor
+        # to TensorRT-LLM's alone (forward_mla.py:726).
+        raise ValueError(
+            f"{model_name(model_config)} scales queries by their position (llama_4_scaling), which attention "
+            f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or bf16 with a stock "
+            "--attention-backend that is (trtllm_mla)"
+        )
+    if view.device == "cpu":
         return
     rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:

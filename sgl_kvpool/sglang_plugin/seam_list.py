@@ -137,6 +137,11 @@ ATTENTION = (
         hooked=False,
     ),
     Seam(
+        f"{_DEEPSEEK}.attention_backend_handler._dispatch_mla_subtype",
+        ("attn", "forward_batch"),
+        hooked=False,
+    ),
+    Seam(
         f"{_DEEPSEEK}.attention_backend_handler.MHA_ONE_SHOT_SUPPORTED_BACKENDS",
         hooked=False,
         members=("flashinfer",),

@@ -97,6 +97,20 @@ def test_method(layers, mode, batch):
             assert server.method == "MLA"
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("mode", MODES)
+def test_prefill_that_reads_rows_is_absorbed(layers, monkeypatch, mode, batch):
+    """The multi-head form would attend keys of the chunk that were never rounded."""
+    from sgl_kvpool.sglang_plugin import attention
+
+    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    attention.register_names()
+    for server in layers.values():
+        for graph in ({}, {"graph": "breakable"}):
+            run(server, mode, batch, **graph)
+            assert server.method == "MLA"
+
+
 def test_every_mode_is_tried():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

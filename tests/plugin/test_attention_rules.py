@@ -3,6 +3,8 @@
 Driven through SGLang's own resolution, on CUDA too, which needs no device as long as nothing asks for one.
 """
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,9 +214,29 @@ def test_models_beyond_the_kernels(serve):
     view = SimpleNamespace(device="cuda", attention_backend=OURS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
-        attention_rules.check_model(SimpleNamespace(kv_lora_rank=512, dtype="torch.bfloat16"), view)
+        shape = {"dtype": "torch.bfloat16", "hf_text_config": SimpleNamespace()}
+        attention_rules.check_model(SimpleNamespace(kv_lora_rank=512, **shape), view)
         with pytest.raises(ValueError, match="kv_lora_rank=640, .* up to 512 on CUDA"):
-            attention_rules.check_model(SimpleNamespace(kv_lora_rank=640, dtype="torch.bfloat16"), view)
+            attention_rules.check_model(SimpleNamespace(kv_lora_rank=640, **shape), view)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeypatch, tmp_path, device):
+    """Mistral-Large-3's: the backends in a list of SGLang's, in which ours is, are not told."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from sgl_kvpool.sglang_plugin import attention_rules
+
+    config = json.loads((Path(checkpoints["mla"]) / "config.json").read_text())
+    config["llama_4_scaling"] = {"original_max_position_embeddings": 8192, "beta": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_config = model_config_of(resolve(str(tmp_path)))
+    view = SimpleNamespace(device=device)
+    monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
+    with pytest.raises(ValueError, match="scales queries by their position .*trtllm_mla"):
+        attention_rules.check_model(model_config, view)
+    monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: ("trtllm_mla", "trtllm_mla"))
+    attention_rules.check_model(model_config, view)
 
 
 def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
