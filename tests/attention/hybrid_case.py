@@ -262,13 +262,15 @@ class HybridCase:
         return oracle.encode(nope, roped, self.layout, RANK, self.rope, row_bytes, scale)
 
     def wanted(self, layer, *, fresh_as_computed):
-        """In float64 over the decoded rows of one layer."""
+        """In float64 over decoded rows of a layer; `fresh_as_computed` for all requests, or for each."""
+        if isinstance(fresh_as_computed, bool):
+            fresh_as_computed = [fresh_as_computed] * len(self.prefixes)
         out, start = [], 0
-        for keys, prefix in zip(self.keys[layer], self.prefixes, strict=True):
+        for keys, prefix, as_computed in zip(self.keys[layer], self.prefixes, fresh_as_computed, strict=True):
             scale = K_SCALES.get(layer, 0.75)
             rows = self.encoded(layer, keys)
             values = oracle.decode(rows, self.layout, RANK, self.rope, scale).astype(np.float64)
-            if fresh_as_computed:
+            if as_computed:
                 values[prefix:] = keys[prefix:, 0].double().numpy()
             q = self.q[layer][start : start + len(keys) - prefix].float().numpy()
             start += len(keys) - prefix
