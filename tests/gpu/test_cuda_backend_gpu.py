@@ -175,6 +175,18 @@ def test_absorbed_prefill_in_one_call_and_in_pieces(layout, workspace_tokens, ar
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("arrangement", PLACED)
+def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
+    """All of a batch, as beside another data-parallel rank's prefill, and behind a prefill (MIXED)."""
+    case = Case(layout, [1, 300, 7, 65], [0, 299, 6, 64], arrangement)
+    close(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
+    case = Case(layout, [340, 300, 65], [230, 299, 64], arrangement)
+    found, new = case.run("EXTEND"), 110
+    close(found[:new], case.wanted(fresh_as_computed=True)[:new])
+    close(found[new:], case.wanted(fresh_as_computed=False)[new:])
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("arrangement", PLACED)
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
 def test_a_graph_gives_what_eager_gives(layout, arrangement, mode):
     """Captured with lengths of 1, as SGLang does, then replayed for the real batch: bit for bit."""
