@@ -1,0 +1,77 @@
+"""What `scripts/soak.py` does around its servers: prompts, arguments, tolerances, a report in every case."""
+
+import json
+
+import pytest
+import soak
+import soak_prompts
+
+from sgl_kvpool.demo.server import ServerFailed
+
+TEXT = list(range(9500))  # as many tokens as a real tokenizer makes of the text that is shipped
+
+
+def shared(one, other):
+    """Tokens that two prompts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def test_a_text_too_short_is_lengthened_by_its_own_windows():
+    longer = soak_prompts.lengthened(TEXT, 40_000)
+    assert longer == soak_prompts.lengthened(TEXT, 40_000)
+    assert len(longer) >= 40_000
+    assert longer[: len(TEXT)] == TEXT
+    # Every copy has all of it, in another order.
+    copies = [tuple(longer[at : at + len(TEXT)]) for at in range(0, len(longer), len(TEXT))]
+    assert all(sorted(copy) == TEXT for copy in copies)
+    assert len(set(copies)) == len(copies)
+
+
+def test_a_long_text_stays_as_it_is():
+    assert soak_prompts.lengthened(TEXT, len(TEXT)) == TEXT
+
+
+def test_prompts_of_a_short_text_fill_the_pool():
+    prompts = soak_prompts.make_prompts(TEXT, 8192, 64, 6 * 8192, seed=0)
+    assert [prompt.token_ids for prompt in prompts] == [
+        prompt.token_ids for prompt in soak_prompts.make_prompts(TEXT, 8192, 64, 6 * 8192, seed=0)
+    ]
+    assert sum(len(prompt.token_ids) for prompt in prompts) >= 6 * 8192
+    assert max(len(prompt.token_ids) for prompt in prompts) > 8192 // 2
+
+
+def test_copies_of_a_window_are_all_that_lengthening_lets_prompts_share():
+    longer = soak_prompts.lengthened(TEXT, 16384)
+    window = soak_prompts._WINDOW_TOKENS
+    again = {token: at for at, token in enumerate(longer) if at >= len(TEXT)}
+    for token in (0, 255, 256, 1000):
+        common = shared(longer[token:], longer[again[token] :])
+        # Two windows that follow each other in the text may do so in a copy too, which is rare.
+        assert common <= 2 * window
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(ValueError, match="without tokens"):
+        soak_prompts.make_prompts([], 2048, 64, 2048, seed=0)
+
+
+@pytest.mark.parametrize("error", [ValueError("no text"), ServerFailed("no port")])
+def test_a_leg_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path, error):
+    asked = []
+
+    def one(leg, *_, **__):
+        asked.append(leg.name)
+        if leg.name == "fp8":
+            raise error
+        return {"name": leg.name, "violations": []}
+
+    report = tmp_path / "soak.json"
+    monkeypatch.setattr(soak, "soak", one)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--json", str(report)])
+    assert soak.main() == 1
+    assert asked == ["fp8", "fp4"]
+    found = json.loads(report.read_text())
+    assert found["violations"] == 1
+    assert str(error) in found["legs"][0]["violations"][0]
+    assert found["legs"][1]["violations"] == []
