@@ -4,6 +4,7 @@ import json
 
 import pytest
 import soak
+import soak_leg
 import soak_prompts
 
 from sgl_kvpool.demo.server import ServerFailed
@@ -75,3 +76,38 @@ def test_a_leg_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path, 
     assert found["violations"] == 1
     assert str(error) in found["legs"][0]["violations"][0]
     assert found["legs"][1]["violations"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"bf16": 0.05, "bf16-on-fp4": 0.5}),
+        ("--model some/model", {"bf16": 0.5, "bf16-on-fp4": 0.5}),
+        ("--tie-tolerance 0.2", {"bf16": 0.2, "bf16-on-fp4": 0.2}),
+        ("--model some/model --tie-tolerance 0", {"bf16": 0.0, "bf16-on-fp4": 0.0}),
+    ],
+)
+def test_tolerance(arguments, expected):
+    options = soak.parse(["--legs", *expected, *arguments.split()])
+    legs = soak.chosen(options)
+    assert {leg.name: soak_leg.tolerance(leg, options.tie_tolerance) for leg in legs} == expected
+
+
+def test_the_tolerance_reaches_every_server(monkeypatch):
+    given = []
+
+    def one(leg, *_, tie_tolerance, **__):
+        given.append(tie_tolerance)
+        return {"name": leg.name, "violations": []}
+
+    monkeypatch.setattr(soak, "soak", one)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--tie-tolerance", "0.25"])
+    assert soak.main() == 0
+    assert given == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("value", ["-0.1", "nan", "inf"])
+def test_a_tolerance_that_is_none(capsys, value):
+    with pytest.raises(SystemExit):
+        soak.parse([f"--tie-tolerance={value}"])
+    assert "--tie-tolerance" in capsys.readouterr().err
