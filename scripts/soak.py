@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_leg import soak
-from soak_servers import LEGS, Leg
+from soak_servers import LEGS, Leg, has_sparse_attention
 
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.bench.outputs import commit
@@ -88,6 +88,8 @@ def chosen(options: argparse.Namespace) -> list[Leg]:
     ]
     tokens = options.device_tokens or (2048 if options.model is None else 8192)
     legs = [replace(leg, model=options.model, device_tokens=tokens) for leg in legs]
+    if options.model is not None and has_sparse_attention(options.model):
+        legs = [leg.for_sparse_attention() for leg in legs]
     return [leg.with_options(options.arrangement, options.host_layout) for leg in legs]
 
 
@@ -146,7 +148,11 @@ def show(record: dict[str, Any]) -> None:
 def main() -> int:
     """Soak, print, write; returns the exit status."""
     options = parse()
-    legs = chosen(options)
+    try:
+        legs = chosen(options)
+    except ValueError as error:
+        print(f"--model: {error}", file=sys.stderr)
+        return 2
     if not legs:
         print("no server fits --legs and --layouts", file=sys.stderr)
         return 2

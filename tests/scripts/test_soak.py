@@ -6,7 +6,9 @@ import pytest
 import soak
 import soak_leg
 import soak_prompts
+import soak_servers
 
+from sgl_kvpool import env
 from sgl_kvpool.demo.server import ServerFailed
 
 TEXT = list(range(9500))  # as many tokens as a real tokenizer makes of the text that is shipped
@@ -111,3 +113,61 @@ def test_a_tolerance_that_is_none(capsys, value):
     with pytest.raises(SystemExit):
         soak.parse([f"--tie-tolerance={value}"])
     assert "--tie-tolerance" in capsys.readouterr().err
+
+
+def value_of(arguments, flag):
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Servers, not started, that a model with such a config.json is soaked with."""
+
+    def servers(config, *arguments):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        legs = soak.chosen(soak.parse(["--model", str(tmp_path), *arguments]))
+        return {
+            leg.name: (
+                soak_servers.soaked_server(leg, tmp_path, tmp_path / "store", [], []),
+                soak_servers.cold_server(leg, tmp_path, []),
+            )
+            for leg in legs
+        }
+
+    return servers
+
+
+@pytest.mark.parametrize("config", [{"index_topk": 2048}, {"text_config": {"index_topk": 2048}}])
+def test_a_model_with_sparse_attention(started, config):
+    servers = started(config)
+    assert len(servers) == len(soak_servers.LEGS)
+    for soaked, cold in servers.values():
+        assert value_of(soaked.arguments, "--kv-cache-arrangement") == "layer_major"
+        for server in (soaked, cold):
+            assert value_of(server.arguments, "--page-size") == "64"
+            assert env.PREFILL_READS_ROWS not in server.environment
+        if "--hicache-storage-backend-extra-config" in soaked.arguments:
+            extra = value_of(soaked.arguments, "--hicache-storage-backend-extra-config")
+            assert json.loads(extra) == {"prefetch_threshold": 64}
+
+
+@pytest.mark.parametrize("config", [{}, {"index_topk": None}, {"text_config": None}])
+def test_another_model_is_served_as_the_table_says(started, config):
+    servers = started(config)
+    for leg in soak_servers.LEGS:
+        soaked, cold = servers[leg.name]
+        assert value_of(soaked.arguments, "--kv-cache-arrangement") == leg.arrangement
+        for server in (soaked, cold):
+            assert value_of(server.arguments, "--page-size") == str(leg.page_size_tokens)
+            assert server.environment[env.PREFILL_READS_ROWS] == "1"
+
+
+def test_a_name_on_hugging_face_is_no_folder_to_look_into():
+    assert not soak_servers.has_sparse_attention("some/model")
+
+
+def test_a_model_that_is_not_there(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["soak.py", "--model", str(tmp_path / "none")])
+    assert soak.main() == 2
+    assert "does not exist" in capsys.readouterr().err
