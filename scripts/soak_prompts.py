@@ -11,6 +11,10 @@ __all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 #: Tokens that a request may ask for.
 NEW_TOKENS = (1, 4, 12, 32)
 
+#: Pieces that a text too short is lengthened by. Prompts that happen to begin at the same place of two copies
+#: of a piece have no more than this in common.
+_WINDOW_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -27,6 +31,30 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
+def lengthened(text_ids: Sequence[int], tokens: int) -> list[int]:
+    """A text of at least so many tokens: itself, then its windows over and over, each time shuffled anew.
+
+    Parameters
+    ----------
+    text_ids : sequence of int
+        Not empty.
+    tokens : int
+
+    Returns
+    -------
+    list of int
+        The same for the same arguments.
+    """
+    longer = list(text_ids)
+    windows = [longer[at : at + _WINDOW_TOKENS] for at in range(0, len(longer), _WINDOW_TOKENS)]
+    rng = random.Random(0)
+    while len(longer) < tokens:
+        rng.shuffle(windows)
+        for window in windows:
+            longer += window
+    return longer
+
+
 def make_prompts(
     text_ids: Sequence[int], device_tokens: int, page_size_tokens: int, working_set_tokens: int, seed: int
 ) -> list[Prompt]:
@@ -35,7 +63,8 @@ def make_prompts(
     Parameters
     ----------
     text_ids : sequence of int
-        Tokens of some text, which pieces are taken from.
+        Tokens of some text, which pieces are taken from; one shorter than two pools is `lengthened`, as a
+        tokenizer of words makes few tokens of the text that the package has.
     device_tokens, page_size_tokens : int
         Of the pool.
     working_set_tokens : int
@@ -51,12 +80,11 @@ def make_prompts(
     Raises
     ------
     ValueError
-        A text too short to cut pieces from.
+        An empty text.
     """
-    if len(text_ids) < 2 * device_tokens:
-        raise ValueError(
-            f"a text of {len(text_ids)} tokens; a pool of {device_tokens} needs twice as many to cut from"
-        )
+    if not text_ids:
+        raise ValueError("a text without tokens, which no prompts can be cut from")
+    text_ids = lengthened(text_ids, 2 * device_tokens)
     rng = random.Random(seed)
 
     def piece(length: int) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from soak_in_server import BREAK
 from sgl_kvpool import env
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import model_path
+from sgl_kvpool.named_model import find_model
 
-__all__ = ["LEGS", "Leg", "cold_server", "soaked_server"]
+__all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -52,6 +53,8 @@ class Leg:
         Of the pool.
     host_ratio : int
         Bytes of the host tier per byte of the pool.
+    sparse : bool
+        Whether the model has sparse attention (DSA), which other arguments are refused for.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Leg:
     model: str | None = None
     device_tokens: int = 2048
     host_ratio: int = 2
+    sparse: bool = False
 
     @property
     def rounds_on_the_way(self) -> bool:
@@ -82,6 +86,10 @@ class Leg:
             *("--kv-cache-layout", self.layout, "--page-size", str(self.page_size_tokens)),
             *("--random-seed", "0", "--enable-cache-report", "--enable-metrics"),
         ]
+
+    def for_sparse_attention(self) -> Leg:
+        """This one with the only pages and the only arrangement that models with sparse attention have."""
+        return replace(self, sparse=True, page_size_tokens=64, arrangement="layer_major")
 
     def with_options(self, arrangement: str | None, host_layout: str | None) -> Leg:
         """This one with what the command line says instead."""
@@ -110,14 +118,32 @@ LEGS = (
 )
 
 
+def has_sparse_attention(model: str) -> bool:
+    """Whether a model's config.json says so; False for a name on Hugging Face, whose is not here.
+
+    Raises
+    ------
+    ValueError
+        No model of that name, or its config.json is none.
+    """
+    text = find_model(model).config
+    if text is None:
+        return False
+    config = json.loads(text)
+    text_config = config.get("text_config")  # of models that see images too
+    configs = (config, text_config if isinstance(text_config, dict) else {})
+    return any(one.get("index_topk") is not None for one in configs)
+
+
 def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
     package = "soak_in_server.demo" if leg.model is None else "soak_in_server"
     paths = [str(_HERE), os.environ.get("PYTHONPATH", "")]
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # Otherwise a chunk is attended as it was computed and found again as it was stored.
-        env.PREFILL_READS_ROWS: "1",
+        # Otherwise a chunk is attended as it was computed and found again as it was stored. It does nothing
+        # for sparse attention, and a server of such a model refuses it.
+        **({} if leg.sparse else {env.PREFILL_READS_ROWS: "1"}),
         **(_FEW_COMPILED if leg.model is None else {}),
         **extra,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,24 @@ ROUNDS = 7
 SHORTEST_RUN_BYTES = 4096
 #: Calls that follow each other without a wait, for the back-to-back rate.
 IN_A_ROW = 4
+
+
+class Timed(NamedTuple):
+    """Seconds of calls that ran at once.
+
+    Attributes
+    ----------
+    submit : float
+        Of the CPU, to submit all of them.
+    until_done : float
+        From the begin of the first to the end of the last.
+    own : list of float
+        Of each call on its own stream, from its begin to its end.
+    """
+
+    submit: float
+    until_done: float
+    own: list[float]
 
 
 class Gpu:
@@ -55,8 +73,8 @@ class Gpu:
         """Host memory that has been touched."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
 
-    def timed(self, *calls: Callable[[], object]) -> tuple[float, float]:
-        """CPU seconds to submit, and seconds until done, of calls on streams of their own at once."""
+    def timed(self, *calls: Callable[[], object]) -> Timed:
+        """Times of calls on streams of their own at once."""
         torch.cuda.synchronize()
         pairs = []
         submit = 0.0
@@ -71,7 +89,8 @@ class Gpu:
                 pairs.append((began, ended))
         torch.cuda.synchronize()
         first = pairs[0][0]
-        return submit, max(first.elapsed_time(ended) for _, ended in pairs) / 1e3
+        until_done = max(first.elapsed_time(ended) for _, ended in pairs) / 1e3
+        return Timed(submit, until_done, [began.elapsed_time(ended) / 1e3 for began, ended in pairs])
 
     def model_step(self) -> Callable[[], object]:
         """Work like a decode step's, bound by device memory: 61 reads of 64 MB."""
@@ -79,10 +98,14 @@ class Gpu:
         return lambda: [weights.sum() for _ in range(61)]
 
 
-def median(gpu: Gpu, *calls: Callable[[], object]) -> tuple[float, float]:
+def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
     """Medians of `Gpu.timed`; the first round touches memory and compiles."""
     rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
-    return statistics.median(r[0] for r in rounds), statistics.median(r[1] for r in rounds)
+    return Timed(
+        statistics.median(r.submit for r in rounds),
+        statistics.median(r.until_done for r in rounds),
+        [statistics.median(times) for times in zip(*(r.own for r in rounds), strict=True)],
+    )
 
 
 def lists_of(pages: int, available: int, scattered: bool, page_size: int, device: torch.device):
@@ -170,8 +193,8 @@ def measure_shape(
                 }
                 for direction, call in calls.items():
                     row |= _against(gpu, direction, call, peers[direction], pages * page_bytes)
-                _, both = median(gpu, *calls.values())
-                _, peers_both = median(gpu, *peers.values())
+                both = median(gpu, *calls.values()).until_done
+                peers_both = median(gpu, *peers.values()).until_done
                 row["both_of_pinned_copies"] = round(peers_both / both, 3)
                 row["device_bytes_per_moved"] = round(own.row_bytes / other.row_bytes, 3)
                 results.append(row)
@@ -179,21 +202,22 @@ def measure_shape(
 
 
 def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_bytes: int) -> dict:
-    """Submit time, solo time, back-to-back rate of a call, as ratios to a peer."""
-    submit, solo = median(gpu, call)
-    _, peer_solo = median(gpu, peer)
-    _, in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)])
-    _, peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)])
+    """Submit time, solo time, back-to-back rate of a call, as ratios to a peer; what it does to a step."""
+    submit, solo, _ = median(gpu, call)
+    peer_solo = median(gpu, peer).until_done
+    in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)]).until_done
+    peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)]).until_done
     step = gpu.model_step()
-    _, alone = median(gpu, step)
-    # Both begin at once; the step's share of the time is what it lasts beside a long transfer.
-    _, beside = median(gpu, step, lambda: [call() for _ in range(IN_A_ROW)])
+    (alone,) = median(gpu, step).own
+    # Submitted behind the transfers: these last longer, so all of the step runs beside them. The step's own
+    # time is what counts, for the transfers' end says nothing of it.
+    _, beside = median(gpu, lambda: [call() for _ in range(IN_A_ROW)], step).own
     return {
         f"{direction}_submit_us": round(submit * 1e6, 1),
         f"{direction}_solo_of_pinned_copy": round(peer_solo / solo, 3),
         f"{direction}_of_pinned_copy": round(peer_in_a_row / in_a_row, 3),
         f"{direction}_link_gb_per_s": round(moved_bytes * IN_A_ROW / peer_in_a_row / 1e9, 2),
-        f"{direction}_model_step_ratio": round(beside / max(alone, in_a_row), 3),
+        f"{direction}_model_step_ratio": round(beside / alone, 3),
     }
 
 

@@ -28,7 +28,8 @@ def gpu():
                 call()
             submit = time.perf_counter() - began
             calls().play(1)
-            return submit, time.perf_counter() - began
+            until_done = time.perf_counter() - began
+            return transfer_gpu.Timed(submit, until_done, [until_done] * len(calls_))
 
         def model_step(self):
             return lambda: None
@@ -68,6 +69,25 @@ def test_every_engine_gets_a_row(gpu, monkeypatch, layout, host_layout, arrangem
         for name in ("submit_us", "solo_of_pinned_copy", "of_pinned_copy", "model_step_ratio"):
             assert row[f"to_host_{name}"] > 0
             assert row[f"to_device_{name}"] > 0
+
+
+def test_a_step_that_lasts_three_times_as_long_beside_transfers():
+    """However long the transfers last: 40 steps here."""
+
+    def step():
+        pass
+
+    class Slowing:
+        def model_step(self):
+            return step
+
+        def timed(self, *calls_):
+            own = [(3.0 if len(calls_) > 1 else 1.0) if call is step else 40.0 for call in calls_]
+            return transfer_gpu.Timed(0.0, max(own), own)
+
+    found = transfer_gpu._against(Slowing(), "to_host", lambda: None, lambda: None, 1 << 20)
+    assert found["to_host_model_step_ratio"] == 3.0
+    assert found["to_host_of_pinned_copy"] == found["to_host_solo_of_pinned_copy"] == 1.0
 
 
 def test_targets():

@@ -1,0 +1,173 @@
+"""What `scripts/soak.py` does around its servers: prompts, arguments, tolerances, a report in every case."""
+
+import json
+
+import pytest
+import soak
+import soak_leg
+import soak_prompts
+import soak_servers
+
+from sgl_kvpool import env
+from sgl_kvpool.demo.server import ServerFailed
+
+TEXT = list(range(9500))  # as many tokens as a real tokenizer makes of the text that is shipped
+
+
+def shared(one, other):
+    """Tokens that two prompts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def test_a_text_too_short_is_lengthened_by_its_own_windows():
+    longer = soak_prompts.lengthened(TEXT, 40_000)
+    assert longer == soak_prompts.lengthened(TEXT, 40_000)
+    assert len(longer) >= 40_000
+    assert longer[: len(TEXT)] == TEXT
+    # Every copy has all of it, in another order.
+    copies = [tuple(longer[at : at + len(TEXT)]) for at in range(0, len(longer), len(TEXT))]
+    assert all(sorted(copy) == TEXT for copy in copies)
+    assert len(set(copies)) == len(copies)
+
+
+def test_a_long_text_stays_as_it_is():
+    assert soak_prompts.lengthened(TEXT, len(TEXT)) == TEXT
+
+
+def test_prompts_of_a_short_text_fill_the_pool():
+    prompts = soak_prompts.make_prompts(TEXT, 8192, 64, 6 * 8192, seed=0)
+    assert [prompt.token_ids for prompt in prompts] == [
+        prompt.token_ids for prompt in soak_prompts.make_prompts(TEXT, 8192, 64, 6 * 8192, seed=0)
+    ]
+    assert sum(len(prompt.token_ids) for prompt in prompts) >= 6 * 8192
+    assert max(len(prompt.token_ids) for prompt in prompts) > 8192 // 2
+
+
+def test_copies_of_a_window_are_all_that_lengthening_lets_prompts_share():
+    longer = soak_prompts.lengthened(TEXT, 16384)
+    window = soak_prompts._WINDOW_TOKENS
+    again = {token: at for at, token in enumerate(longer) if at >= len(TEXT)}
+    for token in (0, 255, 256, 1000):
+        common = shared(longer[token:], longer[again[token] :])
+        # Two windows that follow each other in the text may do so in a copy too, which is rare.
+        assert common <= 2 * window
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(ValueError, match="without tokens"):
+        soak_prompts.make_prompts([], 2048, 64, 2048, seed=0)
+
+
+@pytest.mark.parametrize("error", [ValueError("no text"), ServerFailed("no port")])
+def test_a_leg_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path, error):
+    asked = []
+
+    def one(leg, *_, **__):
+        asked.append(leg.name)
+        if leg.name == "fp8":
+            raise error
+        return {"name": leg.name, "violations": []}
+
+    report = tmp_path / "soak.json"
+    monkeypatch.setattr(soak, "soak", one)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--json", str(report)])
+    assert soak.main() == 1
+    assert asked == ["fp8", "fp4"]
+    found = json.loads(report.read_text())
+    assert found["violations"] == 1
+    assert str(error) in found["legs"][0]["violations"][0]
+    assert found["legs"][1]["violations"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"bf16": 0.05, "bf16-on-fp4": 0.5}),
+        ("--model some/model", {"bf16": 0.5, "bf16-on-fp4": 0.5}),
+        ("--tie-tolerance 0.2", {"bf16": 0.2, "bf16-on-fp4": 0.2}),
+        ("--model some/model --tie-tolerance 0", {"bf16": 0.0, "bf16-on-fp4": 0.0}),
+    ],
+)
+def test_tolerance(arguments, expected):
+    options = soak.parse(["--legs", *expected, *arguments.split()])
+    legs = soak.chosen(options)
+    assert {leg.name: soak_leg.tolerance(leg, options.tie_tolerance) for leg in legs} == expected
+
+
+def test_the_tolerance_reaches_every_server(monkeypatch):
+    given = []
+
+    def one(leg, *_, tie_tolerance, **__):
+        given.append(tie_tolerance)
+        return {"name": leg.name, "violations": []}
+
+    monkeypatch.setattr(soak, "soak", one)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--tie-tolerance", "0.25"])
+    assert soak.main() == 0
+    assert given == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("value", ["-0.1", "nan", "inf"])
+def test_a_tolerance_that_is_none(capsys, value):
+    with pytest.raises(SystemExit):
+        soak.parse([f"--tie-tolerance={value}"])
+    assert "--tie-tolerance" in capsys.readouterr().err
+
+
+def value_of(arguments, flag):
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Servers, not started, that a model with such a config.json is soaked with."""
+
+    def servers(config, *arguments):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        legs = soak.chosen(soak.parse(["--model", str(tmp_path), *arguments]))
+        return {
+            leg.name: (
+                soak_servers.soaked_server(leg, tmp_path, tmp_path / "store", [], []),
+                soak_servers.cold_server(leg, tmp_path, []),
+            )
+            for leg in legs
+        }
+
+    return servers
+
+
+@pytest.mark.parametrize("config", [{"index_topk": 2048}, {"text_config": {"index_topk": 2048}}])
+def test_a_model_with_sparse_attention(started, config):
+    servers = started(config)
+    assert len(servers) == len(soak_servers.LEGS)
+    for soaked, cold in servers.values():
+        assert value_of(soaked.arguments, "--kv-cache-arrangement") == "layer_major"
+        for server in (soaked, cold):
+            assert value_of(server.arguments, "--page-size") == "64"
+            assert env.PREFILL_READS_ROWS not in server.environment
+        if "--hicache-storage-backend-extra-config" in soaked.arguments:
+            extra = value_of(soaked.arguments, "--hicache-storage-backend-extra-config")
+            assert json.loads(extra) == {"prefetch_threshold": 64}
+
+
+@pytest.mark.parametrize("config", [{}, {"index_topk": None}, {"text_config": None}])
+def test_another_model_is_served_as_the_table_says(started, config):
+    servers = started(config)
+    for leg in soak_servers.LEGS:
+        soaked, cold = servers[leg.name]
+        assert value_of(soaked.arguments, "--kv-cache-arrangement") == leg.arrangement
+        for server in (soaked, cold):
+            assert value_of(server.arguments, "--page-size") == str(leg.page_size_tokens)
+            assert server.environment[env.PREFILL_READS_ROWS] == "1"
+
+
+def test_a_name_on_hugging_face_is_no_folder_to_look_into():
+    assert not soak_servers.has_sparse_attention("some/model")
+
+
+def test_a_model_that_is_not_there(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["soak.py", "--model", str(tmp_path / "none")])
+    assert soak.main() == 2
+    assert "does not exist" in capsys.readouterr().err
