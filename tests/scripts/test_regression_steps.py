@@ -10,7 +10,7 @@ import pytest
 from h100_regression import main
 from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
-from regression.questions import found_passkey, passkey_prompt
+from regression.questions import found_passkey, full_hit, passkey_prompt
 from regression.records import read_run
 from regression.request import PARTS, Request
 from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
@@ -141,6 +141,25 @@ def test_a_real_checkpoint(checkpoint):
     host = request(found["host-model-fp4"])
     assert host.evict_tokens > int(host.arguments[host.arguments.index("--max-total-tokens") + 1])
     assert not any(name.startswith("model-") for name in found)
+
+
+def found_of_a_hybrid(count, chunk):
+    """Tokens of a repeated prompt up to its last kept state: after each chunk and the last full page."""
+    kept = {*range(chunk, count + 1, chunk), count // 64 * 64}
+    return max(state for state in kept if state <= count - 1)
+
+
+def test_a_hybrids_repeated_prompts_can_be_found_in_full(checkpoint):
+    asked = request(steps()["serve-kimi-fp4"])
+    chunk = int(asked.arguments[asked.arguments.index("--chunked-prefill-size") + 1])
+    assert asked.hit_tokens > chunk
+    assert found_of_a_hybrid(asked.hit_tokens, chunk) == full_hit(asked.hit_tokens) == 1856
+    # A multiple of a page ends on a state that a repeat may not use.
+    assert (found_of_a_hybrid(1920, chunk), full_hit(1920)) == (1792, 1856)
+    config = {"vocab_size": 163840, "linear_attn_config": {"num_heads": 32}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    asked = request(steps(model=str(checkpoint))["host-model-fp4"])
+    assert found_of_a_hybrid(asked.hit_tokens, 8192) == full_hit(asked.hit_tokens) > 8192
 
 
 def test_without_a_gpu_the_list_says_what_it_skips():
