@@ -110,8 +110,13 @@ def transfer(folder: Path) -> list[Measurement]:
 
 
 def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
+    # Rows are written after each shape: of a benchmark that was ended there are some, without SGLang's.
     found = []
-    for row in [*_rows(report, "engines"), *report["sglang"]]:
+    for row in [*_rows(report, "engines"), *report.get("sglang", [])]:
+        if "failed" in row:
+            note = f"not measured: {row['failed']}"
+            found.append(Measurement(row["peer"], None, "x", "kernel_ratio", note=note))
+            continue
         ours = "engine" in row
         order = "scattered" if row.get("scattered", True) else "in order"
         pair = f"{row['engine']} {row['layout']}/{row['host_layout']} {row['arrangement']}" if ours else ""
@@ -126,6 +131,8 @@ def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
                 found.append(
                     Measurement(f"{what}: {name}", value, "us", "kernel_time", "lower", layout=layout)
                 )
+    if not report.get("ended"):
+        return found
     missed = report["missed_targets"]
     found.append(
         Measurement(

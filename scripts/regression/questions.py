@@ -131,7 +131,7 @@ class Hits:
 
 
 def full_hit(count: int) -> int:
-    """Most tokens of a repeated prompt that can be found: full pages, the last token being computed always."""
+    """Most tokens of a repeated prompt that can be found: full pages; the last token is always computed."""
     return (count - 1) // PAGE_SIZE * PAGE_SIZE
 
 
