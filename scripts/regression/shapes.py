@@ -65,7 +65,7 @@ class Shape:
     needs : mapping
         What a layout's server needs besides, by layout; "stock" for the peer.
     wait_s : float
-        For a start.
+        For a start. On a GPU long: with cold caches SGLang, FlashInfer and DeepGEMM compile first.
     on_cpu : bool
     is_sparse : bool
         Whether its attention selects (DSA).
@@ -87,7 +87,7 @@ class Shape:
     new_tokens: int = 128
     writer: tuple[str, str] | None = None
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    wait_s: float = 540.0
+    wait_s: float = 1200.0
     on_cpu: bool = False
     is_sparse: bool = False
 
@@ -245,6 +245,7 @@ def demo_shape() -> Shape:
         concurrency=4,
         request_tokens=128,
         new_tokens=32,
+        wait_s=540.0,
         on_cpu=True,
     )
 
@@ -290,7 +291,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
         concurrency=32 if demo is None else demo.concurrency,
         request_tokens=1024 if demo is None else demo.request_tokens,
         new_tokens=256 if demo is None else demo.new_tokens,
-        wait_s=3600 if demo is None else 540,
+        wait_s=3600 if demo is None else demo.wait_s,
         on_cpu=on_cpu,
         is_sparse=is_sparse,
     )

@@ -40,6 +40,8 @@ class Options:
     retrieval_characters : tuple of int
     models : str
         Folder for random checkpoints.
+    time_limit_scale : float
+        For the starts of servers. The runner scales the steps' limits.
     """
 
     core: bool = False
@@ -57,6 +59,7 @@ class Options:
     gsm8k_questions: int = 500
     retrieval_characters: tuple[int, ...] = (16_000, 64_000, 200_000)
     models: str = "models"
+    time_limit_scale: float = 1.0
 
 
 def _tests(name: str, what: str, limit_s: float, *files: str, needs: Sequence[str]) -> Step:

@@ -26,6 +26,8 @@ from sgl_kvpool.demo.server import Server, free_port
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The first servers of a machine compile, and may take 1200 s to start.
+    pytest.mark.timeout(1800),
 ]
 
 
@@ -117,7 +119,7 @@ def ask(name, model, log):
     environment = {key: value for key, value in environment.items() if value is not None}
     # Drafts are not compared by what else was likely.
     top = {} if "mtp" in name else {"top_logprobs_num": TOP}
-    with Server(command, log, environment, wait_seconds=540) as server:
+    with Server(command, log, environment, wait_seconds=1200) as server:
 
         def generate(ids, parameters=GREEDY, **more):
             return server.generate(input_ids=ids, sampling_params=parameters, return_logprob=True, **more)

@@ -19,6 +19,8 @@ from sgl_kvpool.demo.server import Server, free_port
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The first servers of a machine compile, and may take 1200 s to start.
+    pytest.mark.timeout(1800),
 ]
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
@@ -104,7 +106,7 @@ def ask(name, models, log):
     ]
     # Every prompt's log-probability then depends on rows that were stored.
     environment = {} if "stock" in name else {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
-    with Server(command, log, environment, wait_seconds=420) as server:
+    with Server(command, log, environment, wait_seconds=1200) as server:
 
         def generate(ids, **more):
             return server.generate(input_ids=ids, sampling_params=GREEDY, return_logprob=True, **more)

@@ -89,6 +89,19 @@ def test_each_server_is_asked_everything_and_compared():
     assert set(request(found["serve-v3-bf16"]).peers) == {"stock"}
 
 
+def test_starts_of_servers_are_scaled_and_fit_into_their_steps():
+    for machine, more in ((EVERYTHING, {}), (NO_GPU, {"on_gpu": False})):
+        plain, slow = (steps(machine, time_limit_scale=scale, **more) for scale in (1.0, 2.5))
+        served = [name for name, step in plain.items() if "request.json" in step.files]
+        assert served
+        for name in served:
+            wait_s = request(plain[name]).wait_s
+            assert wait_s == (1200 if more == {} else 540)
+            assert request(slow[name]).wait_s == 2.5 * wait_s
+            # The runner scales this one.
+            assert wait_s < plain[name].limit_s == slow[name].limit_s
+
+
 def test_two_ranks_are_compared_with_one():
     found = steps()
     asked = request(found["tp2-v32-fp8"])
