@@ -135,6 +135,7 @@ def _step(
         new_tokens=shape.new_tokens,
         wait_s=shape.wait_s * options.time_limit_scale,
         evict_tokens=evict_tokens,
+        is_sparse=shape.is_sparse,
         gsm8k_data=options.gsm8k_data,
         gsm8k_questions=options.gsm8k_questions,
         retrieval_characters=list(options.retrieval_characters),

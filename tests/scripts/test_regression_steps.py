@@ -10,9 +10,11 @@ import pytest
 from h100_regression import main
 from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
-from regression.questions import found_passkey, full_hit, passkey_prompt
+from regression.parsers import lines
+from regression.questions import Hits, found_passkey, full_hit, passkey_prompt
 from regression.records import read_run
 from regression.request import PARTS, Request
+from regression.serve import Asked
 from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from regression.steps import Options, all_steps, choose
 
@@ -72,6 +74,7 @@ def test_each_server_is_asked_everything_and_compared():
         asked = request(step)
         assert asked.parts == list(PARTS[:4])
         assert asked.evict_tokens > 0
+        assert asked.is_sparse == (asked.model == "v32")
         assert "--enable-hierarchical-cache" in asked.arguments
         layouts = [asked.arguments[i + 1] for i, a in enumerate(asked.arguments) if a == "--kv-cache-layout"]
         assert layouts == ([] if asked.layout is None else [asked.layout])
@@ -154,6 +157,16 @@ def test_a_real_checkpoint(checkpoint):
     host = request(found["host-model-fp4"])
     assert host.evict_tokens > int(host.arguments[host.arguments.index("--max-total-tokens") + 1])
     assert not any(name.startswith("model-") for name in found)
+
+
+@pytest.mark.parametrize(("name", "passed"), [("serve-v3-fp4", False), ("serve-v32-fp4", True)])
+def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed, monkeypatch, tmp_path):
+    found = Hits(30.0, 10.0, 20.0, device_share=1.0, host_share=1.0, same_tokens=0.9)
+    monkeypatch.setattr("regression.serve.wait_for_hits", lambda *_: found)
+    Asked(request(steps()[name]), tmp_path).hits(None)
+    said = {one.metric: one.passed for one in lines(tmp_path)}
+    assert said["same tokens after a host hit as after a device hit"] is passed
+    assert said["found on the host"] is True
 
 
 def found_of_a_hybrid(count, chunk):
