@@ -93,6 +93,20 @@ def test_a_dry_run_has_no_speeds(parsed):
     assert {one.kind for one in found.values()} == {"fact", "count"}
 
 
+def test_codecs_of_a_cpu_are_shown_and_not_compared(parsed):
+    row = {
+        "operation": "encode", "layout": "fp4", "tokens": 4096, "gb_per_s": 9.5, "ratio_to_copy": 0.7,
+        "target": 0.5, "passed": True,
+    }  # fmt: skip
+    found = parsed(codec, {"results": [{**row, "device": "cuda"}, {**row, "device": "cpu"}]})
+    kinds = {name: one.kind for name, one in found.items()}
+    tails = ("", ": speed to a copy")
+    assert [kinds[f"cuda encode fp4, 4096 rows{tail}"] for tail in tails] == ["kernel_time", "kernel_ratio"]
+    assert kinds["target: cuda encode fp4, 4096 rows: 0.5 of the speed of a copy"] == "target"
+    assert {kind for name, kind in kinds.items() if "cpu" in name} == {"fact"}
+    assert len(kinds) == 6
+
+
 def test_transfer_on_a_gpu(parsed):
     engine = {
         "layout": "bf16", "host_layout": "fp4", "arrangement": "layer_major", "engine": "staged",
