@@ -180,12 +180,14 @@ def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
 def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
     sglang = ("gpu", "sglang", "ml_dtypes")
     steps = [
+        # Its cases are those of a test on a CPU, which imports hypothesis.
         _tests(
-            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py", needs=sglang
+            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py",
+            needs=(*sglang, "hypothesis"),
         ),
         _tests("dsa_rows", "656-byte rows read by FlashMLA", 900, _GPU + "dsa_rows_gpu.py", needs=sglang),
         *server_steps(machine, options),
-    ]
+    ]  # fmt: skip
     for name in ("", "dsa_", "hybrid_") if options.thorough else ():
         file, needs = f"{_GPU}{name}server_gpu.py", (*sglang, "plugin", "transformers")
         what = "graphs, MTP, mixed batches, host hits of servers"

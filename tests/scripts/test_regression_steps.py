@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from h100_regression import main
+from regression import environment
 from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
 from regression.parsers import lines
@@ -119,6 +120,13 @@ def test_tilelang_is_needed_for_fp8_rows_of_sparse_attention_only():
     without = Machine(EVERYTHING.gpus, EVERYTHING.modules - {"tilelang"}, True, True)
     missing = {name for name, step in steps(without).items() if without.missing(step.needs)}
     assert missing == {"serve-v32-fp8", "memory-v32-fp8", "tp2-v32-fp8"}
+
+
+def test_tests_below_the_server_need_hypothesis():
+    without = Machine(EVERYTHING.gpus, EVERYTHING.modules - {"hypothesis"}, True, True)
+    missing = {name: without.missing(step.needs) for name, step in steps(without).items()}
+    found = {name: reason for name, reason in missing.items() if reason}
+    assert found == {"tests-cuda_backend": "hypothesis is not installed"}
 
 
 def test_layouts_bring_what_they_are_compared_with():
@@ -272,6 +280,15 @@ def test_refusals(argv, why, capsys):
         main([*argv, "--list"])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_driver_that_does_not_answer_is_a_fact(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(environment, "_DRIVER_S", 0.5)
+    assert environment.driver_facts() == [{"nvidia-smi": "no answer within 0.5 s"}]
 
 
 def test_facts_of_a_run():
