@@ -93,7 +93,9 @@ def parser() -> argparse.ArgumentParser:
     run = made.add_argument_group("how")
     run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
     run.add_argument("--minutes", type=_positive, help="for all steps together")
-    run.add_argument("--time-limit-scale", type=_positive, default=1.0, help="of every step's limit (1)")
+    run.add_argument(
+        "--time-limit-scale", type=_positive, default=1.0, help="of steps and servers' starts (1)"
+    )
     other = made.add_argument_group("two runs")
     other.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="an older results.jsonl")
     other.add_argument(
@@ -142,6 +144,7 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
         gsm8k_questions=arguments.gsm8k_questions,
         retrieval_characters=lengths,
         models=str(out / "models"),
+        time_limit_scale=arguments.time_limit_scale,
     )
 
 

@@ -35,6 +35,8 @@ _GPU_FIELDS = {
     "power_limit_w": "power.limit",
     "memory_mib": "memory.total",
 }
+#: For its answer.
+_DRIVER_S = 60.0
 #: In a process of its own: a CUDA context here would take memory from the steps.
 _ASK_TORCH = """
 import json, torch
@@ -185,7 +187,10 @@ def driver_facts() -> list[dict[str, str]]:
     if program is None:
         return []
     command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
+    except subprocess.TimeoutExpired:  # a GPU that fell off the bus; the run's results are worth more
+        return [{"nvidia-smi": f"no answer within {_DRIVER_S:g} s"}]
     if done.returncode != 0:
         return [{"nvidia-smi": f"exit status {done.returncode}: {done.stdout.strip()[:200]}"}]
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.strip().splitlines()]

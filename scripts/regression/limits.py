@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LIMITS", "SCORES", "Limits"]
+__all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,13 @@ LIMITS = {
         "fp4": Limits(0.20, 0.005, 0.90),
     },
 }
+
+
+#: Least share of tokens after a host hit that are those after a device hit: the same rows, the same kernels.
+SAME_TOKENS = 1.0
+#: With sparse attention the top-k kernels' order is not determined, and so neither is the order of sums.
+#: Where two tokens are as likely, the next ones of that prompt differ (tests/gpu/test_dsa_server_gpu.py).
+SAME_TOKENS_SPARSE = 0.8
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,17 @@ def codec(folder: Path) -> list[Measurement]:
     found = []
     for row in _rows(_load(folder), "results"):
         what = f"{row['device']} {row['operation']} {row['layout']}, {row['tokens']} rows"
+        # Those of a CPU, also beside a GPU's, depend on what else the machine does: shown, not compared.
+        on_cpu = row["device"] == "cpu"
+        ratio, rate, target = ("fact",) * 3 if on_cpu else ("kernel_ratio", "kernel_time", "target")
+        layout = row["layout"]
         found += [
-            _ratio(f"{what}: speed to a copy", row["ratio_to_copy"], layout=row["layout"]),
-            Measurement(what, row["gb_per_s"], "GB/s", "kernel_time", layout=row["layout"]),
+            Measurement(f"{what}: speed to a copy", row["ratio_to_copy"], "x", ratio, layout=layout),
+            Measurement(what, row["gb_per_s"], "GB/s", rate, layout=layout),
         ]
         if row["target"] is not None:
             name = f"target: {what}: {row['target']} of the speed of a copy"
-            found.append(Measurement(name, float(row["passed"]), "", "target", layout=row["layout"]))
+            found.append(Measurement(name, float(row["passed"]), "", target, layout=layout))
     return found
 
 
@@ -110,8 +114,13 @@ def transfer(folder: Path) -> list[Measurement]:
 
 
 def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
+    # Rows are written after each shape: of a benchmark that was ended there are some, without SGLang's.
     found = []
-    for row in [*_rows(report, "engines"), *report["sglang"]]:
+    for row in [*_rows(report, "engines"), *report.get("sglang", [])]:
+        if "failed" in row:
+            note = f"not measured: {row['failed']}"
+            found.append(Measurement(row["peer"], None, "x", "kernel_ratio", note=note))
+            continue
         ours = "engine" in row
         order = "scattered" if row.get("scattered", True) else "in order"
         pair = f"{row['engine']} {row['layout']}/{row['host_layout']} {row['arrangement']}" if ours else ""
@@ -126,6 +135,8 @@ def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
                 found.append(
                     Measurement(f"{what}: {name}", value, "us", "kernel_time", "lower", layout=layout)
                 )
+    if not report.get("ended"):
+        return found
     missed = report["missed_targets"]
     found.append(
         Measurement(

@@ -21,6 +21,9 @@ __all__ = ["Ended", "run_command"]
 _LOOK_S = 0.5
 #: For a step to stop its servers after SIGTERM; a server gets ten seconds itself.
 _GRACE_S = 20.0
+#: For processes to end by themselves after their step. A server's take seconds to let go of CUDA and of
+#: pinned memory, also after the server was told to stop and has ended.
+_DYING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Ended:
     seconds : float
     timed_out : bool
     left_behind : int
-        Processes that it had started, that outlived it, and were ended.
+        Processes that it had started, that outlived it by ten seconds, and were ended.
     """
 
     returncode: int
@@ -80,8 +83,12 @@ class _Family:
                     grown = True
 
     def end(self) -> int:
-        """Kill who is left; returns how many were."""
+        """Wait for who is still dying, kill who is left; returns how many were."""
         self.look()
+        deadline = time.monotonic() + _DYING_S
+        while self.members and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.look()
         count = len(self.members)
         deadline = time.monotonic() + 5
         while self.members and time.monotonic() < deadline:

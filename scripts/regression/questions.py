@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from regression.shapes import PAGE_SIZE
 from sgl_kvpool.demo.server import Server
 
 __all__ = [
     "Hits",
     "Scored",
+    "full_hit",
     "passkey_prompt",
     "passkey_share",
     "prompt_fields",
@@ -115,7 +117,7 @@ class Hits:
     host_ms : float or None
         None without a host tier.
     device_share, host_share : float
-        Least share of a prompt that was found on the device, and later in host memory; without its last page.
+        Least share of a prompt that was found on the device, and later in host memory; of `full_hit`.
     same_tokens : float
         Share of tokens generated after host hits that are those generated after device hits.
     """
@@ -126,6 +128,11 @@ class Hits:
     device_share: float
     host_share: float
     same_tokens: float
+
+
+def full_hit(count: int) -> int:
+    """Most tokens of a repeated prompt that can be found: full pages; the last token is always computed."""
+    return (count - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 def wait_for_hits(
@@ -158,8 +165,7 @@ def wait_for_hits(
 
     def found(info: dict[str, Any], tier: str) -> float:
         details = info.get("cached_tokens_details") or {}
-        # The last token is always computed, and so is its page.
-        return details.get(tier, 0) / (len(prompts[0]) - 64)
+        return details.get(tier, 0) / full_hit(len(prompts[0]))
 
     for _ in range(2):
         first_token_ms(warm_up)
@@ -168,7 +174,7 @@ def wait_for_hits(
     tokens = [after(ids) for ids in prompts]
     device_ms = statistics.median(ms for ms, _ in on_device)
     if not fillers:
-        shares = [info["cached_tokens"] / (len(prompts[0]) - 64) for _, info in on_device]
+        shares = [info["cached_tokens"] / full_hit(len(prompts[0])) for _, info in on_device]
         return Hits(statistics.median(cold), device_ms, None, min(shares), 0.0, 1.0)
     time.sleep(1.0)  # backups are written behind the answers
     for ids in fillers:

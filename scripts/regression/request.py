@@ -38,6 +38,8 @@ class Request:
         See `shapes.Shape`.
     evict_tokens : int
         More than the device's pool holds; 0 without a host tier.
+    is_sparse : bool
+        Whether its attention selects (DSA).
     gsm8k_data : str or None
     gsm8k_questions : int
     retrieval_characters : list of int
@@ -57,6 +59,7 @@ class Request:
     new_tokens: int
     wait_s: float
     evict_tokens: int = 0
+    is_sparse: bool = False
     gsm8k_data: str | None = None
     gsm8k_questions: int = 500
     retrieval_characters: list[int] = field(default_factory=list)

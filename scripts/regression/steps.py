@@ -40,6 +40,8 @@ class Options:
     retrieval_characters : tuple of int
     models : str
         Folder for random checkpoints.
+    time_limit_scale : float
+        For the starts of servers. The runner scales the steps' limits.
     """
 
     core: bool = False
@@ -57,6 +59,7 @@ class Options:
     gsm8k_questions: int = 500
     retrieval_characters: tuple[int, ...] = (16_000, 64_000, 200_000)
     models: str = "models"
+    time_limit_scale: float = 1.0
 
 
 def _tests(name: str, what: str, limit_s: float, *files: str, needs: Sequence[str]) -> Step:
@@ -177,12 +180,14 @@ def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
 def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
     sglang = ("gpu", "sglang", "ml_dtypes")
     steps = [
+        # Its cases are those of a test on a CPU, which imports hypothesis.
         _tests(
-            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py", needs=sglang
+            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py",
+            needs=(*sglang, "hypothesis"),
         ),
         _tests("dsa_rows", "656-byte rows read by FlashMLA", 900, _GPU + "dsa_rows_gpu.py", needs=sglang),
         *server_steps(machine, options),
-    ]
+    ]  # fmt: skip
     for name in ("", "dsa_", "hybrid_") if options.thorough else ():
         file, needs = f"{_GPU}{name}server_gpu.py", (*sglang, "plugin", "transformers")
         what = "graphs, MTP, mixed batches, host hits of servers"

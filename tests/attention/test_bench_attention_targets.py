@@ -224,3 +224,9 @@ def test_the_table_and_the_plot_of_a_gpu_run(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert modules.report.draw(rows, tmp_path / "found.png", "a test")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("told", "mhz"), [({"clocks.max.sm": "1755"}, 1755), ({}, 1980)])
+def test_clocks_that_are_not_known_are_an_h100s(told, mhz):
+    assert modules.device._highest_mhz(told) == mhz
+    assert modules.device._highest_mhz({**told, "clocks.max.sm": "[N/A]"}) == 1980

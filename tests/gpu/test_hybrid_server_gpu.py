@@ -22,6 +22,8 @@ from sgl_kvpool.demo.server import Server, free_port
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The first servers of a machine compile, and may take 1200 s to start.
+    pytest.mark.timeout(1800),
 ]
 
 STOCK = ("--attention-backend", "triton")
@@ -107,7 +109,7 @@ def ask(name, model, log):
     environment = {} if "stock" in name else {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
     # Drafts are not compared by what else was likely.
     top = {} if "mtp" in name else {"top_logprobs_num": TOP}
-    with Server(command(name, model, free_port()), log, environment, wait_seconds=540) as server:
+    with Server(command(name, model, free_port()), log, environment, wait_seconds=1200) as server:
 
         def generate(ids, **more):
             return server.generate(input_ids=ids, sampling_params=GREEDY, return_logprob=True, **top, **more)

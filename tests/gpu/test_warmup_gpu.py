@@ -10,6 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_second_process_compiles_nothing(tmp_path):
+    pytest.importorskip("sglang")
     moved = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     environment = {name: value for name, value in os.environ.items() if name not in moved}
     environment |= {"SGLANG_CACHE_DIR": str(tmp_path), "SGLANG_JIT_CACHE_DIR": str(tmp_path / "jit")}

@@ -90,6 +90,23 @@ def test_a_step_that_lasts_three_times_as_long_beside_transfers():
     assert found["to_host_of_pinned_copy"] == found["to_host_solo_of_pinned_copy"] == 1.0
 
 
+def test_a_backend_that_fails_costs_its_own_rows_only(gpu, monkeypatch):
+    def measured(gpu, io_backend, label, layers, page_size, page_counts):
+        if io_backend == "kernel":
+            raise RuntimeError("nvcc is not there")
+        return [{"peer": f"sglang {io_backend}", "pages": count} for count in page_counts]
+
+    monkeypatch.setattr(transfer_gpu, "_measure_backend", measured)
+    monkeypatch.setattr(transfer_gpu, "find_spec", lambda name: None)
+    assert transfer_gpu.measure_peers(gpu, layers=2, page_size=2) == []
+    monkeypatch.setattr(transfer_gpu, "find_spec", lambda name: object())
+    assert transfer_gpu.measure_peers(gpu, layers=2, page_size=2, page_counts=(2, 5)) == [
+        {"peer": "sglang kernel", "failed": "RuntimeError: nvcc is not there"},
+        {"peer": "sglang direct", "pages": 2},
+        {"peer": "sglang direct", "pages": 5},
+    ]
+
+
 def test_targets():
     good = {
         "engine": "staged", "layout": "bf16", "host_layout": "bf16", "arrangement": "layer_major",
@@ -105,6 +122,9 @@ def test_targets():
     assert len(transfer_gpu.missed([{**good, "to_device_submit_us": 201.0}], [peer])) == 1
     [unknown] = transfer_gpu.missed([good], [])
     assert "not measured" in unknown
+    failed = {"peer": "sglang direct", "failed": "OSError: cannot pin"}
+    [unknown] = transfer_gpu.missed([good], [failed, peer])
+    assert unknown == "staged beside sglang direct: not measured, OSError: cannot pin"
     transcoded = {**good, "host_layout": "fp4", "device_bytes_per_moved": 1152 / 416}
     assert transfer_gpu.missed([transcoded], [peer]) == []
     assert len(transfer_gpu.missed([{**transcoded, "to_host_of_pinned_copy": 0.79}], [peer])) == 1

@@ -93,6 +93,20 @@ def test_a_dry_run_has_no_speeds(parsed):
     assert {one.kind for one in found.values()} == {"fact", "count"}
 
 
+def test_codecs_of_a_cpu_are_shown_and_not_compared(parsed):
+    row = {
+        "operation": "encode", "layout": "fp4", "tokens": 4096, "gb_per_s": 9.5, "ratio_to_copy": 0.7,
+        "target": 0.5, "passed": True,
+    }  # fmt: skip
+    found = parsed(codec, {"results": [{**row, "device": "cuda"}, {**row, "device": "cpu"}]})
+    kinds = {name: one.kind for name, one in found.items()}
+    tails = ("", ": speed to a copy")
+    assert [kinds[f"cuda encode fp4, 4096 rows{tail}"] for tail in tails] == ["kernel_time", "kernel_ratio"]
+    assert kinds["target: cuda encode fp4, 4096 rows: 0.5 of the speed of a copy"] == "target"
+    assert {kind for name, kind in kinds.items() if "cpu" in name} == {"fact"}
+    assert len(kinds) == 6
+
+
 def test_transfer_on_a_gpu(parsed):
     engine = {
         "layout": "bf16", "host_layout": "fp4", "arrangement": "layer_major", "engine": "staged",
@@ -101,7 +115,18 @@ def test_transfer_on_a_gpu(parsed):
         "to_host_model_step_ratio": 1.1, "both_of_pinned_copies": 0.9, "device_bytes_per_moved": 2.769,
     }  # fmt: skip
     peer = {"peer": "sglang kernel", "pages": 256, "moved_bytes": 1, "to_host_of_pinned_copy": 0.7}
-    found = parsed(transfer, {"engines": [engine], "sglang": [peer], "missed_targets": ["one", "two"]})
+    bad = {"peer": "sglang direct", "failed": "OSError: cannot pin"}
+    ended = {"sglang": [peer, bad], "missed_targets": ["one", "two"], "ended": True}
+    # Of one that was ended on its way there are the rows of engines, and nothing on targets.
+    so_far = parsed(transfer, {"device": "NVIDIA H100", "engines": [engine], "ended": False})
+    found = parsed(transfer, {"engines": [engine], **ended})
+    assert {*found} - {*so_far} == {
+        "sglang kernel scattered, 256 pages: to_host_of_pinned_copy",
+        "sglang direct",
+        "targets of transfers that are missed",
+    }
+    failed = found.pop("sglang direct")
+    assert (failed.value, failed.note) == (None, "not measured: OSError: cannot pin")
     assert found["targets of transfers that are missed"].note == "one; two"
     what = "staged bf16/fp4 layer_major in order, 256 pages"
     values = {name: (one.value, one.kind, one.better) for name, one in found.items()}

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from regression import processes
 from regression.environment import Machine
 from regression.parsers import junit, lines
 from regression.records import Measurement, write_measurements
@@ -31,8 +32,10 @@ def good(name, **more):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """`run(steps)`: records by name; everything said is in `run.said`."""
+    # What is left behind here never ends by itself.
+    monkeypatch.setattr(processes, "_DYING_S", 1.0)
 
     def go(*steps, **more):
         found, go.said = {}, ""
@@ -177,9 +180,31 @@ def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
     assert found.reason == "1 processes outlived it and were killed"
 
 
-def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
-    from regression import processes
+@pytest.mark.parametrize("seconds", [1, 600])
+def test_who_is_still_dying_is_waited_for(run, tmp_path, monkeypatch, seconds):
+    """A server's child that was told to stop and takes a while is not left behind; one that never ends is."""
+    monkeypatch.setattr(processes, "_DYING_S", 4.0)
+    code = f"""
+        import subprocess, time
+        inner = "import signal, sys, time; "
+        inner += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep({seconds}), sys.exit())); "
+        inner += "print('here', flush=True); time.sleep(600)"
+        child = subprocess.Popen(
+            [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        child.stdout.readline()
+        (folder / 'pid').write_text(str(child.pid))
+        time.sleep(1)  # it is seen by then
+        child.terminate()
+        (folder / 'measurements.jsonl').write_text('')
+    """
+    found = run(step("one", code))["one"]
+    assert gone(int((tmp_path / "steps" / "one" / "pid").read_text()))
+    assert found.reason == ("" if seconds == 1 else "1 processes outlived it and were killed")
+    assert found.status == ("ok" if seconds == 1 else "failed")
 
+
+def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     found = run(step("deaf", code, limit_s=2.0))["deaf"]

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from h100_regression import main
+from regression import environment
 from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
-from regression.questions import found_passkey, passkey_prompt
+from regression.parsers import lines
+from regression.questions import Hits, found_passkey, full_hit, passkey_prompt
 from regression.records import read_run
 from regression.request import PARTS, Request
+from regression.serve import Asked
 from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from regression.steps import Options, all_steps, choose
 
@@ -72,6 +75,7 @@ def test_each_server_is_asked_everything_and_compared():
         asked = request(step)
         assert asked.parts == list(PARTS[:4])
         assert asked.evict_tokens > 0
+        assert asked.is_sparse == (asked.model == "v32")
         assert "--enable-hierarchical-cache" in asked.arguments
         layouts = [asked.arguments[i + 1] for i, a in enumerate(asked.arguments) if a == "--kv-cache-layout"]
         assert layouts == ([] if asked.layout is None else [asked.layout])
@@ -89,6 +93,19 @@ def test_each_server_is_asked_everything_and_compared():
     assert set(request(found["serve-v3-bf16"]).peers) == {"stock"}
 
 
+def test_starts_of_servers_are_scaled_and_fit_into_their_steps():
+    for machine, more in ((EVERYTHING, {}), (NO_GPU, {"on_gpu": False})):
+        plain, slow = (steps(machine, time_limit_scale=scale, **more) for scale in (1.0, 2.5))
+        served = [name for name, step in plain.items() if "request.json" in step.files]
+        assert served
+        for name in served:
+            wait_s = request(plain[name]).wait_s
+            assert wait_s == (1200 if more == {} else 540)
+            assert request(slow[name]).wait_s == 2.5 * wait_s
+            # The runner scales this one.
+            assert wait_s < plain[name].limit_s == slow[name].limit_s
+
+
 def test_two_ranks_are_compared_with_one():
     found = steps()
     asked = request(found["tp2-v32-fp8"])
@@ -103,6 +120,13 @@ def test_tilelang_is_needed_for_fp8_rows_of_sparse_attention_only():
     without = Machine(EVERYTHING.gpus, EVERYTHING.modules - {"tilelang"}, True, True)
     missing = {name for name, step in steps(without).items() if without.missing(step.needs)}
     assert missing == {"serve-v32-fp8", "memory-v32-fp8", "tp2-v32-fp8"}
+
+
+def test_tests_below_the_server_need_hypothesis():
+    without = Machine(EVERYTHING.gpus, EVERYTHING.modules - {"hypothesis"}, True, True)
+    missing = {name: without.missing(step.needs) for name, step in steps(without).items()}
+    found = {name: reason for name, reason in missing.items() if reason}
+    assert found == {"tests-cuda_backend": "hypothesis is not installed"}
 
 
 def test_layouts_bring_what_they_are_compared_with():
@@ -141,6 +165,35 @@ def test_a_real_checkpoint(checkpoint):
     host = request(found["host-model-fp4"])
     assert host.evict_tokens > int(host.arguments[host.arguments.index("--max-total-tokens") + 1])
     assert not any(name.startswith("model-") for name in found)
+
+
+@pytest.mark.parametrize(("name", "passed"), [("serve-v3-fp4", False), ("serve-v32-fp4", True)])
+def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed, monkeypatch, tmp_path):
+    found = Hits(30.0, 10.0, 20.0, device_share=1.0, host_share=1.0, same_tokens=0.9)
+    monkeypatch.setattr("regression.serve.wait_for_hits", lambda *_: found)
+    Asked(request(steps()[name]), tmp_path).hits(None)
+    said = {one.metric: one.passed for one in lines(tmp_path)}
+    assert said["same tokens after a host hit as after a device hit"] is passed
+    assert said["found on the host"] is True
+
+
+def found_of_a_hybrid(count, chunk):
+    """Tokens of a repeated prompt up to its last kept state: after each chunk and the last full page."""
+    kept = {*range(chunk, count + 1, chunk), count // 64 * 64}
+    return max(state for state in kept if state <= count - 1)
+
+
+def test_a_hybrids_repeated_prompts_can_be_found_in_full(checkpoint):
+    asked = request(steps()["serve-kimi-fp4"])
+    chunk = int(asked.arguments[asked.arguments.index("--chunked-prefill-size") + 1])
+    assert asked.hit_tokens > chunk
+    assert found_of_a_hybrid(asked.hit_tokens, chunk) == full_hit(asked.hit_tokens) == 1856
+    # A multiple of a page ends on a state that a repeat may not use.
+    assert (found_of_a_hybrid(1920, chunk), full_hit(1920)) == (1792, 1856)
+    config = {"vocab_size": 163840, "linear_attn_config": {"num_heads": 32}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    asked = request(steps(model=str(checkpoint))["host-model-fp4"])
+    assert found_of_a_hybrid(asked.hit_tokens, 8192) == full_hit(asked.hit_tokens) > 8192
 
 
 def test_without_a_gpu_the_list_says_what_it_skips():
@@ -227,6 +280,15 @@ def test_refusals(argv, why, capsys):
         main([*argv, "--list"])
     assert caught.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_driver_that_does_not_answer_is_a_fact(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(environment, "_DRIVER_S", 0.5)
+    assert environment.driver_facts() == [{"nvidia-smi": "no answer within 0.5 s"}]
 
 
 def test_facts_of_a_run():

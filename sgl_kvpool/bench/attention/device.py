@@ -96,8 +96,7 @@ class CudaDevice:
         copy = self._copy_bytes_per_s(2 << 30)
         matmul = self._matmul_flop_per_s(8192)
         self.clocks = _nvidia_smi(self.properties) or self.clocks  # still as under load
-        clock_mhz = float(self.clocks.get("clocks.max.sm", 0)) or 1980.0
-        return Peaks(copy, matmul, self.sm_count, clock_mhz * 1e6)
+        return Peaks(copy, matmul, self.sm_count, _highest_mhz(self.clocks) * 1e6)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -178,6 +177,14 @@ class CpuDevice:
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) * 1e6
+
+
+def _highest_mhz(clocks: dict[str, str]) -> float:
+    """Highest clock; an H100's where nvidia-smi is missing or does not know it, as in some containers."""
+    try:
+        return float(clocks.get("clocks.max.sm", 0)) or 1980.0
+    except ValueError:  # "[N/A]"
+        return 1980.0
 
 
 _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
