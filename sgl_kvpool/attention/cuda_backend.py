@@ -114,7 +114,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
-        self._singles: FewQueries | None = None
+        self._singles: tuple[FewQueries, torch.Tensor] | None = None
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
@@ -298,7 +298,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         if reader is None:
             raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
         singles, lengths = self._singles, forward_batch.extend_seq_lens_cpu
-        requests = len(lengths) - (0 if singles is None else len(singles.row_counts))
+        requests = len(lengths) - (0 if singles is None else len(singles[1]))
         if self._extend is None:
             self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
         batch = self._extend
@@ -318,9 +318,8 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             out[:first] = self._extended(
                 reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
             )
-        lists = forward_batch.req_pool_indices[requests : len(lengths)]
         own_rope = None if q_rope is None else q_rope[first:]
-        self._attend_lists(q[first:], own_rope, layer, singles, lists, out[first:])
+        self._attend_lists(q[first:], own_rope, layer, *singles, out[first:])
         return out.view(tokens, heads * fmt.kv_lora_rank)
 
     def _extended(

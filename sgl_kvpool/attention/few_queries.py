@@ -41,7 +41,7 @@ class FewQueries:
     queries_per_request: int
 
 
-def single_queries(forward_batch: ForwardBatch, most: int) -> FewQueries | None:
+def single_queries(forward_batch: ForwardBatch, most: int) -> tuple[FewQueries, torch.Tensor] | None:
     """The requests at the end of a prefill batch that have one new token each, as a batch of decode.
 
     Beside other ranks' prefill, SGLang makes a batch of decode an extend of one token per request
@@ -58,8 +58,9 @@ def single_queries(forward_batch: ForwardBatch, most: int) -> FewQueries | None:
 
     Returns
     -------
-    FewQueries or None
-        Of the last requests; None if the last one has more new tokens, or none.
+    tuple of FewQueries and torch.Tensor, or None
+        Of the last requests, and their rows in the request table; None if the last one has more new tokens,
+        or none.
     """
     lengths = forward_batch.extend_seq_lens_cpu
     count = 0
@@ -67,7 +68,12 @@ def single_queries(forward_batch: ForwardBatch, most: int) -> FewQueries | None:
         count += 1
     if not count:
         return None
-    return FewQueries(forward_batch.seq_lens[len(lengths) - count : len(lengths)], 1)
+    first, end = len(lengths) - count, len(lengths)
+    counts, lists = forward_batch.seq_lens[first:end], forward_batch.req_pool_indices[first:end]
+    if first:
+        # Copies begin at multiples of 16 bytes, as what the kernels have been compiled for does.
+        counts, lists = counts.clone(), lists.clone()
+    return FewQueries(counts, 1), lists
 
 
 class QueryCounts:
