@@ -151,7 +151,7 @@ HYBRID_HIT_TOKENS = 1900
 #: Of a checkpoint, more than the 8192 tokens of a chunk that SGLang takes on Hopper by itself.
 _HYBRID_MODEL_HIT_TOKENS = 10220
 #: Fields of a config.json that say that some layers keep states instead of rows.
-_HYBRID_FIELDS = ("linear_attn_config", "hybrid_override_pattern", "full_attention_interval", "mamba_d_state")
+_HYBRID_FIELDS = ("linear_attn_config", "layer_group_size")  # Kimi-Linear and K3; Ring and Ling
 
 
 def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 1920) -> Shape:

@@ -88,7 +88,7 @@ def free_port() -> int:
             probe.bind(("0.0.0.0", port))
             _handed_out.add(port := probe.getsockname()[1])
             return port
-    raise OSError(f"no free TCP port found between {candidates[0]} and {candidates[-1]}")
+    raise OSError(f"no free TCP port found among {_SERVER_PORTS.start} to {_SERVER_PORTS[-1]}")
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import find_model
@@ -261,6 +259,8 @@ def _names(words: Sequence[str]) -> Iterator[str]:
 
 def _names_in(file: Path) -> list[str]:
     """Names of arguments in a YAML file of a server; ValueError if it holds none."""
+    import yaml  # which SGLang brings; the other subcommands do without both
+
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.sglang_plugin.models import model_name
@@ -66,4 +67,8 @@ def check_drafts(view: Any, configurator: Any) -> None:
 
 def has_own_draft(view: Any) -> bool:
     """Whether the draft model is another checkpoint than the target's."""
-    return view.speculative_draft_model_path not in (None, view.model_path)
+    draft, target = view.speculative_draft_model_path, view.model_path
+    if draft is None or draft == target:
+        return False
+    # Two spellings of one folder are one checkpoint.
+    return not (Path(draft).is_dir() and Path(draft).resolve() == Path(target).resolve())

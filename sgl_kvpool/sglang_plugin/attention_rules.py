@@ -288,8 +288,8 @@ def check_model(model_config: Any, view: Any) -> None:
         # to TensorRT-LLM's alone (forward_mla.py:726).
         raise ValueError(
             f"{model_name(model_config)} scales queries by their position (llama_4_scaling), which attention "
-            f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or bf16 with a stock "
-            "--attention-backend that is (trtllm_mla)"
+            f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or on Blackwell bf16 "
+            "with --attention-backend trtllm_mla, which is"
         )
     if view.device == "cpu":
         return

@@ -233,7 +233,7 @@ def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeyp
     model_config = model_config_of(resolve(str(tmp_path)))
     view = SimpleNamespace(device=device)
     monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: (OURS, OURS))
-    with pytest.raises(ValueError, match="scales queries by their position .*trtllm_mla"):
+    with pytest.raises(ValueError, match="scales queries by their position .*Blackwell.* trtllm_mla"):
         attention_rules.check_model(model_config, view)
     monkeypatch.setattr(attention_rules, "backends_in_use", lambda view: ("trtllm_mla", "trtllm_mla"))
     attention_rules.check_model(model_config, view)

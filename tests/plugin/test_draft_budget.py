@@ -154,6 +154,23 @@ def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
     assert sum(pool.get_kv_size_bytes()) == (1024 + 64) * HEADS_BYTES
 
 
+def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):
+    from types import SimpleNamespace
+
+    from sgl_kvpool.plan.plannable import has_own_draft
+
+    def own(draft):
+        return has_own_draft(
+            SimpleNamespace(model_path=folders["kimi_k2"], speculative_draft_model_path=draft)
+        )
+
+    assert not own(None)
+    assert not own(folders["kimi_k2"])
+    assert not own(folders["mtp"] + "/../kimi_k2/")
+    assert own(folders["mtp"])
+    assert own("owner/name")
+
+
 def test_weights_of_a_draft(sized, request_of):
     """Those of its folder, unless the user's number has them in."""
     found = sized["packed"]

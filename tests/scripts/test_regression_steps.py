@@ -183,15 +183,15 @@ def found_of_a_hybrid(count, chunk):
     return max(state for state in kept if state <= count - 1)
 
 
-def test_a_hybrids_repeated_prompts_can_be_found_in_full(checkpoint):
+@pytest.mark.parametrize("field", [{"linear_attn_config": {"num_heads": 32}}, {"layer_group_size": 8}])
+def test_a_hybrids_repeated_prompts_can_be_found_in_full(checkpoint, field):
     asked = request(steps()["serve-kimi-fp4"])
     chunk = int(asked.arguments[asked.arguments.index("--chunked-prefill-size") + 1])
     assert asked.hit_tokens > chunk
     assert found_of_a_hybrid(asked.hit_tokens, chunk) == full_hit(asked.hit_tokens) == 1856
     # A multiple of a page ends on a state that a repeat may not use.
     assert (found_of_a_hybrid(1920, chunk), full_hit(1920)) == (1792, 1856)
-    config = {"vocab_size": 163840, "linear_attn_config": {"num_heads": 32}}
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 163840, **field}))
     asked = request(steps(model=str(checkpoint))["host-model-fp4"])
     assert found_of_a_hybrid(asked.hit_tokens, 8192) == full_hit(asked.hit_tokens) > 8192
 
