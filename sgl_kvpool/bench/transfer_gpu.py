@@ -210,7 +210,7 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
     peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)]).until_done
     step = gpu.model_step()
     (alone,) = median(gpu, step).own
-    # Submitted behind the transfers: but for the fewest pages these last longer, so all of it runs beside them.
+    # Submitted behind the transfers: but for the fewest pages these last longer, so it runs beside them.
     # The step's own time is what counts, for the transfers' end says nothing of it.
     _, beside = median(gpu, lambda: [call() for _ in range(IN_A_ROW)], step).own
     return {
