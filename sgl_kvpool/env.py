@@ -22,30 +22,30 @@ __all__ = [
     "text",
 ]
 
-#: Layout of the KV cache, as `--kv-cache-layout`. SGLang takes every variable that begins with SGL_ for
-#: an old name of its own and warns when a process starts; the warning means nothing here.
-KV_CACHE_LAYOUT = "SGL_KVPOOL_KV_CACHE_LAYOUT"
+#: Layout of the KV cache, as `--kv-cache-layout`. The prefix is KVPOOL_: SGLang takes every SGL_X for an old
+#: name of its own and copies it to SGLANG_X.
+KV_CACHE_LAYOUT = "KVPOOL_KV_CACHE_LAYOUT"
 #: How the pages of all layers lie in memory, as `--kv-cache-arrangement`.
-KV_CACHE_ARRANGEMENT = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
+KV_CACHE_ARRANGEMENT = "KVPOOL_KV_CACHE_ARRANGEMENT"
 #: Layout of the host tier's rows, as `--kv-host-layout`.
-KV_HOST_LAYOUT = "SGL_KVPOOL_KV_HOST_LAYOUT"
+KV_HOST_LAYOUT = "KVPOOL_KV_HOST_LAYOUT"
 #: What moves pages between pool and host tier, as `--kv-host-engine`.
-KV_HOST_ENGINE = "SGL_KVPOOL_KV_HOST_ENGINE"
+KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
 #: Those that stand for an argument of the server.
 OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE)
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
-#: pools. Not for users; without the prefix that SGLang warns about.
-CHILD_LAYOUT = "_SGL_KVPOOL_CHILD_LAYOUT"
+#: pools. Not for users.
+CHILD_LAYOUT = "_KVPOOL_CHILD_LAYOUT"
 #: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show
 #: what the layout costs. Without it the rows of the current chunk are attended as they were computed.
-PREFILL_READS_ROWS = "SGL_KVPOOL_PREFILL_READS_ROWS"
+PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
 #: 1: choose the top-k transform of sparse attention (DSA) from our table, with SGLang's own pool too. With a
 #: layout it is chosen so anyway.
-FIX_TOPK = "SGL_KVPOOL_FIX_TOPK"
+FIX_TOPK = "KVPOOL_FIX_TOPK"
 #: 1: try an SGLang version outside the tested range; the seams are still checked.
-ALLOW_UNTESTED = "SGL_KVPOOL_ALLOW_UNTESTED"
+ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
 #: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
-CHECK_FINITE = "SGL_KVPOOL_CHECK_FINITE"
+CHECK_FINITE = "KVPOOL_CHECK_FINITE"
 
 #: SGLang's: the only plugins it loads, separated by commas; all of them if unset. Ours is called PLUGIN.
 SGLANG_PLUGINS = "SGLANG_PLUGINS"

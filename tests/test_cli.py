@@ -50,7 +50,7 @@ def test_print_command_prints_a_line_per_layout(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("--kv-cache-layout ")[2].split()[0] for line in lines] == ["fp4", "bf16"]
     words = shlex.split(lines[0])
-    assert words[:3] == ["env", "-u", "SGL_KVPOOL_KV_CACHE_LAYOUT"]
+    assert words[:3] == ["env", "-u", "KVPOOL_KV_CACHE_LAYOUT"]
     assert words[words.index("--port") + 1] == "31234"
 
 
@@ -115,11 +115,11 @@ def test_a_server_that_refuses_shows_why(tmp_path):
     """A real server, stopped at its start by a variable that is neither yes nor no."""
     (tmp_path / "demo.json").write_text("of an earlier run")
     command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--layouts", "fp4", "--out", str(tmp_path)]
-    env = {**os.environ, "SGL_KVPOOL_CHECK_FINITE": "perhaps"}
+    env = {**os.environ, "KVPOOL_CHECK_FINITE": "perhaps"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert any("SGL_KVPOOL_CHECK_FINITE='perhaps' is neither" in line for line in lines)
+    assert any("KVPOOL_CHECK_FINITE='perhaps' is neither" in line for line in lines)
     assert lines[-1] == f"the server's whole output is in {tmp_path / 'server-fp4.log'}"
     assert len(lines) > 8  # the last lines of its log, as lines
     assert not (tmp_path / "demo.json").exists()

@@ -22,7 +22,7 @@ PAGE_SIZE = 64
 
 _LAYOUT, _ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 _KVPOOL = ("--attention-backend", "kvpool_mla")
-_READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+_READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 _HOST_TIER = (
     "--enable-hierarchical-cache",
     "--enable-cache-report",

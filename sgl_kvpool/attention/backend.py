@@ -32,7 +32,7 @@ class KVPoolMLABackend(AttentionBackend):
     """MLA attention over a pool of rows (`RowPool`), on the CPU.
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
-    lengths. With `SGL_KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its own chunk back from the pool.
+    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its own chunk back from the pool.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ def encode_rows(
         A dtype that is not listed above.
     ValueError
         Shapes that do not fit `fmt`, tensors on different devices, an unusable `k_scale`; with
-        ``SGL_KVPOOL_CHECK_FINITE=1``, NaN or infinity in a segment that does not keep its bits.
+        ``KVPOOL_CHECK_FINITE=1``, NaN or infinity in a segment that does not keep its bits.
     """
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
     k_scale = checks.scale(k_scale, fmt)

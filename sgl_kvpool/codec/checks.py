@@ -174,7 +174,7 @@ def finite(
     fmt: RowFormat,
     slots: torch.Tensor | None,
 ) -> None:
-    """With SGL_KVPOOL_CHECK_FINITE, raise on what encoders otherwise replace. Waits for the GPU."""
+    """With KVPOOL_CHECK_FINITE, raise on what encoders otherwise replace. Waits for the GPU."""
     if not env.flag(env.CHECK_FINITE):
         return
     if k_nope.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -148,7 +148,7 @@ def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
 def score(server: Server, windows: Sequence[Window], progress: Callable[[], None] = lambda: None) -> Scores:
     """Ask a server for the log-probabilities of windows.
 
-    Stored rows play a part in them only if the server runs with ``SGL_KVPOOL_PREFILL_READS_ROWS=1``.
+    Stored rows play a part in them only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
 
     Parameters
     ----------

@@ -110,7 +110,7 @@ class RowConversion:
         k_scale, rank = self.k_scales[layer], self.source.kv_lora_rank
         values = decode_rows(rows, self.source, k_scale=k_scale)
         nope, rope = values[:, :rank], values[:, rank:]
-        # What encoders make of NaN and infinities, before they look for them (SGL_KVPOOL_CHECK_FINITE): rows
+        # What encoders make of NaN and infinities, before they look for them (KVPOOL_CHECK_FINITE): rows
         # were looked at when they were first stored, and slots that nobody filled may hold anything.
         if self.target.nope.encoding is not Encoding.BF16:
             nope = _finite(nope)

@@ -2,7 +2,7 @@
 
 SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds its
 arguments and changes nothing. A scheduler process learns from the environment that its server was asked
-for a layout, and only then hooks the pools; or for SGL_KVPOOL_FIX_TOPK=1, and hooks the DSA backend alone.
+for a layout, and only then hooks the pools; or for KVPOOL_FIX_TOPK=1, and hooks the DSA backend alone.
 """
 
 from __future__ import annotations

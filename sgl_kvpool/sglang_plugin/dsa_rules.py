@@ -220,7 +220,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 
 
 def check_stock(model_config: Any, view: Any) -> None:
-    """As `check_resolved` for SGLang's own pool, with SGL_KVPOOL_FIX_TOPK=1 alone."""
+    """As `check_resolved` for SGLang's own pool, with KVPOOL_FIX_TOPK=1 alone."""
     if view.use_ray:
         raise ValueError(
             f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "

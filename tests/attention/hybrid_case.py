@@ -157,7 +157,7 @@ class HybridCase:
         self, layout, lengths, prefixes, monkeypatch, *, on_cuda=False, rope=64, reads_rows=False,
         mla_layers=MLA_LAYERS, draft=False, draft_step=0, kind="kda", **placed,
     ):  # fmt: skip
-        monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
+        monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.rope = layout, lengths, prefixes, rope
         self.on_cuda, self.mla_layers = on_cuda, mla_layers
         self.table = request_table(kind, mla_layers)

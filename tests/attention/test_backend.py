@@ -62,7 +62,7 @@ class Case:
     def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0, **placed):
         from sgl_kvpool.attention.backend import KVPoolMLABackend
 
-        monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
+        monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.k_scale = layout, lengths, prefixes, k_scale
         self.pool = make_pool(layout, {LAYER: k_scale}, **placed)
         self.runner = runner(self.pool)

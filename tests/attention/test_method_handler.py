@@ -103,7 +103,7 @@ def test_prefill_that_reads_rows_is_absorbed(layers, monkeypatch, mode, batch):
     """The multi-head form would attend keys of the chunk that were never rounded."""
     from sgl_kvpool.sglang_plugin import attention
 
-    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     attention.register_names()
     for server in layers.values():
         for graph in ({}, {"graph": "breakable"}):

@@ -91,16 +91,16 @@ def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
 
 def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
     assert probes.used("cpu").facts["arrangement"] == "layer_major (auto)"
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "token_major")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_ARRANGEMENT", "token_major")
     facts = probes.used("cuda").facts
     assert facts["arrangement"] == "token_major"
     assert "SGLang's choice" in facts["bf16"]
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_ARRANGEMENT", "page_major")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_ARRANGEMENT", "page_major")
     assert probes.used("cuda").facts["bf16"] == "attention by kvpool_mla, chosen by itself"
-    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT", raising=False)
+    monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT", raising=False)
     (note,) = probes.plugin().notes
     assert "a server that is not given --kv-cache-layout will refuse to start" in note
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp4")
     assert probes.plugin().notes == []
 
 
@@ -116,9 +116,9 @@ def broken(tmp_path_factory):
         "--json",
         pythonpath=folder,
         SGLANG_PLUGINS="other, another",
-        SGL_KVPOOL_KV_CACHE_LAYOUT="int2",
-        SGL_KVPOOL_KV_CACHE_ARRANGEMENT="head_major",
-        SGL_KVPOOL_CHECK_FINITE="perhaps",
+        KVPOOL_KV_CACHE_LAYOUT="int2",
+        KVPOOL_KV_CACHE_ARRANGEMENT="head_major",
+        KVPOOL_CHECK_FINITE="perhaps",
     )
 
 
@@ -140,11 +140,11 @@ def test_environment_problems_name_value_and_way_out(broken):
     listed, layout, arrangement, flag = json.loads(broken.stdout)["probes"]["plugin"]["problems"]
     assert "SGLANG_PLUGINS='other, another' keeps SGLang from loading sgl_kvpool" in listed
     assert "unset it" in listed
-    assert "SGL_KVPOOL_KV_CACHE_LAYOUT" in layout
+    assert "KVPOOL_KV_CACHE_LAYOUT" in layout
     assert "'int2'" in layout
-    assert "SGL_KVPOOL_KV_CACHE_ARRANGEMENT='head_major' is not a KV cache arrangement" in arrangement
+    assert "KVPOOL_KV_CACHE_ARRANGEMENT='head_major' is not a KV cache arrangement" in arrangement
     assert "auto, layer_major, token_major, page_major" in arrangement
-    assert "SGL_KVPOOL_CHECK_FINITE='perhaps'" in flag
+    assert "KVPOOL_CHECK_FINITE='perhaps'" in flag
 
 
 def test_allow_untested_makes_the_version_a_note(tmp_path):
@@ -152,14 +152,14 @@ def test_allow_untested_makes_the_version_a_note(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
     code = "from sgl_kvpool.doctor.probes import packages; f = packages(); print(f.problems, len(f.notes))"
-    for value, expected in (("1", "[] 1"), ("0", "SGL_KVPOOL_ALLOW_UNTESTED=1 to try")):
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "SGL_KVPOOL_ALLOW_UNTESTED": value}
+    for value, expected in (("1", "[] 1"), ("0", "KVPOOL_ALLOW_UNTESTED=1 to try")):
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "KVPOOL_ALLOW_UNTESTED": value}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
         assert expected in done.stdout, done.stderr
 
 
 def test_what_the_environment_asks_for_is_listed(monkeypatch):
-    asked = {"SGL_KVPOOL_KV_CACHE_LAYOUT": "bf16", "SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "page_major"}
+    asked = {"KVPOOL_KV_CACHE_LAYOUT": "bf16", "KVPOOL_KV_CACHE_ARRANGEMENT": "page_major"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     found = probes.plugin()

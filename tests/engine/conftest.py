@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
-READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 
 #: The demo model, saying what pool it is served from.
 WATCHED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "watched_models", "PYTHONPATH": str(HERE)}
@@ -42,7 +42,7 @@ CONFIGURATIONS = {
     # One layout each, asked for in each of the ways there are.
     "bf16": ([LAYOUT, "bf16"], {}),
     "bf16-rows": ([LAYOUT, "bf16"], READS_ROWS),
-    "fp8": ([], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
+    "fp8": ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
     "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
     "fp4-paged": (["--config", "{tmp}/server.yaml"], READS_ROWS),
@@ -57,7 +57,7 @@ CONFIGURATIONS = {
     },
     "fp8-page_major": (
         [LAYOUT, "fp8"],
-        {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
+        {"KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
     ),
     "fp4-token_major": (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
     "bf16-token_major-native": (

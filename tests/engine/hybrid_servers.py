@@ -45,7 +45,7 @@ WITH_LAYOUT = [
     *("--enable-metrics", "--enable-cache-report"),
 ]
 #: Prefill attends stored rows, as decode does, so that log-probabilities of a prompt show what they cost.
-READS_ROWS = {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 #: Push everything else out of a pool of that size.
 FILLERS = [text[n:] + text[:n] for n, text in enumerate(host_tier.FILLERS * 2)]
 

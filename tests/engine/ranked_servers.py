@@ -17,7 +17,7 @@ FLUSH = "/flush_cache?timeout=30"
 #: A prompt that no store has, and the page of the first filler that rank 1 cannot read.
 LOST, UNREADABLE_PAGE = "lost: " + PROMPTS[3], 5
 #: Servers that are not started unless this variable is set: each takes two minutes on two cores.
-ALL_RANKS = "KVPOOL_TEST_ALL_RANKS"
+ALL_RANKS = "TEST_ALL_RANKS"
 
 
 def environment(folder, cores):
@@ -25,7 +25,7 @@ def environment(folder, cores):
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "ranked_models",
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
-        "SGL_KVPOOL_PREFILL_READS_ROWS": "1",
+        "KVPOOL_PREFILL_READS_ROWS": "1",
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"),
         "RANK_1_FAULTS": str(folder / "faults"),
         # A core for each process; SGLang looks for a NUMA node for each otherwise.

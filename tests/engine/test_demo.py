@@ -93,7 +93,7 @@ def test_greedy_tokens(record, results, goldens, layout):
 @pytest.mark.engine("printed")
 def test_print_command_starts_the_server(record):
     found = record("printed")
-    assert "SGL_KVPOOL_PREFILL_READS_ROWS=1" in found["line"]
+    assert "KVPOOL_PREFILL_READS_ROWS=1" in found["line"]
     assert "CUDA_VISIBLE_DEVICES= " in found["line"]
     assert found["info"]["kv_cache_layout"] == "fp4"
     assert found["info"]["model_path"] == str(model_path())

@@ -152,7 +152,7 @@ def test_log_probabilities_show_the_layout(record):
 
 @pytest.mark.engine("bf16", "bf16-rows")
 def test_prefill_reads_rows_only_if_asked(record):
-    line = "prefill attends stored rows (SGL_KVPOOL_PREFILL_READS_ROWS=1)"
+    line = "prefill attends stored rows (KVPOOL_PREFILL_READS_ROWS=1)"
     assert line in record("bf16-rows")["log"]
     assert line not in record("bf16")["log"]
 

@@ -45,7 +45,7 @@ SCALED = ("--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "f
 RAW = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 MIXED = ("--enable-mixed-chunk", "--decode-log-interval", "1")
 STOCK_656 = ("--kv-cache-dtype", "fp8_e4m3")
-FIX = "SGL_KVPOOL_FIX_TOPK"
+FIX = "KVPOOL_FIX_TOPK"
 #: Up to this many tokens Hopper attends a prompt densely, without asking the indexer, where no graph runs.
 DENSE_UP_TO = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 
@@ -253,7 +253,7 @@ def test_mixed_batches_say_what_requests_served_alone_say(name, answers):
 
 
 def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
-    """What `SGL_KVPOOL_FIX_TOPK=1` mends: in 0.5.23 the server ends with the first mixed batch.
+    """What `KVPOOL_FIX_TOPK=1` mends: in 0.5.23 the server ends with the first mixed batch.
 
     Read: the graph of a prefill plans its metadata from the batch as it is, MIXED, so for PAGED lists
     (prefill_cuda_graph_runner.py:2123, dsa_backend.py:4101), and is replayed as EXTEND (:1953), for which the

@@ -106,7 +106,7 @@ def answers(tmp_path_factory):
 
 def ask(name, model, log):
     # Every prompt's log-probability then depends on rows that were stored.
-    environment = {} if "stock" in name else {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+    environment = {} if "stock" in name else {"KVPOOL_PREFILL_READS_ROWS": "1"}
     # Drafts are not compared by what else was likely.
     top = {} if "mtp" in name else {"top_logprobs_num": TOP}
     with Server(command(name, model, free_port()), log, environment, wait_seconds=1200) as server:

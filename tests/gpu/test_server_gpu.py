@@ -106,7 +106,7 @@ def ask(name, models, log):
         *arguments,
     ]
     # Every prompt's log-probability then depends on rows that were stored.
-    environment = {} if "stock" in name else {"SGL_KVPOOL_PREFILL_READS_ROWS": "1"}
+    environment = {} if "stock" in name else {"KVPOOL_PREFILL_READS_ROWS": "1"}
     with Server(command, log, environment, wait_seconds=1200) as server:
 
         def generate(ids, **more):

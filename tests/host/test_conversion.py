@@ -317,7 +317,7 @@ def test_compiled_code_knows_every_pair_that_the_start_allows():
 
 def test_a_host_tier_looks_for_no_nan(monkeypatch):
     """Torch stores what the engines store, where encoders were told to raise."""
-    monkeypatch.setenv("SGL_KVPOOL_CHECK_FINITE", "1")
+    monkeypatch.setenv("KVPOOL_CHECK_FINITE", "1")
     own, other = formats("bf16", "fp4")
     rows_ = torch.randn(4, 576).bfloat16()
     rows_[1, 7], rows_[2, 500], rows_[3, 570] = float("nan"), float("-inf"), float("nan")

@@ -10,7 +10,7 @@ from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT, OPTIONS, arrangement_of, layout_of
 
-ENV = "SGL_KVPOOL_KV_CACHE_ARRANGEMENT"
+ENV = "KVPOOL_KV_CACHE_ARRANGEMENT"
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 MOVED = ARRANGEMENTS[1:]
 
@@ -99,7 +99,7 @@ def test_an_exported_arrangement_needs_a_layout(resolve, checkpoints, monkeypatc
     monkeypatch.setenv(ENV, "token_major")
     with pytest.raises(ValueError, match=rf"--kv-cache-arrangement token_major \(or {ENV}\).*leave it out"):
         resolve(checkpoints["mla"])
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp8")
     assert arrangement_of(resolve(checkpoints["mla"])) == "token_major"
 
 
@@ -133,7 +133,7 @@ def test_it_travels_to_other_processes(arranged):
 def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
     """As those that lost the layout, which is looked at first."""
     args = arranged("token_major")
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "bf16")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "bf16")
     with pytest.raises(ValueError, match=rf"asked for a KV cache arrangement.*{ENV}=auto\|layer_major\|"):
         copy.copy(args).resolve_once()
     monkeypatch.setenv(ENV, "token_major")

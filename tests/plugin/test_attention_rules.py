@@ -66,7 +66,7 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
     assert plain[0] != OURS
     assert serve("cuda", "bf16") == plain
     assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
-    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")  # which no other backend does
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # which no other backend does
     assert serve("cuda", "bf16") == (OURS, OURS)
 
 

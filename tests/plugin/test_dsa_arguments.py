@@ -153,7 +153,7 @@ def test_names_of_other_hardware(serve, monkeypatch):
     text = "--dsa-decode-backend aiter is not for GPUs of NVIDIA; use --dsa-prefill-backend flashmla_sparse "
     with pytest.raises(ValueError, match=text):
         serve("fp8_block_scale", *pair("flashmla_sparse", "aiter"))
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     with pytest.raises(ValueError, match=text):
         serve(None, *FP8, *pair("flashmla_sparse", "aiter"))
 
@@ -167,7 +167,7 @@ def test_one_phase_named(serve):
 
 
 def test_rows_that_prefill_does_not_read(serve, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="PREFILL_READS_ROWS=1 does nothing for .* dsa; leave it out"):
         serve("fp4")
 
@@ -191,7 +191,7 @@ WRONG = [
 @pytest.mark.parametrize("argv", WRONG)
 def test_the_fix_alone_refuses_what_stock_servers_fail_with(serve, argv, monkeypatch):
     serve(None, *argv)  # SGLang as it is finds nothing wrong with it
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     with pytest.raises(
         ValueError, match="cannot read rows of KV cache layout fp8.*; use --dsa-prefill-backend"
     ):
@@ -211,7 +211,7 @@ def test_the_fix_alone_refuses_what_stock_servers_fail_with(serve, argv, monkeyp
 def test_the_fix_alone_changes_no_argument(serve, argv, monkeypatch):
     fields = ("kv_cache_dtype", "dsa_prefill_backend", "dsa_decode_backend", "attention_backend", "page_size")
     before = [getattr(serve(None, *argv), field) for field in fields]
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     assert [getattr(serve(None, *argv), field) for field in fields] == before
 
 
@@ -220,7 +220,7 @@ def test_a_disaggregated_server_is_checked_for_both_sides(serve, monkeypatch, ro
     """With trtllm on either, SGLang's model leaves the rotary embedding to a kernel that is not called."""
     argv = (*FP8, *pair("flashmla_sparse", "trtllm"), "--disaggregation-mode", role)
     serve(None, *argv)
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     for layout in (None, "fp8_block_scale"):
         with pytest.raises(ValueError, match="cannot read rows of KV cache layout"):
             serve(layout, *argv)
@@ -228,17 +228,17 @@ def test_a_disaggregated_server_is_checked_for_both_sides(serve, monkeypatch, ro
 
 
 def test_the_fix_does_not_reach_ray_actors(serve, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
-    with pytest.raises(ValueError, match="--use-ray does not work with SGL_KVPOOL_FIX_TOPK=1"):
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
+    with pytest.raises(ValueError, match="--use-ray does not work with KVPOOL_FIX_TOPK=1"):
         serve(None, "--use-ray")
 
 
 def test_dense_models_do_not_mind_the_fix(serve, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "1")
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
     assert serve(None, model="mla").kv_cache_dtype == "auto"
 
 
 def test_a_fix_that_is_neither_yes_nor_no(serve, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_FIX_TOPK", "maybe")
-    with pytest.raises(ValueError, match="SGL_KVPOOL_FIX_TOPK='maybe'"):
+    monkeypatch.setenv("KVPOOL_FIX_TOPK", "maybe")
+    with pytest.raises(ValueError, match="KVPOOL_FIX_TOPK='maybe'"):
         serve("bf16")

@@ -40,19 +40,19 @@ def test_the_geometry_decides(resolve, checkpoints):
 
 
 def test_environment_config_file_and_engine_keyword(arranged, resolve, monkeypatch, tmp_path, checkpoints):
-    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_LAYOUT", "fp4")
-    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "cpu")
+    monkeypatch.setenv("KVPOOL_KV_HOST_LAYOUT", "fp4")
+    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "cpu")
     assert options(arranged(None, HICACHE, layout="bf16")) == ("fp4", "cpu")
     with pytest.raises(ValueError, match="the KV host layout is 'same' as argument.*but 'fp4' in the env"):
         arranged(None, HICACHE, "--kv-host-layout", "same", layout="bf16")
-    monkeypatch.delenv("SGL_KVPOOL_KV_HOST_LAYOUT")
+    monkeypatch.delenv("KVPOOL_KV_HOST_LAYOUT")
     config = tmp_path / "server.yaml"
     config.write_text("kv-host-layout: fp8_block_scale\n")
     assert options(arranged(None, HICACHE, "--config", str(config), layout="bf16")) == (
         "fp8_block_scale",
         "cpu",
     )
-    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "dma")
+    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "dma")
     with pytest.raises(ValueError, match="'dma' is not a KV host engine; choose one of: auto, staged, copy_"):
         arranged(None, HICACHE, layout="bf16")
 
@@ -60,8 +60,8 @@ def test_environment_config_file_and_engine_keyword(arranged, resolve, monkeypat
 @pytest.mark.parametrize(
     ("flag", "value", "variable"),
     [
-        ("--kv-host-layout", "fp4", "SGL_KVPOOL_KV_HOST_LAYOUT"),
-        ("--kv-host-engine", "cpu", "SGL_KVPOOL_KV_HOST_ENGINE"),
+        ("--kv-host-layout", "fp4", "KVPOOL_KV_HOST_LAYOUT"),
+        ("--kv-host-engine", "cpu", "KVPOOL_KV_HOST_ENGINE"),
     ],
 )
 def test_they_need_a_layout_and_a_host_tier(

@@ -119,9 +119,9 @@ def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run
     [
         (["x", "--kv-cache-layout", "fp4"], {}),
         (["x", "--kv-cache-layout=fp4"], {}),
-        (["x"], {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp4"}),
+        (["x"], {"KVPOOL_KV_CACHE_LAYOUT": "fp4"}),
         (["x", "--kv-cache-arrangement", "token_major"], {}),
-        (["x"], {"SGL_KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}),
+        (["x"], {"KVPOOL_KV_CACHE_ARRANGEMENT": "token_major"}),
     ],
 )
 def test_another_version_that_was_asked_for_something_refuses(run, other_sglang, argv, environment):
@@ -132,12 +132,12 @@ def test_another_version_that_was_asked_for_something_refuses(run, other_sglang,
     assert "went on" not in done.stdout
     assert "SGLang 0.6.1" in done.stderr
     assert "sglang>=0.5.23,<0.5.24" in done.stderr
-    assert "SGL_KVPOOL_ALLOW_UNTESTED=1" in done.stderr
+    assert "KVPOOL_ALLOW_UNTESTED=1" in done.stderr
 
 
 def test_untested_versions_can_be_tried(run, other_sglang):
     code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"]) + "print('went on')"
-    done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="1")
+    done = run(code, pythonpath=other_sglang, KVPOOL_ALLOW_UNTESTED="1")
     assert done.returncode == 0, done.stderr
     assert "went on" in done.stdout
 
@@ -148,7 +148,7 @@ def test_a_scheduler_stops_if_a_seam_is_gone(run_in_scheduler):
         "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
     )
-    done = run_in_scheduler(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.returncode == 1, done.stderr
     assert "went on" not in done.stdout
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
@@ -196,9 +196,9 @@ def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(run, br
 
 def test_a_flag_of_the_environment_that_is_neither_yes_nor_no(run, other_sglang):
     code = LOAD.format(argv=["x", "--kv-cache-layout", "fp4"])
-    done = run(code, pythonpath=other_sglang, SGL_KVPOOL_ALLOW_UNTESTED="maybe")
+    done = run(code, pythonpath=other_sglang, KVPOOL_ALLOW_UNTESTED="maybe")
     assert done.returncode == 1
-    assert "SGL_KVPOOL_ALLOW_UNTESTED='maybe' is neither" in done.stderr
+    assert "KVPOOL_ALLOW_UNTESTED='maybe' is neither" in done.stderr
 
 
 def test_auto_is_not_asking_for_a_layout(run, other_sglang):
@@ -220,19 +220,19 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 33 3 False\n"
-    done = run_in_scheduler(code, _SGL_KVPOOL_CHILD_LAYOUT="fp4")
+    done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
     # The five on sparse attention alone.
-    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK="1")
+    done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
     assert done.stdout == "0 28 3 False\n", done.stderr
-    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK="0")
+    done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
     assert done.stdout == "0 33 3 False\n", done.stderr
 
 
 @pytest.mark.parametrize(
     ("breakage", "value", "text"),
     [
-        ("", "maybe", "SGL_KVPOOL_FIX_TOPK='maybe' is neither"),
+        ("", "maybe", "KVPOOL_FIX_TOPK='maybe' is neither"),
         (
             "import sglang.srt.layers.attention.dsa_backend as d;"
             "del d.DeepseekSparseAttnBackend.get_topk_transform_method;",
@@ -243,16 +243,16 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
 )
 def test_a_fix_that_cannot_be_had_stops_a_scheduler(run_in_scheduler, breakage, value, text):
     code = breakage + LOAD.format(argv=["x"]) + "print('went on')"
-    done = run_in_scheduler(code, SGL_KVPOOL_FIX_TOPK=value)
+    done = run_in_scheduler(code, KVPOOL_FIX_TOPK=value)
     assert done.returncode == 1, done.stderr
     assert "went on" not in done.stdout
     assert text in done.stderr
 
 
 def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
-    done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, SGL_KVPOOL_FIX_TOPK="1")
+    done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, KVPOOL_FIX_TOPK="1")
     assert done.returncode == 1
-    assert "the top-k fix (SGL_KVPOOL_FIX_TOPK) was asked for, but SGLang 0.6.1 is not" in done.stderr
+    assert "the top-k fix (KVPOOL_FIX_TOPK) was asked for, but SGLang 0.6.1 is not" in done.stderr
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):

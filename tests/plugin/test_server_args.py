@@ -49,7 +49,7 @@ def test_help_shows_the_argument(resolve):
     ServerArgs.add_cli_args(parser)
     text = parser.format_help()
     assert "--kv-cache-layout {auto,bf16,fp8,fp8_block_scale,fp4}" in text
-    assert "SGL_KVPOOL_KV_CACHE_LAYOUT" in text
+    assert "KVPOOL_KV_CACHE_LAYOUT" in text
 
 
 def test_the_layout_travels_to_other_processes(resolve, checkpoints):
@@ -61,14 +61,14 @@ def test_environment_and_yaml(resolve, checkpoints, monkeypatch, tmp_path):
     config = tmp_path / "server.yaml"
     config.write_text("kv-cache-layout: fp8\n")
     assert asked(resolve(checkpoints["mla"], "--config", str(config))) == "fp8"
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp4")
     assert asked(resolve(checkpoints["mla"])) == "fp4"
     assert asked(resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")) == "fp4"
 
 
 @pytest.mark.parametrize("written", ["fp8", "auto"])
 def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp4")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp4")
     with pytest.raises(ValueError, match=rf"'{written}' as argument.*'fp4' in the environment"):
         resolve(checkpoints["mla"], "--kv-cache-layout", written)
 
@@ -79,7 +79,7 @@ def test_unknown_names(resolve, checkpoints, monkeypatch, capsys):
     message = capsys.readouterr().err
     assert "'int4'" in message
     assert "fp8_block_scale" in message
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "int4")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "int4")
     with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4"):
         resolve(checkpoints["mla"])
 
@@ -226,11 +226,11 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
     assert asked(args) == "fp4"
     with pytest.raises(ValueError, match="kv_cache_layout='int4' is not one of: auto, bf16"):
         Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
-    monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", "fp8")
+    monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp8")
     both = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     with pytest.raises(ValueError, match="'fp4' as argument.*kv_cache_layout=.*'fp8' in the environment"):
         both.resolve_once()
-    monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT")
+    monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT")
     plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
     plain.resolve_once()
     assert asked(plain) is None
@@ -290,14 +290,14 @@ def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypat
         with pytest.raises(ValueError, match=r"does not say whether it was asked.*LAYOUT=auto\|bf16"):
             make().resolve_once()
         for value, layout in (("auto", None), ("fp4", "fp4")):
-            monkeypatch.setenv("SGL_KVPOOL_KV_CACHE_LAYOUT", value)
+            monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", value)
             record = make()
             record.resolve_once()
             assert asked(record) == layout
-        monkeypatch.delenv("SGL_KVPOOL_KV_CACHE_LAYOUT")
+        monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT")
 
 
-@pytest.mark.parametrize("name", ["SGL_KVPOOL_CHECK_FINITE", "SGL_KVPOOL_PREFILL_READS_ROWS"])
+@pytest.mark.parametrize("name", ["KVPOOL_CHECK_FINITE", "KVPOOL_PREFILL_READS_ROWS"])
 def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
     resolve, checkpoints, monkeypatch, name
 ):
@@ -308,7 +308,7 @@ def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
 
 
 def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeypatch):
-    monkeypatch.setenv("SGL_KVPOOL_PREFILL_READS_ROWS", "1")
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     with pytest.raises(ValueError, match="does nothing for the prefill attention backend torch_native"):
         resolve(
             checkpoints["mla"], *("--kv-cache-layout", "bf16", "--prefill-attention-backend", "torch_native")

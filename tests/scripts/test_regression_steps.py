@@ -81,7 +81,7 @@ def test_each_server_is_asked_everything_and_compared():
         assert layouts == ([] if asked.layout is None else [asked.layout])
         # Sparse attention reads stored rows without being asked, and refuses to be.
         told = "1" if asked.layout is not None and asked.model != "v32" else None
-        assert asked.environment.get("SGL_KVPOOL_PREFILL_READS_ROWS") == told
+        assert asked.environment.get("KVPOOL_PREFILL_READS_ROWS") == told
         # SGLang's own classes, not the demo's.
         assert asked.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == ""
         # Everything it is compared with is served before it.

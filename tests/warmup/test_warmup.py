@@ -146,7 +146,7 @@ def test_what_is_no_argument(argv, capsys):
 
 
 def test_the_environment_counts_as_for_a_server(monkeypatch, capsys):
-    monkeypatch.setenv("SGL_KVPOOL_KV_HOST_ENGINE", "kernel")
+    monkeypatch.setenv("KVPOOL_KV_HOST_ENGINE", "kernel")
     assert main(["warmup", "--device", "cpu"]) == 2
     assert "kernel is not an engine of a server on cpu" in capsys.readouterr().err
 
