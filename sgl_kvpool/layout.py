@@ -17,6 +17,7 @@ Everything is little-endian. ``docs/rows.md`` states the arithmetic of each enco
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -28,6 +29,8 @@ __all__ = [
     "MLAKVCacheLayout",
     "RowFormat",
     "Segment",
+    "SegmentEncoding",
+    "check_complete",
 ]
 
 #: Version of the byte tables below. It goes into every key under which rows are stored or exchanged.
@@ -66,6 +69,27 @@ class Encoding(Enum):
 
 
 @dataclass(frozen=True)
+class SegmentEncoding:
+    """How the latent or the rotary values of a row are stored.
+
+    Attributes
+    ----------
+    values : Encoding
+    scales : Encoding or None
+        Of the scales that are stored beside the values; None if there are none.
+    scale_block_values : int
+        Values that share one stored scale; 0 without stored scales.
+    uses_k_scale : bool
+        Whether values are divided by the layer's k_scale before they are stored.
+    """
+
+    values: Encoding
+    scales: Encoding | None = None
+    scale_block_values: int = 0
+    uses_k_scale: bool = False
+
+
+@dataclass(frozen=True)
 class Segment:
     """One run of equally encoded values inside a row.
 
@@ -78,12 +102,15 @@ class Segment:
         Number of values.
     offset_bytes, size_bytes : int
         Place inside the row.
+    uses_k_scale : bool
+        Whether values are divided by the layer's k_scale before they are stored.
     """
 
     name: str
     encoding: Encoding
     count: int
     offset_bytes: int
+    uses_k_scale: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -93,23 +120,25 @@ class Segment:
     def end_bytes(self) -> int:
         return self.offset_bytes + self.size_bytes
 
+    def divisor(self, k_scale: float) -> float:
+        """What values are divided by before they are stored: the layer's k_scale, or 1.0 without one."""
+        return k_scale if self.uses_k_scale else 1.0
 
-@dataclass(frozen=True)
-class _LayoutRow:
-    """One line of the table of layouts: what a member stores and what SGLang is told about it."""
 
-    nope: Encoding
-    rope: Encoding
-    scale: Encoding | None = None
-    #: Latent values that share one stored scale; 0 without stored scales.
-    scale_block_values: int = 0
-    #: Whether values are divided by the layer's k_scale before they are stored.
-    uses_k_scale: bool = False
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What a layout stores, and what SGLang is told about it. The rest follows from these."""
+
+    latent: SegmentEncoding
+    #: Without stored scales.
+    rope: SegmentEncoding
     #: `kv_cache_dtype` SGLang is shown for dense MLA models and for DSA models.
     sglang_dtype: str = "bfloat16"
     sglang_dtype_dsa: str = "bfloat16"
+    #: Whether the rows are SGLang's own: its writers, readers and peers store and read the same bytes.
+    sglang_native: bool = False
     #: Whether kernels of SGLang's DSA backend read the rows.
-    sglang_dsa_reads: bool = True
+    sglang_dsa_reads: bool = False
 
 
 #: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
@@ -144,30 +173,51 @@ class MLAKVCacheLayout(str, Enum):
             raise ValueError(f"unknown KV cache layout {value!r}; choose one of: {names}") from None
 
     @property
-    def _row(self) -> _LayoutRow:
-        return _TABLE[self]
+    def _record(self) -> _Record:
+        return _RECORDS[self]
+
+    @property
+    def latent(self) -> SegmentEncoding:
+        """How the latent values are stored: what tables of kernels, limits and targets are keyed by."""
+        return self._record.latent
 
     @property
     def is_packed(self) -> bool:
-        """True if a row holds scales beside values, so that no torch dtype describes it.
+        """True if a row holds scales, or values of several encodings, so that no torch dtype describes it.
 
         SGLang keeps such rows as uint8; only readers that know the layout can use them.
         """
-        return self._row.scale is not None
+        return self.latent.scales is not None or self.latent.values is not self._record.rope.values
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if a row has fewer bytes than one of 16-bit values."""
+        geometry = KV_LORA_RANK_MULTIPLE, max(QK_ROPE_HEAD_DIMS)
+        return self.row_format(*geometry).payload_bytes < Encoding.BF16.size_bytes(sum(geometry))
+
+    @property
+    def needs_decoding(self) -> bool:
+        """True if stored latent values are no operands of a 16-bit matrix instruction as they are."""
+        return self.latent.values is not Encoding.BF16
 
     @property
     def uses_k_scale(self) -> bool:
-        """True if stored values are the real ones divided by the layer's k_scale."""
-        return self._row.uses_k_scale
+        """True if stored values, or some of them, are the real ones divided by the layer's k_scale."""
+        return self.latent.uses_k_scale or self._record.rope.uses_k_scale
 
     def sglang_kv_cache_dtype(self, *, is_dsa: bool = False) -> str:
         """The ``kv_cache_dtype`` that SGLang is shown while this layout is in use."""
-        return self._row.sglang_dtype_dsa if is_dsa else self._row.sglang_dtype
+        return self._record.sglang_dtype_dsa if is_dsa else self._record.sglang_dtype
+
+    @property
+    def is_sglang_native(self) -> bool:
+        """True if SGLang's own writers, readers and peers store and read the same bytes."""
+        return self._record.sglang_native
 
     @property
     def is_read_by_sglang_dsa(self) -> bool:
         """True if kernels of SGLang's sparse attention read the rows as they are stored; else ours do."""
-        return self._row.sglang_dsa_reads
+        return self._record.sglang_dsa_reads
 
     def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
         """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
@@ -207,30 +257,46 @@ class MLAKVCacheLayout(str, Enum):
         return _row_format(self, index(kv_lora_rank), index(qk_rope_head_dim), index(align_bytes))
 
 
-_TABLE: dict[MLAKVCacheLayout, _LayoutRow] = {
-    MLAKVCacheLayout.BF16: _LayoutRow(nope=Encoding.BF16, rope=Encoding.BF16),
-    MLAKVCacheLayout.FP8_NOPE_FP8_ROPE: _LayoutRow(
-        nope=Encoding.E4M3,
-        rope=Encoding.E4M3,
-        uses_k_scale=True,
+def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
+    """Refuse a table that has no line for some layout.
+
+    Parameters
+    ----------
+    table : container of MLAKVCacheLayout
+        Its keys.
+    name : str
+        Of the table and its module, for the message.
+
+    Raises
+    ------
+    RuntimeError
+        Names the layouts whose lines are missing.
+    """
+    missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
+    if missing:
+        raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
+
+
+_BF16 = SegmentEncoding(Encoding.BF16)
+_E4M3_BY_K_SCALE = SegmentEncoding(Encoding.E4M3, uses_k_scale=True)
+_E4M3_IN_TILES = SegmentEncoding(Encoding.E4M3, scales=Encoding.FP32, scale_block_values=128)
+_E2M1_IN_BLOCKS = SegmentEncoding(Encoding.E2M1, scales=Encoding.UE5M3, scale_block_values=16)
+
+_RECORDS: dict[MLAKVCacheLayout, _Record] = {
+    MLAKVCacheLayout.BF16: _Record(latent=_BF16, rope=_BF16, sglang_native=True, sglang_dsa_reads=True),
+    MLAKVCacheLayout.FP8_NOPE_FP8_ROPE: _Record(
+        latent=_E4M3_BY_K_SCALE,
+        rope=_E4M3_BY_K_SCALE,
         sglang_dtype="fp8_e4m3",
         sglang_dtype_dsa="fp8_e4m3",
+        sglang_dsa_reads=True,
     ),
-    MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _LayoutRow(
-        nope=Encoding.E4M3,
-        rope=Encoding.BF16,
-        scale=Encoding.FP32,
-        scale_block_values=128,
-        sglang_dtype_dsa="fp8_e4m3",
+    MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _Record(
+        latent=_E4M3_IN_TILES, rope=_BF16, sglang_dtype_dsa="fp8_e4m3", sglang_dsa_reads=True
     ),
-    MLAKVCacheLayout.FP4: _LayoutRow(
-        nope=Encoding.E2M1,
-        rope=Encoding.BF16,
-        scale=Encoding.UE5M3,
-        scale_block_values=16,
-        sglang_dsa_reads=False,
-    ),
+    MLAKVCacheLayout.FP4: _Record(latent=_E2M1_IN_BLOCKS, rope=_BF16),
 }
+check_complete(_RECORDS, "_RECORDS of sgl_kvpool/layout.py")
 
 
 @dataclass(frozen=True)
@@ -291,7 +357,12 @@ class RowFormat:
     @property
     def scale_block_values(self) -> int:
         """Latent values that share a stored scale; 0 if none are stored."""
-        return self.layout._row.scale_block_values
+        return 0 if self.scale is None else self.nope.count // self.scale.count
+
+    @property
+    def uses_k_scale(self) -> bool:
+        """True if some segment's values are divided by the layer's k_scale."""
+        return any(segment.uses_k_scale for segment in self.segments)
 
     def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
         """The row of another layout that holds the same values."""
@@ -323,13 +394,13 @@ def _row_format(
     if align_bytes not in ALIGNMENTS_BYTES:
         raise ValueError(f"align_bytes={align_bytes} is not one of {ALIGNMENTS_BYTES}")
 
-    row = layout._row
-    nope = Segment("nope", row.nope, kv_lora_rank, 0)
+    stored = layout._record
+    nope = Segment("nope", stored.latent.values, kv_lora_rank, 0, stored.latent.uses_k_scale)
     end = nope.end_bytes
     scale = rope = None
-    if row.scale is not None:
-        scale = Segment("scale", row.scale, kv_lora_rank // row.scale_block_values, end)
+    if stored.latent.scales is not None:
+        scale = Segment("scale", stored.latent.scales, kv_lora_rank // stored.latent.scale_block_values, end)
         end = scale.end_bytes
     if qk_rope_head_dim:
-        rope = Segment("rope", row.rope, qk_rope_head_dim, end)
+        rope = Segment("rope", stored.rope.values, qk_rope_head_dim, end, stored.rope.uses_k_scale)
     return RowFormat(layout, kv_lora_rank, qk_rope_head_dim, align_bytes, nope, scale, rope)

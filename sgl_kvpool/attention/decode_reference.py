@@ -45,7 +45,6 @@ def mla_decode_reference(
     """
     tokens, heads, _ = q.shape
     rank = fmt.kv_lora_rank
-    k_scale = k_scale if fmt.layout.uses_k_scale else 1.0
     out = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float64, device=q.device)
     for token in range(tokens):

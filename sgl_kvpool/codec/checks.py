@@ -158,14 +158,14 @@ def output(
 
 
 def scale(k_scale: float, fmt: RowFormat) -> float:
-    """k_scale as a kernel sees it (float32); 1.0 for layouts without one."""
+    """k_scale as a kernel sees it (float32); 1.0 for rows that have none."""
     rounded = ctypes.c_float(k_scale).value
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(
             f"k_scale={k_scale!r} is {rounded!r} in float32, which is not finite and positive; "
             "pass the layer's scale, or 1.0 for a model without KV scales"
         )
-    return rounded if fmt.layout.uses_k_scale else 1.0
+    return rounded if fmt.uses_k_scale else 1.0
 
 
 def finite(

@@ -40,7 +40,7 @@ class _Scratch:
 
 # --------------------------------------------------------------------------------------- encoding
 # An encoder takes bf16 [tokens, count], values per stored scale (0: none) and k_scale (1.0 where
-# the layout has none); it returns the bytes of the values and of the scales (None: none), uint8
+# the segment has none); it returns the bytes of the values and of the scales (None: none), uint8
 # [tokens, size_bytes].
 
 _Encoded = tuple[torch.Tensor, torch.Tensor | None]
@@ -178,12 +178,12 @@ def encode_rows(
     rows[:, fmt.payload_bytes :] = 0
     encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
     for piece in _pieces(rows):
-        codes, scales = encode_nope(k_nope[piece], fmt.scale_block_values, k_scale)
+        codes, scales = encode_nope(k_nope[piece], fmt.scale_block_values, fmt.nope.divisor(k_scale))
         _bytes_of(rows[piece], fmt.nope).copy_(codes)
         if fmt.scale is not None and scales is not None:
             _bytes_of(rows[piece], fmt.scale).copy_(scales)
         if fmt.rope is not None and k_rope is not None:
-            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[piece], 0, k_scale)
+            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[piece], 0, fmt.rope.divisor(k_scale))
             _bytes_of(rows[piece], fmt.rope).copy_(codes)
 
 
@@ -236,10 +236,11 @@ def gather_parts(
             torch.index_select(words, 0, slots[piece].clamp(min=0), out=dense)
         rows = dense.view(torch.uint8)
         scales = None if fmt.scale is None else _bytes_of(rows, fmt.scale)
-        decode_nope(_bytes_of(rows, fmt.nope), scales, k_scale, nope_out[piece], scratch)
+        nope_scale = fmt.nope.divisor(k_scale)
+        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[piece], scratch)
         if fmt.rope is not None and rope_out is not None:
-            codes = _bytes_of(rows, fmt.rope)
-            _DECODERS[fmt.rope.encoding, None](codes, None, k_scale, rope_out[piece], scratch)
+            codes, rope_scale = _bytes_of(rows, fmt.rope), fmt.rope.divisor(k_scale)
+            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[piece], scratch)
     if slots is not None:
         absent = (slots < 0).nonzero().squeeze(-1)
         if len(absent):

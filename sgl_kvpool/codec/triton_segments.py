@@ -27,7 +27,7 @@ _FP32_TINY = tl.constexpr(1.1754943508222875e-38)
 def load_values(
     rows,  # [ROWS, 1] pointers to uint8, the start of each row
     live,  # [ROWS, 1] bool; other rows give zeros
-    k_scale,
+    k_scale,  # what the values were divided by, or None
     FIRST: tl.constexpr,  # index of the first value within the segment
     COUNT: tl.constexpr,  # values to load, a power of two
     ENCODING: tl.constexpr,
@@ -52,8 +52,10 @@ def load_values(
             scale = tl.load(words + tile, mask=live, other=0.0)
             x = tl.reshape(x, [ROWS, COUNT // BLOCK, BLOCK]) * scale[:, :, None]
             return tl.reshape(x, [ROWS, COUNT])
-        else:
+        elif k_scale is not None:
             return x * k_scale
+        else:
+            return x
     else:
         tl.static_assert(ENCODING == "e2m1" and SCALE == "ue5m3")
         pair = tl.arange(0, COUNT // 2)[None, :]
@@ -135,7 +137,7 @@ def store_values(
             tl.store(words + tile, scale, mask=live)
             x = tl.div_rn(tiles, tl.broadcast_to(scale[:, :, None], tiles.shape))
             x = tl.reshape(x, [ROWS, COUNT])
-        else:
+        elif k_scale is not None:
             x = tl.div_rn(x, tl.zeros_like(x) + k_scale)
         tl.store(rows + (VALUES_AT + FIRST) + index, e4m3_bytes(x, NATIVE), mask=live)
     else:

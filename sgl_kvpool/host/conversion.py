@@ -140,4 +140,6 @@ def _numbers(fmt: RowFormat) -> list[int]:
         0 if rope is None else rope.offset_bytes,
         fmt.payload_bytes,
         fmt.row_bytes,
+        int(fmt.nope.uses_k_scale),
+        0 if rope is None else int(rope.uses_k_scale),
     ]

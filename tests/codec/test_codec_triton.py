@@ -5,6 +5,7 @@ the machine's own conversions (`NATIVE`), which the interpreter cannot show.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,25 @@ def test_k_scale(name, k_scale):
     for dtype in (torch.bfloat16, torch.float32):
         found = gathered_by(kernels, rows, None, fmt, dtype, scale)
         assert_same_values(found, gathered_by(reference, rows, None, fmt, dtype, scale))
+
+
+@pytest.mark.parametrize("part", ["nope", "rope"])
+def test_k_scale_divides_the_segments_that_use_it(part):
+    """Rows as `fp8`, of which one part is not divided: a layout that may come."""
+    both, k_scale = row_format("fp8", 256, 64), 0.5
+    fmt = replace(both, **{part: replace(getattr(both, part), uses_k_scale=False)})
+    nope, keys = hard_rows(64, 256), hard_rows(64, 64, 1)
+    rows, expected = encoded_by_both(nope, keys, fmt, k_scale)
+    assert_same_bytes(rows, expected)
+    undivided, divided = (encoded_by_both(nope, keys, both, k)[1] for k in (1.0, k_scale))
+    at = both.rope.offset_bytes
+    assert_same_bytes(rows[:, :at], (undivided if part == "nope" else divided)[:, :at])
+    assert_same_bytes(rows[:, at:], (undivided if part == "rope" else divided)[:, at:])
+    found = gathered_by(kernels, rows, None, fmt, torch.float32, k_scale)
+    assert_same_values(found, gathered_by(reference, rows, None, fmt, torch.float32, k_scale))
+    plain = gathered_by(reference, rows, None, both, torch.float32, 1.0)
+    columns = slice(0, 256) if part == "nope" else slice(256, 320)
+    assert_same_values(found[:, columns], plain[:, columns])
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

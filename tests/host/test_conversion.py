@@ -1,6 +1,7 @@
 """Rows in another format on the host: compiled arithmetic and plans against the codec."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.host.conversion import RowConversion, host_layout_problem, narrower_layouts
 from sgl_kvpool.host.labels import HOST_LAYOUTS, HostTierOptions
-from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.layout import Encoding, RowFormat, Segment
 
 #: Device and host layout; bytes of R=512, P=64 by hand.
 NARROWER = [
@@ -92,6 +93,30 @@ def test_compiled_rows_are_the_codecs_bytes(device, host, geometry):
     values[:, 3::5] = 0
     for k_scale in (1.0, 0.3718) if device == "fp8" else (1.0,):
         check(own, other, values.bfloat16(), k_scale)
+
+
+def with_rope(fmt, encoding, *, by_k_scale):
+    """The row with its rotary values in another encoding: a layout that may come."""
+    count, offset = fmt.rope.count, fmt.rope.offset_bytes
+    return replace(fmt, rope=Segment("rope", encoding, count, offset, by_k_scale))
+
+
+@pytest.mark.parametrize("rank", [128, 512])  # behind a latent of 128 a rope begins at byte 72 of fp4 rows
+@pytest.mark.parametrize("by_k_scale", [False, True])
+@pytest.mark.parametrize("device", ["bf16", "fp8", "fp8_block_scale"])
+def test_either_side_has_its_own_encoding_and_divisor_of_the_rope(device, by_k_scale, rank):
+    values = torch.randn(50, rank + 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    own, other = formats(device, "fp4", rank)
+    narrow = with_rope(other, Encoding.E4M3, by_k_scale=by_k_scale)
+    assert narrow.row_bytes == {128: 144, 512: 352}[rank]
+    for k_scale in (1.0, 0.5):
+        _, stored = check(own, narrow, values, k_scale)
+        of_rope = values[:, rank:].float()
+        if device == "fp8":  # whose rope has been rounded before
+            of_rope = (of_rope / k_scale).to(torch.float8_e4m3fn).float() * k_scale
+        divided = of_rope / k_scale if by_k_scale else of_rope
+        codes = stored[:, narrow.rope.offset_bytes : narrow.rope.end_bytes].view(torch.float8_e4m3fn)
+        assert torch.equal(codes.float(), divided.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize(("device", "host"), [pair for pair in NARROWER if pair[0] == "bf16"])

@@ -75,4 +75,19 @@ KVPOOL_HD void store(uint8_t* address, T value) {
   *reinterpret_cast<T*>(address) = value;
 }
 
+// The same where the address is a multiple of 4 and no more: a rope behind the scales of a short latent.
+template <typename T>
+KVPOOL_HD T load_words(const uint8_t* address) {
+  T bytes;
+  KVPOOL_UNROLL
+  for (size_t i = 0; i < sizeof(T) / 4; ++i) bytes.word[i] = load<uint32_t>(address + 4 * i);
+  return bytes;
+}
+
+template <typename T>
+KVPOOL_HD void store_words(uint8_t* address, T bytes) {
+  KVPOOL_UNROLL
+  for (size_t i = 0; i < sizeof(T) / 4; ++i) store(address + 4 * i, bytes.word[i]);
+}
+
 }  // namespace kvpool

@@ -10,7 +10,7 @@ namespace kvpool {
 enum class Latent : int64_t { kBf16 = 0, kE4m3 = 1, kE4m3Tiles = 2, kE2m1 = 3 };
 enum class Rope : int64_t { kBf16 = 0, kE4m3 = 1 };
 
-// As nine int64, in this order.
+// As eleven int64, in this order.
 struct RowLayout {
   Latent latent;
   Rope rope;
@@ -21,12 +21,16 @@ struct RowLayout {
   int64_t rope_offset;
   int64_t payload_bytes;
   int64_t row_bytes;
+  int64_t latent_by_k_scale;  // 1: values are divided by the layer's k_scale
+  int64_t rope_by_k_scale;
 
   KVPOOL_HD int latent_blocks() const { return static_cast<int>(latent_values / kBlock); }
   KVPOOL_HD int rope_blocks() const { return static_cast<int>(rope_values / kBlock); }
+  KVPOOL_HD float latent_divisor(float k_scale) const { return latent_by_k_scale ? k_scale : 1.0f; }
+  KVPOOL_HD float rope_divisor(float k_scale) const { return rope_by_k_scale ? k_scale : 1.0f; }
 };
 
-static_assert(sizeof(RowLayout) == 9 * sizeof(int64_t), "a list of nine numbers");
+static_assert(sizeof(RowLayout) == 11 * sizeof(int64_t), "a list of eleven numbers");
 
 template <Latent kFrom>
 KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int block, float k_scale,
@@ -36,7 +40,7 @@ KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int bloc
   if constexpr (kFrom == Latent::kBf16) {
     bf16_read(latent + 32 * block, values);
   } else if constexpr (kFrom == Latent::kE4m3) {
-    e4m3_decode(load<Bytes16>(latent + 16 * block), k_scale, values);
+    e4m3_decode(load<Bytes16>(latent + 16 * block), layout.latent_divisor(k_scale), values);
   } else if constexpr (kFrom == Latent::kE4m3Tiles) {
     e4m3_decode(load<Bytes16>(latent + 16 * block), load<float>(scales + 4 * (block / (kTile / kBlock))),
                 values);
@@ -54,7 +58,7 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
   if constexpr (kTo == Latent::kBf16) {
     bf16_write(latent + 32 * block, values);
   } else if constexpr (kTo == Latent::kE4m3) {
-    store(latent + 16 * block, e4m3_encode(values, k_scale));
+    store(latent + 16 * block, e4m3_encode(values, layout.latent_divisor(k_scale)));
   } else if constexpr (kTo == Latent::kE4m3Tiles) {
     const float scale = tile_scale(largest);
     store(latent + 16 * block, e4m3_encode(values, scale));
@@ -74,12 +78,12 @@ KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint
   if (from.rope == Rope::kBf16) {
     bf16_read_words(source + 32 * block, values);
   } else {
-    e4m3_decode(load<Bytes16>(source + 16 * block), k_scale, values);
+    e4m3_decode(load_words<Bytes16>(source + 16 * block), from.rope_divisor(k_scale), values);
   }
   if (to.rope == Rope::kBf16) {
     bf16_write_words(target + 32 * block, values);
   } else {
-    store(target + 16 * block, e4m3_encode(values, k_scale));
+    store_words(target + 16 * block, e4m3_encode(values, to.rope_divisor(k_scale)));
   }
 }
 
