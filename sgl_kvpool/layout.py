@@ -137,8 +137,6 @@ class _Record:
     sglang_dtype_dsa: str = "bfloat16"
     #: Whether the rows are SGLang's own: its writers, readers and peers store and read the same bytes.
     sglang_native: bool = False
-    #: Whether kernels of SGLang's DSA backend read the rows.
-    sglang_dsa_reads: bool = False
 
 
 #: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
@@ -214,11 +212,6 @@ class MLAKVCacheLayout(str, Enum):
         """True if SGLang's own writers, readers and peers store and read the same bytes."""
         return self._record.sglang_native
 
-    @property
-    def is_read_by_sglang_dsa(self) -> bool:
-        """True if kernels of SGLang's sparse attention read the rows as they are stored; else ours do."""
-        return self._record.sglang_dsa_reads
-
     def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
         """Values of ``--kv-cache-dtype`` that do not contradict this layout."""
         return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
@@ -283,16 +276,15 @@ _E4M3_IN_TILES = SegmentEncoding(Encoding.E4M3, scales=Encoding.FP32, scale_bloc
 _E2M1_IN_BLOCKS = SegmentEncoding(Encoding.E2M1, scales=Encoding.UE5M3, scale_block_values=16)
 
 _RECORDS: dict[MLAKVCacheLayout, _Record] = {
-    MLAKVCacheLayout.BF16: _Record(latent=_BF16, rope=_BF16, sglang_native=True, sglang_dsa_reads=True),
+    MLAKVCacheLayout.BF16: _Record(latent=_BF16, rope=_BF16, sglang_native=True),
     MLAKVCacheLayout.FP8_NOPE_FP8_ROPE: _Record(
         latent=_E4M3_BY_K_SCALE,
         rope=_E4M3_BY_K_SCALE,
         sglang_dtype="fp8_e4m3",
         sglang_dtype_dsa="fp8_e4m3",
-        sglang_dsa_reads=True,
     ),
     MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _Record(
-        latent=_E4M3_IN_TILES, rope=_BF16, sglang_dtype_dsa="fp8_e4m3", sglang_dsa_reads=True
+        latent=_E4M3_IN_TILES, rope=_BF16, sglang_dtype_dsa="fp8_e4m3"
     ),
     MLAKVCacheLayout.FP4: _Record(latent=_E2M1_IN_BLOCKS, rope=_BF16),
 }

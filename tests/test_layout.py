@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from sgl_kvpool import FORMAT_VERSION, MLAKVCacheLayout
-from sgl_kvpool.layout import Encoding
+from sgl_kvpool.layout import Encoding, check_complete
 
 BF16 = MLAKVCacheLayout.BF16
 FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
@@ -119,6 +119,9 @@ def test_predicates():
     assert [m.value for m in MLAKVCacheLayout] == ["bf16", "fp8", "fp8_block_scale", "fp4"]
     assert [m.is_packed for m in (BF16, FP8, BLOCK, FP4)] == [False, False, True, True]
     assert [m.uses_k_scale for m in (BF16, FP8, BLOCK, FP4)] == [False, True, False, False]
+    assert [m.is_narrow for m in (BF16, FP8, BLOCK, FP4)] == [False, True, True, True]
+    assert [m.needs_decoding for m in (BF16, FP8, BLOCK, FP4)] == [False, True, True, True]
+    assert [m.is_sglang_native for m in (BF16, FP8, BLOCK, FP4)] == [True, False, False, False]
     blocks = [m.row_format(512, 64).scale_block_values for m in (BF16, FP8, BLOCK, FP4)]
     assert blocks == [0, 0, 128, 16]
     dense = [m.sglang_kv_cache_dtype() for m in (BF16, FP8, BLOCK, FP4)]
@@ -128,6 +131,13 @@ def test_predicates():
     assert FP4.accepted_kv_cache_dtypes() == ("auto", "bfloat16", "bf16")
     assert BLOCK.accepted_kv_cache_dtypes(is_dsa=True) == ("auto", "fp8_e4m3")
     assert [e.bits for e in Encoding] == [16, 8, 4, 32, 8]
+
+
+def test_a_table_without_a_line_for_a_layout_is_refused():
+    check_complete({BF16: 1, FP8: 2, BLOCK: 3, FP4: 4}, "LINES of some/module.py")
+    with pytest.raises(RuntimeError) as error:
+        check_complete((BF16, BLOCK), "LINES of some/module.py")
+    assert str(error.value).startswith("LINES of some/module.py has no line for KV cache layout fp8, fp4")
 
 
 def test_parse():

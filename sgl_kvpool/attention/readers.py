@@ -6,24 +6,26 @@ A stock backend not listed for a layout and its arrangement is refused at start,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, check_complete
 
 __all__ = [
     "DSA_BACKEND",
     "KVPOOL_BACKEND",
     "KVPOOL_DEVICES",
     "PHASES",
-    "POOL_CASTERS",
-    "STOCK_READERS",
+    "SGLANG_READERS",
     "STRIDED_READERS",
+    "SGLangReaders",
     "can_read",
     "casts_pool",
     "check_readers",
     "obstacle",
     "readers",
+    "sglang_dsa_reads",
     "suggestions",
 ]
 
@@ -40,13 +42,48 @@ KVPOOL_DEVICES = ("cpu", "cuda")
 #: For which a backend can be named on its own; the second is decoding, drafts and their verification.
 PHASES = ("prefill", "decode")
 
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangReaders:
+    """What in SGLang reads the rows of a layout, by SGLang's names.
+
+    Attributes
+    ----------
+    backends : frozenset of str
+        Attention backends that read a dense pool's rows as they are stored.
+    casters : mapping of str to tuple of str
+        Backends that would read the rows, but cast the full pool of a layer to the model's dtype in every
+        call of these phases, whatever the batch refers to. They are refused there.
+    dsa : frozenset of str
+        Implementations of sparse attention that read the rows where they are stored.
+    dsa_gathered : frozenset of str
+        Those before which, in extends, SGLang gathers and decodes the rows.
+    dsa_copied : frozenset of str
+        Of `dsa`, those that encode the rows anew before they read them: a full pool of them, in every call.
+    dsa_paired : frozenset of str
+        Of `dsa`, those that as a prefill have to be the decode too.
+    """
+
+    backends: frozenset[str] = frozenset()
+    casters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dsa: frozenset[str] = frozenset()
+    dsa_gathered: frozenset[str] = frozenset()
+    dsa_copied: frozenset[str] = frozenset()
+    dsa_paired: frozenset[str] = frozenset()
+
+
+def _names(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
 _L = MLAKVCacheLayout
 
-#: Stock backends that read a pool's rows as they are stored.
-STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
-    # All of SGLang's MLA backends read 576 bf16 values.
-    _L.BF16: frozenset(
-        {
+#: The one table of layouts in this package that speaks SGLang's names. What is cited for implementations of
+#: sparse attention is at `topk_transform.IMPLEMENTATIONS`.
+SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
+    _L.BF16: SGLangReaders(
+        # All of SGLang's MLA backends read 576 bf16 values.
+        backends=_names(
             "torch_native",  # ran
             "triton",  # triton_backend.py, get_key_buffer / get_value_buffer
             "flashinfer",  # flashinfer_mla_backend.py
@@ -56,32 +93,46 @@ STOCK_READERS: dict[MLAKVCacheLayout, frozenset[str]] = {
             "trtllm_mla",
             "cutedsl_mla",
             "intel_amx",
-        }
+        ),
+        dsa=_names(
+            *("flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3", "tilelang", "trtllm"),
+            "triton_sparse_mla",
+        ),
+        dsa_gathered=_names("flashmla_sparse_q8"),
+        dsa_copied=_names("flashmla_kv"),
     ),
-    # These read the e4m3 view. None multiplies by k_scale in prefill and in decode (see
-    # docs/compatibility.md), so the pool builder refuses them for a checkpoint with k_scale != 1.
-    _L.FP8_NOPE_FP8_ROPE: frozenset(
-        {
+    _L.FP8_NOPE_FP8_ROPE: SGLangReaders(
+        # These read the e4m3 view. None multiplies by k_scale in prefill and in decode (see
+        # docs/compatibility.md), so the pool builder refuses them for a checkpoint with k_scale != 1.
+        backends=_names(
             "torch_native",  # ran; casts the rows of a request to q's dtype
             "triton",  # triton_backend.py, k_descale
-            "flashmla",  # flashmla_backend.py:454, reads e4m3 in decode; see POOL_CASTERS
+            "flashmla",  # flashmla_backend.py:454, reads e4m3 in decode; in prefill it is a caster
             "trtllm_mla",
             "cutedsl_mla",
-        }
+        ),
+        casters={
+            "flashinfer": PHASES,  # flashinfer_mla_backend.py:761 and :822
+            "fa3": PHASES,  # flashattention_backend.py:1944 and :2350
+            "flashmla": PHASES[:1],  # flashmla_backend.py:524: flashinfer's
+        },
+        dsa=_names("tilelang", "trtllm"),
+        dsa_paired=_names("tilelang", "trtllm"),
     ),
-    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: frozenset(),
-    _L.FP4: frozenset(),
+    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: SGLangReaders(
+        dsa=_names("flashmla_kv", "flashmla_auto", "flashinfer_sparse_mla"),
+        dsa_gathered=_names("flashmla_sparse", "flashmla_sparse_q8", "triton_sparse_mla"),
+    ),
+    _L.FP4: SGLangReaders(),
 }
 
-#: Stock backends that would read the rows, but cast the whole pool of a layer to the model's dtype in every
-#: call of these phases, whatever the batch refers to. They are refused there.
-POOL_CASTERS: dict[MLAKVCacheLayout, dict[str, tuple[str, ...]]] = {
-    _L.FP8_NOPE_FP8_ROPE: {
-        "flashinfer": PHASES,  # flashinfer_mla_backend.py:761 and :822
-        "fa3": PHASES,  # flashattention_backend.py:1944 and :2350
-        "flashmla": PHASES[:1],  # flashmla_backend.py:524: flashinfer's
-    },
-}
+
+check_complete(SGLANG_READERS, "SGLANG_READERS of sgl_kvpool/attention/readers.py")
+
+
+def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
+    """Whether kernels of SGLang's sparse attention read the rows as they are stored; else ours do."""
+    return bool(SGLANG_READERS[layout].dsa)
 
 
 #: Stock backends that read rows with other layers' rows between them, whatever the layout. A kernel that
@@ -109,14 +160,13 @@ STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
 
 
 def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[str]:
-    if arrangement is KVArrangement.LAYER_MAJOR:
-        return STOCK_READERS[layout]
-    return STOCK_READERS[layout] & STRIDED_READERS[arrangement]
+    stock = SGLANG_READERS[layout].backends
+    return stock if arrangement is KVArrangement.LAYER_MAJOR else stock & STRIDED_READERS[arrangement]
 
 
 def casts_pool(backend: str, layout: MLAKVCacheLayout, phase: str | None = None) -> bool:
-    """Whether the backend would cast whole pools of this layout: in a phase, or in each if None."""
-    phases = POOL_CASTERS.get(layout, {}).get(backend, ())
+    """Whether the backend would cast full pools of this layout: in a phase, or in each if None."""
+    phases = SGLANG_READERS[layout].casters.get(backend, ())
     return phases == PHASES if phase is None else phase in phases
 
 

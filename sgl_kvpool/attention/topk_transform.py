@@ -19,6 +19,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sizes import whole_number
 
@@ -61,8 +62,8 @@ class UnsupportedCombination(ValueError):
 
 #: Our own decode, by the name it has in this table. SGLang knows it as `SPARSE_BF16`, which it stands in for.
 KVPOOL_DECODE = "kvpool_mla"
-#: SGLang's kernel over 16-bit keys.
-SPARSE_BF16 = "flashmla_sparse"
+#: SGLang's kernel over 16-bit keys, its kernel over keys that it casts to fp8, and a choice between others.
+SPARSE_BF16, _SPARSE_Q8, _AUTO = "flashmla_sparse", "flashmla_sparse_q8", "flashmla_auto"
 
 #: `ForwardMode` members in which the prefill implementation attends.
 EXTEND_MODES = ("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
@@ -76,74 +77,64 @@ IDLE_MODES = ("IDLE", "PREBUILT")
 class _Implementation:
     """What one of SGLang's `--dsa-prefill-backend` and `--dsa-decode-backend` needs, or our own.
 
+    Which rows it reads is in `readers.SGLANG_READERS`.
+
     Attributes
     ----------
-    stored : frozenset of MLAKVCacheLayout
-        Rows that it reads where they are stored: PAGED.
-    gathered : frozenset of MLAKVCacheLayout
-        Rows that are gathered and decoded before it, in extends: RAGGED.
     ragged_modes : tuple of str
-        In which gathering is wired up.
-    copied : frozenset of MLAKVCacheLayout
-        Of those stored, rows that it encodes anew before it reads them: a whole pool of them, in every call.
+        In which gathering of rows before it is wired up.
     prefill, decode : bool
         Whether there is such a prefill, such a decode.
-    alone : frozenset of MLAKVCacheLayout
-        Rows with which, as a prefill, it has to be the decode too.
     """
 
-    stored: frozenset[MLAKVCacheLayout] = frozenset()
-    gathered: frozenset[MLAKVCacheLayout] = frozenset()
     ragged_modes: tuple[str, ...] = EXTEND_MODES
-    copied: frozenset[MLAKVCacheLayout] = frozenset()
     prefill: bool = True
     decode: bool = True
-    alone: frozenset[MLAKVCacheLayout] = frozenset()
 
 
-_BF16 = MLAKVCacheLayout.BF16
-_RAW = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
-_SCALED = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
-_FP4 = MLAKVCacheLayout.FP4
-
-
-def _of(*layouts: MLAKVCacheLayout) -> frozenset[MLAKVCacheLayout]:
-    return frozenset(layouts)
-
-
-#: By SGLang's names. Lines are of srt/layers/attention/dsa_backend.py in 0.5.23.
+#: By SGLang's names. Lines are of srt/layers/attention/dsa_backend.py in 0.5.23, and tell why
+#: `SGLANG_READERS` lists an implementation for a layout.
 IMPLEMENTATIONS: dict[str, _Implementation] = {
-    # :2805, a kernel over 16-bit keys. :2442 gathers scaled rows for it; for fp4 our hook does.
-    SPARSE_BF16: _Implementation(stored=_of(_BF16), gathered=_of(_SCALED, _FP4)),
+    # :2805, a kernel over 16-bit keys. :2442 gathers scaled rows for it; our hook gathers those that no
+    # kernel of SGLang's reads.
+    SPARSE_BF16: _Implementation(),
     # :3011, casts keys to fp8 as it gathers them, whatever they are stored as (:3164). Only EXTEND gets
     # there: SGLang refuses it with mixed chunks (:466), and raises in the other modes (:2280).
-    "flashmla_sparse_q8": _Implementation(
-        gathered=_of(_BF16, _SCALED), ragged_modes=EXTEND_MODES[:1], decode=False
-    ),
+    _SPARSE_Q8: _Implementation(ragged_modes=EXTEND_MODES[:1], decode=False),
     # :3309. 16-bit rows are quantised before, a whole layer's in every call (:3342).
-    "flashmla_kv": _Implementation(stored=_of(_BF16, _SCALED), copied=_of(_BF16)),
+    "flashmla_kv": _Implementation(),
     # :4039, a choice between the two above, made per batch on Blackwell, where SGLang asks with the chosen
     # name. On Hopper flashmla_kv for scaled rows and flashmla_sparse for 16-bit ones. forward_decode has no
     # such branch (:2600).
-    "flashmla_auto": _Implementation(stored=_of(_BF16, _SCALED), decode=False),
+    _AUTO: _Implementation(decode=False),
     # :2737, takes the last dimension of rows for 16-bit values.
-    "fa3": _Implementation(stored=_of(_BF16)),
+    "fa3": _Implementation(),
     # :3440; arg_groups/overrides.py:571 wants raw fp8 rows to have no other reader.
-    "tilelang": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
+    "tilelang": _Implementation(),
     # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3434), and its
     # model leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
-    "trtllm": _Implementation(stored=_of(_BF16, _RAW), alone=_of(_RAW)),
+    "trtllm": _Implementation(),
     # :3245, as flashmla_sparse; forward_decode has no such branch.
-    "triton_sparse_mla": _Implementation(stored=_of(_BF16), gathered=_of(_SCALED), decode=False),
+    "triton_sparse_mla": _Implementation(decode=False),
     # :3280, SM120 and scaled rows alone (flash_mla_sm120.py:694).
-    "flashinfer_sparse_mla": _Implementation(stored=_of(_SCALED)),
+    "flashinfer_sparse_mla": _Implementation(),
     # attention/decode.py: decodes in registers whatever is stored.
-    KVPOOL_DECODE: _Implementation(stored=_of(*MLAKVCacheLayout), prefill=False),
+    KVPOOL_DECODE: _Implementation(prefill=False),
 }
 
-#: Prefills over pools of pooled index keys for which SGLang selects RAGGED in EXTEND.
-_KPOOL_RAGGED = {SPARSE_BF16: _of(_SCALED), "triton_sparse_mla": _of(_SCALED)}
-_KPOOL_RAGGED["flashmla_sparse_q8"] = _of(*MLAKVCacheLayout)
+
+def _reads_stored(name: str, layout: MLAKVCacheLayout) -> bool:
+    """Whether an implementation reads rows where they are stored: PAGED."""
+    return name == KVPOOL_DECODE or name in SGLANG_READERS[layout].dsa
+
+
+def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
+    """Whether rows are gathered and decoded before an implementation, in extends: RAGGED."""
+    if not sglang_dsa_reads(layout):
+        return name == SPARSE_BF16  # our hook's
+    return name in SGLANG_READERS[layout].dsa_gathered
+
+
 #: What kpool's tail of recent tokens is attended by (dsa/dsa_backend_kpool.py:55); flashmla_sparse is
 #: replaced by the first of them, or on Blackwell by the last.
 _KPOOL_READERS = ("fa3", "tilelang", "trtllm")
@@ -195,14 +186,15 @@ def _select(
     _check_names(prefill, decode, mode)
     if index_kpool > 1:
         _check_kpool_layout(layout, prefill, decode)
-        ragged = mode == "EXTEND" and layout in _KPOOL_RAGGED.get(prefill, ())
+        # SGLang's own rule, by which its q8 prefill gathers whatever is stored.
+        ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
     if problem is not None:
         raise UnsupportedCombination(
             f"{problem}; {nearest_pair(layout, prefill, decode)}", _nearest(layout, prefill, decode)
         )
-    if mode not in EXTEND_MODES or layout not in IMPLEMENTATIONS[prefill].gathered:
+    if mode not in EXTEND_MODES or not _reads_gathered(prefill, layout):
         return TopkTransform.PAGED
     _check_ragged_modes(layout, prefill, decode, (mode,))
     return TopkTransform.RAGGED
@@ -285,49 +277,47 @@ def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
         if not (implementation.prefill if side == "prefill" else implementation.decode):
             other = "decode" if side == "prefill" else "prefill"
             return f"DSA implementation {name} is a {other} and was given as {side}"
-        readable = implementation.stored
-        if side == "prefill":
-            readable |= implementation.gathered
-        if layout not in readable:
+        gathered = side == "prefill" and _reads_gathered(name, layout)
+        if not gathered and not _reads_stored(name, layout):
             return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
-    if prefill != decode and layout in IMPLEMENTATIONS[prefill].alone:
+    if prefill != decode and prefill in SGLANG_READERS[layout].dsa_paired:
         return f"with rows of KV cache layout {layout}, {prefill} has to be both DSA prefill and decode"
     return None
 
 
 def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> None:
-    if layout is _FP4 or KVPOOL_DECODE in (prefill, decode):
+    if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
         raise UnsupportedCombination(
             f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
             "keys (index_kpool above 1): SGLang attends their tail by fa3, tilelang or trtllm; use "
-            f"--kv-cache-layout {_BF16}"
+            f"--kv-cache-layout {MLAKVCacheLayout.BF16}"
         )
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
     """What `_check_kpool_tail_backend` of SGLang raises at the first batch, and readers of other rows."""
     for side, name in (("prefill", prefill), ("decode", decode)):
-        if side == "prefill" and name == "flashmla_sparse_q8" and layout is _BF16:
+        if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)
             continue
         # On Hopper; on Blackwell by trtllm. With 16-bit rows flashmla_auto is flashmla_sparse.
-        sparse = name == SPARSE_BF16 or (side == "prefill" and name == "flashmla_auto" and layout is _BF16)
+        sparse = name == SPARSE_BF16 or (side == "prefill" and name == _AUTO and not layout.is_narrow)
         reader = "fa3" if sparse else name
-        if reader not in _KPOOL_READERS or layout not in IMPLEMENTATIONS[reader].stored:
+        if reader not in _KPOOL_READERS or not _reads_stored(reader, layout):
             attended = "" if reader == name else f" (attended by {reader} for such models)"
             raise UnsupportedCombination(
                 f"DSA {side} {name}{attended} cannot read rows of KV cache layout {layout} with pooled index "
-                f"keys (index_kpool above 1); use --kv-cache-layout {_BF16} and leave out "
+                f"keys (index_kpool above 1); use --kv-cache-layout {MLAKVCacheLayout.BF16} and leave out "
                 "--dsa-prefill-backend and --dsa-decode-backend"
             )
-    problem = _problem(layout, prefill, decode) if layout is _RAW else None
+    problem = _problem(layout, prefill, decode)
     if problem is not None:
-        raise UnsupportedCombination(f"{problem}; use --kv-cache-layout {_BF16}")
+        raise UnsupportedCombination(f"{problem}; use --kv-cache-layout {MLAKVCacheLayout.BF16}")
 
 
 def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
     """What to use instead, in words: of the pairs that a user can name, the nearest to what was asked for."""
-    if layout is _FP4:
+    if not sglang_dsa_reads(layout):
         return (
             f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "
             f"stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
@@ -338,7 +328,7 @@ def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
 
 def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
     """By the names that SGLang takes."""
-    if layout is _FP4:
+    if not sglang_dsa_reads(layout):
         return SPARSE_BF16, SPARSE_BF16
     pairs = [
         pair
@@ -347,6 +337,6 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
         # SM120, where SGLang takes it for both sides or not at all (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
-        and not any(layout in IMPLEMENTATIONS[name].copied for name in pair)
+        and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]
     return max(pairs, key=lambda pair: (pair[0] == prefill) + (pair[1] == decode))

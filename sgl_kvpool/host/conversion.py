@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
+from sgl_kvpool.host.labels import HOST_LAYOUTS
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
 
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
@@ -33,9 +34,8 @@ def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
     """Layouts that rows of the device can be stored in on the host, of fewer bytes, the widest first."""
     found = [
         layout
-        for layout in MLAKVCacheLayout
-        # A scale of the layer would be one more thing that stored bytes depend on.
-        if layout.is_packed and _bytes(layout, device) < device.row_bytes and not _odd_sizes(layout, device)
+        for layout in map(MLAKVCacheLayout, HOST_LAYOUTS[1:])
+        if _bytes(layout, device) < device.row_bytes and not _odd_sizes(layout, device)
     ]
     return tuple(sorted(found, key=lambda layout: -_bytes(layout, device)))
 

@@ -29,8 +29,9 @@ KEPT_FREE_BYTES = 10 << 30
 
 #: The device's layout.
 SAME = "same"
-#: Values of --kv-host-layout. A layout whose stored values depend on the model's k_scale is none of them.
-HOST_LAYOUTS = (SAME, *(layout.value for layout in MLAKVCacheLayout if layout.is_packed))
+#: Values of --kv-host-layout: layouts narrower than 16-bit rows. Not one that uses k_scale: a scale
+#: of the layer would be one more thing that stored bytes depend on.
+HOST_LAYOUTS = (SAME, *(x.value for x in MLAKVCacheLayout if x.is_narrow and not x.uses_k_scale))
 #: Values of --kv-host-engine besides "auto", by where the pool is.
 GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
 CPU_ENGINE = "cpu"

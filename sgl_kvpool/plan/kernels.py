@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, POOL_CASTERS, STOCK_READERS
+from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND, PHASES, SGLANG_READERS
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["Attention", "attention_of"]
@@ -45,9 +45,10 @@ def attention_of(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) ->
 
 
 def _why_ours(layout: MLAKVCacheLayout) -> str:
-    if not STOCK_READERS[layout]:
+    known = SGLANG_READERS[layout]
+    if not known.backends:
         return f"ours: no other reads {layout} rows; it reads those of the batch once, in their stored size"
-    casters = sorted(name for name, phases in POOL_CASTERS.get(layout, {}).items() if phases == PHASES)
+    casters = sorted(name for name, phases in known.casters.items() if phases == PHASES)
     if casters:
         return (
             f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; it reads the "

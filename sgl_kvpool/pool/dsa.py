@@ -15,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.attention.readers import DSA_BACKEND
+from sgl_kvpool.attention.readers import DSA_BACKEND, sglang_dsa_reads
 from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE, SPARSE_BF16, check_combination
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
@@ -49,7 +49,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         # Read below, by what the base classes' constructors call.
         self._sglang_row_values = kv_cache_dim
         layout = MLAKVCacheLayout.parse(kv_cache_layout)
-        if not layout.is_read_by_sglang_dsa:
+        if not sglang_dsa_reads(layout):
             check_combination(layout, SPARSE_BF16, KVPOOL_DECODE, index_kpool=index_kpool)
         super().__init__(
             *args, kv_cache_layout=layout, kv_cache_dim=kv_cache_dim, index_kpool=index_kpool, **kwargs
@@ -75,7 +75,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         row = self.row_format
         scaled = self.dsa_kv_cache_store_fp8
         expected = row.row_bytes if scaled else row.head_dim
-        wanted = self.kv_cache_layout.is_packed and self.kv_cache_layout.is_read_by_sglang_dsa
+        wanted = self.kv_cache_layout.is_packed and sglang_dsa_reads(self.kv_cache_layout)
         if scaled != wanted or self._sglang_row_values != expected:
             raise ValueError(
                 f"SGLang's DSA implementations read rows of {self._sglang_row_values} "
@@ -84,8 +84,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Rows of a layer, as SGLang's `[slots, 1, row]` in the dtype it is shown; of `fp4` the bytes."""
+        """Rows of a layer, as SGLang's `[slots, 1, row]` in the dtype it is shown; else the bytes, uint8."""
         stored = self._stored(layer_id)
-        if not self.kv_cache_layout.is_read_by_sglang_dsa:
+        if not sglang_dsa_reads(self.kv_cache_layout):
             return stored
         return stored if self.store_dtype == self.dtype else stored.view(self.dtype)

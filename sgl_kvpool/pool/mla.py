@@ -277,7 +277,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     @property
     def _stock_writers(self) -> bool:
         """Whether SGLang's own writers store these rows as they are."""
-        return self.kv_cache_layout is MLAKVCacheLayout.BF16 and self.cross_layer is None
+        return self.kv_cache_layout.is_sglang_native and self.cross_layer is None
 
     def _store(self, index: int, layer_id: int, loc_info, nope, rope, method: str) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)

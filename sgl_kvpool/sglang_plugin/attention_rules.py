@@ -162,10 +162,10 @@ def backends_in_use(view: Any) -> tuple[str | None, str | None]:
 def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
     """Whether `kvpool_mla` is taken for every phase that the user named no backend for.
 
-    On CUDA not for bf16: SGLang's own kernels read such rows as they are, and choose among themselves by
-    GPU. For fp8 its defaults cast the whole pool of a layer in every call.
+    On CUDA not for rows that are SGLang's own: its kernels read these as they are, and choose among
+    themselves by GPU. For fp8 its defaults cast the full pool of a layer in every call.
     """
-    if device == "cpu" or layout is not MLAKVCacheLayout.BF16 or env.flag(env.PREFILL_READS_ROWS):
+    if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True
     return arrangement is KVArrangement.PAGE_MAJOR
 

@@ -53,8 +53,8 @@ def remember(pool: Any) -> None:
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
     """Add the rows to what peers compare, before the original registers it with the bootstrap server."""
     layout = layout_of(server_args)
-    # The rows of bf16 are SGLang's own: peers without the plugin read and write them.
-    if layout is not None and layout is not MLAKVCacheLayout.BF16 and _MARK not in args.kv_cache_dtype_str:
+    # Peers without the plugin read and write rows that are SGLang's own.
+    if layout is not None and not layout.is_sglang_native and _MARK not in args.kv_cache_dtype_str:
         args.kv_cache_dtype_str += _MARK + rows_name(_pools_behind(args))
     return original(self, args, disaggregation_mode, server_args, *more, **named)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvpool.attention.readers import sglang_dsa_reads
 from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS, select_topk_transform
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import dsa_rules, seams
@@ -68,7 +69,7 @@ def attach(backend: Any) -> None:
     dsa_rules.check_pair(
         layout, backend.dsa_prefill_impl, backend.dsa_decode_impl, index_kpool=backend.dsa_index_kpool
     )
-    if layout.is_read_by_sglang_dsa:
+    if sglang_dsa_reads(layout):
         return
     from sglang.srt.runtime_context import get_buffer
 

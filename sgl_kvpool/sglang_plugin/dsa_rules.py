@@ -12,7 +12,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
-from sgl_kvpool.attention.readers import DSA_BACKEND, PHASES
+from sgl_kvpool.attention.readers import DSA_BACKEND, PHASES, SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.attention.topk_transform import (
     DECODE_MODES,
     IMPLEMENTATIONS,
@@ -106,7 +106,7 @@ def prepare(
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
     refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
-    if layout.is_read_by_sglang_dsa:
+    if sglang_dsa_reads(layout):
         return declared
     _check_reader(layout, model_config)
     for field in _IMPLEMENTATION_FIELDS:
@@ -204,7 +204,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         remedy = f"leave out {', '.join(map(_flag, _BACKEND_FIELDS))}"
         _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
     _check_modes(layout, model_config, view)
-    if not layout.is_read_by_sglang_dsa:
+    if not sglang_dsa_reads(layout):
         for field, flag, in_use, reason in _READER_FEATURES:
             if in_use(getattr(view, field)):
                 raise ValueError(
@@ -212,7 +212,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
                 )
     for field in _IMPLEMENTATION_FIELDS:
         name = getattr(view, field)
-        if layout in IMPLEMENTATIONS[name].copied:
+        if name in SGLANG_READERS[layout].dsa_copied:
             raise ValueError(
                 f"{_flag(field)} {name} would quantise the whole pool of a layer in every call with "
                 f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
@@ -291,7 +291,7 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
 
     For a layout that its kernels cannot read, SGLang's name on the decode side stands for our decode.
     """
-    if not layout.is_read_by_sglang_dsa and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
+    if not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
         return prefill, KVPOOL_DECODE
     return prefill, decode
 
@@ -303,16 +303,17 @@ def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
     """Layout of the rows of a pool, ours or SGLang's; None for rows that are none of ours."""
     if is_ours(pool):
         return pool.kv_cache_layout
-    # SGLang's own pool says it by a flag and a dtype.
-    if pool.dsa_kv_cache_store_fp8:
-        return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
-    return _OF_STOCK_DTYPES.get(str(pool.dtype))
+    # SGLang's own pool says it by a dtype and a flag.
+    dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
+    return _sglang_layout(dtypes.get(str(pool.dtype)), scaled=pool.dsa_kv_cache_store_fp8)
 
 
-_OF_STOCK_DTYPES = {
-    "torch.bfloat16": MLAKVCacheLayout.BF16,
-    "torch.float8_e4m3fn": MLAKVCacheLayout.FP8_NOPE_FP8_ROPE,
-}
+def _sglang_layout(kv_cache_dtype: str | None, *, scaled: bool) -> MLAKVCacheLayout | None:
+    """Layout of the rows that SGLang itself stores; None for rows of no layout."""
+    for layout in filter(sglang_dsa_reads, MLAKVCacheLayout):
+        if (layout.sglang_kv_cache_dtype(is_dsa=True), layout.is_packed) == (kv_cache_dtype, scaled):
+            return layout
+    return None
 
 
 def is_ours(pool: Any) -> bool:
@@ -322,12 +323,7 @@ def is_ours(pool: Any) -> bool:
 
 def stock_layout(view: Any) -> MLAKVCacheLayout | None:
     """Layout that SGLang itself will store, from its resolved arguments (`calculate_mla_kv_cache_dim`)."""
-    if view.kv_cache_dtype == "bfloat16":
-        return MLAKVCacheLayout.BF16
-    if view.kv_cache_dtype != "fp8_e4m3":
-        return None
     prefill, decode = view.dsa_prefill_backend, view.dsa_decode_backend
     here = {"prefill": (prefill,), "decode": (decode,)}.get(view.disaggregation_mode, (prefill, decode))
-    if "trtllm" in here or (prefill, decode) == ("tilelang", "tilelang"):
-        return MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
-    return MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
+    scaled = "trtllm" not in here and (prefill, decode) != ("tilelang", "tilelang")
+    return _sglang_layout(view.kv_cache_dtype, scaled=scaled and view.kv_cache_dtype == "fp8_e4m3")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import ranks, seams, state_tier
 
 __all__ = ["install"]
@@ -67,13 +66,13 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
     """Name the rows of SGLang's own host pool in the keys of stores.
 
     SGLang's pages carry no name, and its `file` store takes a longer file for a page: a server with shorter
-    rows would read what one with other rows wrote under the same model name. Rows of bf16 stay unnamed, as
-    those of servers without the plugin: they are the same.
+    rows would read what one with other rows wrote under the same model name. Rows that are SGLang's own stay
+    unnamed, as those of servers without the plugin: they are the same.
     """
     from sgl_kvpool.pool import LayoutMLATokenToKVPool
 
     target = pools[0]
-    if isinstance(target, LayoutMLATokenToKVPool) and target.kv_cache_layout is not MLAKVCacheLayout.BF16:
+    if isinstance(target, LayoutMLATokenToKVPool) and not target.kv_cache_layout.is_sglang_native:
         from sgl_kvpool.host.stored_pages import storage_format_tag
 
         tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, page_size)}"

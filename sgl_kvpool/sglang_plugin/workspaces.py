@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use
 from sgl_kvpool.sglang_plugin.models import is_dsa
@@ -25,7 +25,7 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
 
     view = resolving_view(kvc.server_args)
     if is_dsa(kvc.model_config):
-        return 0 if fmt.layout.is_read_by_sglang_dsa else _sparse_bytes(kvc, fmt, view.device)
+        return 0 if sglang_dsa_reads(fmt.layout) else _sparse_bytes(kvc, fmt, view.device)
     if KVPOOL_BACKEND not in backends_in_use(view):
         return 0
     if view.device == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sgl_kvpool.attention.readers import sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.warmup.caches import CACHES
 from sgl_kvpool.warmup.served import Served
@@ -75,10 +76,9 @@ def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]
     from sgl_kvpool.warmup.sparse import SparseRows
 
     rows, steps = SparseRows(served, layout, device), []
-    # SGLang's writers and readers serve the rows that are its own.
-    if layout is not MLAKVCacheLayout.BF16:
+    if not layout.is_sglang_native:
         steps.append(Step(f"{layout}: writing rows", _TRITON, rows.store))
-    if not layout.is_read_by_sglang_dsa:
+    if not sglang_dsa_reads(layout):
         steps.append(Step(f"{layout}: top-k lists", _TRITON, rows.read))
     return steps
 

@@ -5,11 +5,12 @@ import re
 import pytest
 
 from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.attention.readers import STOCK_READERS, STRIDED_READERS, can_read, check_readers, readers
+from sgl_kvpool.attention.readers import SGLANG_READERS, STRIDED_READERS, can_read, check_readers, readers
 from sgl_kvpool.attention.readers import suggestions as suggested
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-EVERY_BACKEND = ["kvpool_mla", *sorted(set().union(*STOCK_READERS.values())), "dsa", "unheard_of"]
+STOCK = frozenset().union(*(line.backends for line in SGLANG_READERS.values()))
+EVERY_BACKEND = ["kvpool_mla", *sorted(STOCK), "dsa", "unheard_of"]
 #: Those on SGLang's own list for MLA, and the one that indexes with torch.
 STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla", "torch_native"}
 
@@ -17,7 +18,7 @@ STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla
 @pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
 @pytest.mark.parametrize("arrangement", list(KVArrangement))
 def test_check_readers_is_the_table(layout, arrangement):
-    stock = set(STOCK_READERS[layout])
+    stock = set(SGLANG_READERS[layout].backends)
     stock &= {"layer_major": stock, "token_major": STRIDED}.get(arrangement, set())
     able = {"kvpool_mla", *stock} if arrangement != "head_major" else set()
     assert set(readers(layout, arrangement)) == able

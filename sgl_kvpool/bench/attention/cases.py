@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.layout import Encoding
 
 __all__ = [
     "CPU_GRID",
+    "FP4_LAYOUTS",
     "GPU_GRID",
     "GROUPS",
     "OURS",
@@ -31,6 +33,9 @@ WHOLE_POOL_PEER = "sglang_fp4"
 PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
 GROUPS = ("dense", "sparse", "whole_pool", "mtp", "arrangement")
 
+#: Layouts that SGLang's FP4 path is compared with.
+FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)
+#: Rows that peers attend; the others', BF16.
 _LAYOUT_OF_PEER = {"flashmla_sparse_fp8": "fp8_block_scale", "gather_flashmla": "fp4"}
 
 
@@ -218,7 +223,7 @@ class Item:
 def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(runner, layout), those that share a pool next to each other."""
     if workload.kind == "whole_pool":
-        layouts = [layout for layout in layouts if layout == "fp4"]
+        layouts = [layout for layout in layouts if layout in FP4_LAYOUTS]
         wanted: tuple[str, ...] = (WHOLE_POOL_PEER,)
     elif workload.arrangement != "layer_major":
         wanted = ()

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.bench.attention.cases import DENSE_PEERS, OURS, WHOLE_POOL_PEER
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.bench.attention.cases import DENSE_PEERS, FP4_LAYOUTS, OURS, WHOLE_POOL_PEER
+from sgl_kvpool.layout import Encoding
 
 __all__ = ["add_ratios", "best_us", "draw", "print_ratios", "print_table", "targets"]
 
@@ -15,13 +17,17 @@ MEASURED = "measured"
 BEST_EXPECTED_PEER = "flashmla"
 SPARSE_PEER = "flashmla_sparse_fp8"
 #: Layouts whose rows are narrower than BF16's.
-NARROW = ("fp8", "fp8_block_scale", "fp4")
+NARROW = tuple(layout.value for layout in MLAKVCacheLayout if layout.is_narrow)
 
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "rows_per_list", "queries_per_list")
 
-#: Least speedups, and the largest slowdown with many heads.
-FP4_SPEEDUP, BLOCK_SCALE_SPEEDUP, WHOLE_POOL_SPEEDUP, SPARSE_SPEEDUP = 1.4, 1.2, 10.0, 1.0
-MANY_HEADS_SLOWDOWN = 1.3
+#: Least speedup over the best BF16 peer, by how latent values and their scales are stored.
+BEST_PEER_SPEEDUPS: dict[tuple[Encoding, Encoding | None], float] = {
+    (Encoding.E2M1, Encoding.UE5M3): 1.4,
+    (Encoding.E4M3, Encoding.FP32): 1.2,
+}
+#: Least speedups of FP4, and the largest slowdown with many heads.
+WHOLE_POOL_SPEEDUP, SPARSE_SPEEDUP, MANY_HEADS_SLOWDOWN = 10.0, 1.0, 1.3
 
 
 def best_us(row: dict) -> float:
@@ -110,10 +116,12 @@ def _many_heads(rows: Sequence[dict], layout: str, heads: int, at: dict) -> dict
     return _verdict(name, need, found, passed, note)
 
 
-def _against(rows: Sequence[dict], name: str, peer: str, least: float, at: dict, wanted: dict) -> dict:
-    """FP4 against one peer: the worst of the measured workloads; those `at` have to be among them."""
-    need = f"at least {least:g}x"
-    own = [r for r in _ours(rows, "fp4", **wanted) if peer in r["times_as_fast_as"]]
+def _against(
+    rows: Sequence[dict], layout: str, what: str, peer: str, least: float, at: dict, wanted: dict
+) -> dict:
+    """A layout against one peer: the worst of the measured workloads; those `at` have to be among them."""
+    name, need = f"{layout}{what}", f"at least {least:g}x"
+    own = [r for r in _ours(rows, layout, **wanted) if peer in r["times_as_fast_as"]]
     if not own:
         return _verdict(name, need, None, None, f"our kernel or {peer} was not measured")
     worst = min(own, key=lambda r: r["times_as_fast_as"][peer])
@@ -150,17 +158,26 @@ def targets(
         rows = []
     heads, batch, context = target
     at = {"heads": heads, "batch": batch, "context_tokens": context}
+    of_latent = {
+        layout: BEST_PEER_SPEEDUPS.get((layout.latent.values, layout.latent.scales))
+        for layout in reversed(MLAKVCacheLayout)
+    }
     found = [
-        _against_best_peer(rows, "fp4", FP4_SPEEDUP, at),
-        _against_best_peer(rows, "fp8_block_scale", BLOCK_SCALE_SPEEDUP, at),
+        *(_against_best_peer(rows, layout.value, least, at) for layout, least in of_latent.items() if least),
         *(_many_heads(rows, layout, many_heads, at) for layout in NARROW),
-        _against(
-            rows, "fp4: SGLang's FP4 path, large pool", WHOLE_POOL_PEER, WHOLE_POOL_SPEEDUP, {},
-            {"kind": "whole_pool"},
+        *(
+            _against(
+                rows, layout, ": SGLang's FP4 path, large pool", WHOLE_POOL_PEER, WHOLE_POOL_SPEEDUP, {},
+                {"kind": "whole_pool"},
+            )
+            for layout in FP4_LAYOUTS
         ),
-        _against(
-            rows, f"fp4, {heads} heads, sparse: FlashMLA on 656-byte rows", SPARSE_PEER, SPARSE_SPEEDUP,
-            {"batch": batch}, {"kind": "sparse", "heads": heads},
+        *(
+            _against(
+                rows, layout, f", {heads} heads, sparse: FlashMLA on 656-byte rows", SPARSE_PEER,
+                SPARSE_SPEEDUP, {"batch": batch}, {"kind": "sparse", "heads": heads},
+            )
+            for layout in FP4_LAYOUTS
         ),
     ]  # fmt: skip
     wrong = [r for r in rows if r["runner"] == OURS and r["status"] in ("wrong", "failed")]
@@ -238,7 +255,7 @@ def draw(rows: Sequence[dict], path: Path, title: str) -> bool:
         left.set_title(f"{first['heads']} heads, batch {first['batch']}", fontsize=9)
         left.legend(fontsize=7)
         at = (first["batch"], first["context_tokens"])
-        for layout in ("bf16", *NARROW):
+        for layout in map(str, MLAKVCacheLayout):
             points = {}
             for r in dense:
                 others = [v for k, v in r.get("times_as_fast_as", {}).items() if k in DENSE_PEERS]
