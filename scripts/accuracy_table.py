@@ -135,7 +135,11 @@ def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
 #: Column of the table to a function from latents to what is read back.
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{f"`{layout}`": stored_as(layout) for layout in MLAKVCacheLayout},
-    "`fp8`, k_scale fitted": stored_as(MLAKVCacheLayout.FP8_NOPE_FP8_ROPE, fitted_scale=True),
+    **{
+        f"`{layout}`, k_scale fitted": stored_as(layout, fitted_scale=True)
+        for layout in MLAKVCacheLayout
+        if layout.latent.uses_k_scale
+    },
     "SGLang's `fp4_mx_block16`": sglang_fp4,
     "NVFP4, no global scale": nvfp4_without_global_scale,
 }

@@ -25,15 +25,10 @@ from sgl_kvpool import env
 from sgl_kvpool.demo.measure import Scores, compare_scores
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import Window, held_out_windows, model_path
+from sgl_kvpool.host.labels import HOST_LAYOUTS, SAME
 
 SCHEMA = 1
-PAIRS = [
-    ("bf16", "same"),
-    ("bf16", "fp8_block_scale"),
-    ("bf16", "fp4"),
-    ("fp8_block_scale", "same"),
-    ("fp4", "same"),
-]
+PAIRS = [("bf16", host) for host in HOST_LAYOUTS] + [(device, SAME) for device in HOST_LAYOUTS[1:]]
 DEVICE_TOKENS, PAGE_SIZE, PREFIX_TOKENS = 2048, 64, 512
 
 

@@ -6,13 +6,17 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from soak_in_server import BREAK
 
 from sgl_kvpool import env
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import model_path
+from sgl_kvpool.host.labels import NARROWEST_HOST_LAYOUT
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import find_model
 
 __all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"]
@@ -100,22 +104,40 @@ class Leg:
         )
 
 
-#: One after the other: every layout and arrangement, every write policy, with a store and without.
-LEGS = (
-    # Admits more requests than SGLang would by itself.
-    Leg("bf16", "bf16", "token_major", page_size_tokens=16, arguments=("--schedule-conservativeness", "0.1")),
-    Leg("bf16-on-fp4", "bf16", "page_major", "fp4", 64, store=True),
-    Leg("fp8", "fp8", "page_major", page_size_tokens=32, arguments=("--hicache-write-policy", "write_back")),
-    Leg(
-        "fp8_block_scale",
-        "fp8_block_scale",
-        "layer_major",
-        page_size_tokens=16,
-        arguments=("--hicache-write-policy", "write_through_selective", "--hicache-io-backend", "direct"),
-        store=True,
-    ),
-    Leg("fp4", "fp4", "page_major", page_size_tokens=32, store=True),
+#: Every arrangement, every write policy, with a store and without. Layouts take these in turn.
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {
+        "arrangement": "token_major",
+        "page_size_tokens": 16,
+        # Admits more requests than SGLang would by itself.
+        "arguments": ("--schedule-conservativeness", "0.1"),
+    },
+    {
+        "arrangement": "page_major",
+        "page_size_tokens": 32,
+        "arguments": ("--hicache-write-policy", "write_back"),
+    },
+    {
+        "arrangement": "layer_major",
+        "page_size_tokens": 16,
+        "arguments": ("--hicache-write-policy", "write_through_selective", "--hicache-io-backend", "direct"),
+        "store": True,
+    },
+    {"arrangement": "page_major", "page_size_tokens": 32, "store": True},
 )
+_OWN = tuple(
+    Leg(layout.value, layout.value, **settings)
+    for layout, settings in zip(MLAKVCacheLayout, cycle(_SETTINGS), strict=False)
+)
+#: One after the other: a server of each layout, behind the first one with a narrower host tier.
+LEGS = (
+    _OWN[0],
+    Leg(
+        f"{_OWN[0].layout}-on-{NARROWEST_HOST_LAYOUT}", _OWN[0].layout, "page_major",
+        NARROWEST_HOST_LAYOUT, store=True,
+    ),
+    *_OWN[1:],
+)  # fmt: skip
 
 
 def has_sparse_attention(model: str) -> bool:

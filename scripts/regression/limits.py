@@ -6,6 +6,9 @@ A step fails by them. Those between two runs are in records.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+from sgl_kvpool.layout import Encoding, MLAKVCacheLayout
 
 __all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
 
@@ -30,51 +33,74 @@ class Limits:
     same_top: float
 
 
+#: How latent values and their scales are stored, which margins depend on.
+_BF16, _E4M3 = (Encoding.BF16, None), (Encoding.E4M3, None)
+_E4M3_IN_TILES, _E2M1 = (Encoding.E4M3, Encoding.FP32), (Encoding.E2M1, Encoding.UE5M3)
+
+_Margins = TypeVar("_Margins")
+
+
+def _by_layout(by_latent: dict[tuple[Encoding, Encoding | None], _Margins]) -> dict[str, _Margins]:
+    return {
+        layout.value: by_latent[layout.latent.values, layout.latent.scales] for layout in MLAKVCacheLayout
+    }
+
+
 #: By model and layout.
 LIMITS = {
     # 3 layers, random, vocabulary of 512: the same model in transformers, its latents encoded and decoded, is
     # 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014 (tests/gpu/test_server_gpu.py).
     # There 0.91, 0.92 and 0.77 of the most probable tokens stay, and 0.97 in float32.
-    "v3": {
-        "bf16": Limits(0.03, 0.0, 0.93),
-        "fp8": Limits(0.10, 0.03, 0.85),
-        "fp8_block_scale": Limits(0.10, 0.03, 0.85),
-        "fp4": Limits(0.25, 0.03, 0.65),
-    },
+    "v3": _by_layout(
+        {
+            _BF16: Limits(0.03, 0.0, 0.93),
+            _E4M3: Limits(0.10, 0.03, 0.85),
+            _E4M3_IN_TILES: Limits(0.10, 0.03, 0.85),
+            _E2M1: Limits(0.25, 0.03, 0.65),
+        }
+    ),
     # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang,
     # which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). Its most probable tokens were
     # not compared: as V3's, with room for selections that differ.
-    "v32": {
-        "bf16": Limits(0.02, 0.0, 0.90),
-        "fp8": Limits(0.15, 0.02, 0.75),
-        "fp8_block_scale": Limits(0.07, 0.02, 0.80),
-        "fp4": Limits(0.20, 0.05, 0.60),
-    },
+    "v32": _by_layout(
+        {
+            _BF16: Limits(0.02, 0.0, 0.90),
+            _E4M3: Limits(0.15, 0.02, 0.75),
+            _E4M3_IN_TILES: Limits(0.07, 0.02, 0.80),
+            _E2M1: Limits(0.20, 0.05, 0.60),
+        }
+    ),
     # Two of its six layers have rows: 0.03, 0.03 and 0.09 away, float32 0.02. What the other layers round
     # hides how FP8 rows are (tests/gpu/test_hybrid_server_gpu.py). FP8 rows keep 0.96 of its most probable
     # tokens.
-    "kimi": {
-        "bf16": Limits(0.05, 0.0, 0.93),
-        "fp8": Limits(0.08, 0.0, 0.85),
-        "fp8_block_scale": Limits(0.08, 0.0, 0.85),
-        "fp4": Limits(0.20, 0.05, 0.70),
-    },
+    "kimi": _by_layout(
+        {
+            _BF16: Limits(0.05, 0.0, 0.93),
+            _E4M3: Limits(0.08, 0.0, 0.85),
+            _E4M3_IN_TILES: Limits(0.08, 0.0, 0.85),
+            _E2M1: Limits(0.20, 0.05, 0.70),
+        }
+    ),
     # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away
     # from stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
-    "demo": {
-        "bf16": Limits(0.003, 0.0, 0.99),
-        "fp8": Limits(0.05, 0.002, 0.96),
-        "fp8_block_scale": Limits(0.02, 0.002, 0.97),
-        "fp4": Limits(0.05, 0.005, 0.96),
-    },
+    "demo": _by_layout(
+        {
+            _BF16: Limits(0.003, 0.0, 0.99),
+            _E4M3: Limits(0.05, 0.002, 0.96),
+            _E4M3_IN_TILES: Limits(0.02, 0.002, 0.97),
+            _E2M1: Limits(0.05, 0.005, 0.96),
+        }
+    ),
     # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random
     # one's (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
-    "model": {
-        "bf16": Limits(0.03, 0.0, 0.97),
-        "fp8": Limits(0.10, 0.001, 0.94),
-        "fp8_block_scale": Limits(0.08, 0.001, 0.95),
-        "fp4": Limits(0.20, 0.005, 0.90),
-    },
+    "model": _by_layout(
+        {
+            _BF16: Limits(0.03, 0.0, 0.97),
+            _E4M3: Limits(0.10, 0.001, 0.94),
+            _E4M3_IN_TILES: Limits(0.08, 0.001, 0.95),
+            _E2M1: Limits(0.20, 0.005, 0.90),
+        }
+    ),
 }
 
 
@@ -95,9 +121,11 @@ class ScoreLimits:
 
 #: 500 questions at 90 % have a standard error of 1.3 points each; the two servers answer the same questions,
 #: so that of their difference is smaller. FP4's published losses on maths are around two points.
-SCORES = {
-    "bf16": ScoreLimits(0.02, 0.05),
-    "fp8": ScoreLimits(0.03, 0.10),
-    "fp8_block_scale": ScoreLimits(0.02, 0.05),
-    "fp4": ScoreLimits(0.05, 0.10),
-}
+SCORES = _by_layout(
+    {
+        _BF16: ScoreLimits(0.02, 0.05),
+        _E4M3: ScoreLimits(0.03, 0.10),
+        _E4M3_IN_TILES: ScoreLimits(0.02, 0.05),
+        _E2M1: ScoreLimits(0.05, 0.10),
+    }
+)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from regression.environment import ROOT, Machine
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.attention.readers import SGLANG_READERS
+from sgl_kvpool.attention.topk_transform import working_pairs
 
 __all__ = ["ARRANGEMENTS", "LAYOUTS", "RANDOM_SHAPES", "Shape", "demo_shape", "model_shape", "random_shapes"]
 
@@ -175,14 +177,24 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
 def _sparse(machine: Machine) -> Shape:
     # fa3 is SGLang's choice for BF16 rows on Hopper.
     bf16 = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
-    tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
+    # What SGLang does not choose by itself, the first that there is: on Hopper tilelang for fp8.
+    paired = {
+        layout.value: next(working_pairs(layout))
+        for layout in MLAKVCacheLayout
+        if SGLANG_READERS[layout].dsa_paired
+    }
+    own = {layout.value: bf16 for layout in MLAKVCacheLayout if layout.is_sglang_native}
     torch_indexer = {} if "deep_gemm" in machine.modules else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
     return Shape(
         name="v32",
         path="{models}/v32",
         arguments=(*_GPU, "256", "--context-length", "8192", "--cuda-graph-max-bs-decode", "16"),
         stock=("--kv-cache-dtype", "bfloat16", *bf16),
-        by_layout={"bf16": bf16, "fp8": tilelang},
+        by_layout=own
+        | {
+            layout: ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
+            for layout, (prefill, decode) in paired.items()
+        },
         environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
         # The kernels of sparse attention take rows without other layers' between them.
         arrangements=("layer_major",),
@@ -192,7 +204,7 @@ def _sparse(machine: Machine) -> Shape:
         pool_tokens=16384,
         writer=("random_deepseek", "deepseek_v32"),
         is_sparse=True,
-        needs={"fp8": ("tilelang",)},
+        needs={layout: tuple(dict.fromkeys(pair)) for layout, pair in paired.items()},
     )
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "HOST_LABELS",
     "HOST_LAYOUTS",
     "KEPT_FREE_BYTES",
+    "NARROWEST_HOST_LAYOUT",
     "SAME",
     "HostTierOptions",
 ]
@@ -32,6 +33,8 @@ SAME = "same"
 #: Values of --kv-host-layout: layouts narrower than 16-bit rows. Not one that uses k_scale: a scale
 #: of the layer would be one more thing that stored bytes depend on.
 HOST_LAYOUTS = (SAME, *(x.value for x in MLAKVCacheLayout if x.is_narrow and not x.uses_k_scale))
+#: The narrowest of them, with rows of DeepSeek's models.
+NARROWEST_HOST_LAYOUT = min(HOST_LAYOUTS[1:], key=lambda x: MLAKVCacheLayout(x).row_format(512, 64).row_bytes)
 #: Values of --kv-host-engine besides "auto", by where the pool is.
 GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
 CPU_ENGINE = "cpu"
