@@ -111,6 +111,7 @@ def test_a_path_that_the_terminal_cannot_show(tmp_path):
     assert "\\xe9 is a file; name a folder with --out" in done.stderr
 
 
+@pytest.mark.engine
 def test_a_server_that_refuses_shows_why(tmp_path):
     """A real server, stopped at its start by a variable that is neither yes nor no."""
     (tmp_path / "demo.json").write_text("of an earlier run")
