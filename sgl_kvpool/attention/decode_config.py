@@ -88,38 +88,31 @@ class DecodeConfig:
     min_blocks: int
 
 
-_L = MLAKVCacheLayout
-
-#: Layout -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB of shared memory and
-#: its queries 18 KB per 16 pairs, so one program runs on an SM. Rows of `bf16` are operands as they are and
-#: wait in shared memory, two blocks of them. The others pass through registers, of which there are 255 per
-#: thread: tiles of 64 pairs would spill (some 200 bytes; 600 for `fp8_block_scale`).
-_TABLE: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = {
-    _L.BF16: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
-    **{
-        layout: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32))
-        for layout in (_L.FP8_NOPE_FP8_ROPE, _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE, _L.FP4)
-    },
+#: Whether rows need decoding -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB
+#: of shared memory and its queries 18 KB per 16 pairs, so one program runs on an SM. Rows of 16-bit values
+#: are operands as they are and wait in shared memory, two blocks of them. The others pass through registers,
+#: of which there are 255 per thread: tiles of 64 pairs would spill (some 200 bytes; 600 for
+#: `fp8_block_scale`).
+_TILES: dict[bool, tuple[TileConfig, ...]] = {
+    False: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
+    True: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32)),
 }
-#: For a layout that the table does not know yet: the smallest tile needs the fewest registers.
-_FALLBACK = (TileConfig(pairs=16, block_rows=BLOCK_ROWS, warps=8, stages=1, programs_per_sm=1),)
-
 
 #: Of all configurations.
-MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in (*_TABLE.values(), _FALLBACK) for tile in tiles)
+MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in _TILES.values() for tile in tiles)
 
 
 def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
     """Every configuration that `decode_config` may choose."""
-    for layout, tiles in _TABLE.items():
-        for tile in tiles:
+    for layout in MLAKVCacheLayout:
+        for tile in _TILES[layout.needs_decoding]:
             yield layout, tile
 
 
 @cache
 def tile_config(layout: MLAKVCacheLayout, pairs: int) -> TileConfig:
     """The smallest tile that takes all pairs of a list, else the largest there is."""
-    tiles = _TABLE.get(layout, _FALLBACK)
+    tiles = _TILES[layout.needs_decoding]
     return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
 
 

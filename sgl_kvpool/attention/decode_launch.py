@@ -29,6 +29,9 @@ def decode_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The constexpr arguments of `decode_kernel` that follow from host numbers, but for two."""
+    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
+        # Scores of both parts are one sum, which is multiplied by k_scale.
+        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
     row = codec_triton.geometry(fmt)
     page_size_tokens, rows_per_page = page or (0, 0)
     return {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import env
+from sgl_kvpool.host.labels import NARROWEST_HOST_LAYOUT
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import find_model
 from sgl_kvpool.plan import plot, report
@@ -230,7 +231,7 @@ def _candidates(with_host: bool) -> list[Candidate]:
     layouts = [layout.value for layout in MLAKVCacheLayout]
     found = [Candidate(None), *(Candidate(layout) for layout in layouts)]
     if with_host:
-        narrowest = MLAKVCacheLayout.FP4.value
+        narrowest = NARROWEST_HOST_LAYOUT
         found += [Candidate(layout, narrowest) for layout in layouts if layout != narrowest]
     return found
 
