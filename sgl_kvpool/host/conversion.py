@@ -1,7 +1,8 @@
 """Rows that have another format on the host than on the device, and what compiled code is told of it.
 
-A row in the other format is what the codec makes of it: `encode_rows(decode_rows(row))`, through bf16. Needs
-neither SGLang nor a compiler; `convert` is torch's way, `csrc/row_conversion.h` the engines'.
+A row in the other format is what the codec makes of it: `encode_rows(decode_rows(row))`, through bf16. A
+latent that both formats store alike keeps its bytes instead: encoded again, a block might get another of its
+scales. Needs neither SGLang nor a compiler; `convert` is torch's way, `csrc/row_conversion.h` the engines'.
 """
 
 from __future__ import annotations
@@ -116,7 +117,11 @@ class RowConversion:
             nope = _finite(nope)
         if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:
             rope = _finite(rope)
-        return encode_rows(nope, rope, self.target, k_scale=k_scale)
+        converted = encode_rows(nope, rope, self.target, k_scale=k_scale)
+        if _latent_id(self.source) == _latent_id(self.target):
+            for mine, theirs in zip(_latent(self.source), _latent(self.target), strict=True):
+                converted[:, theirs] = rows[:, mine]
+        return converted
 
     def numbers(self) -> tuple[list[int], list[int]]:
         """Both formats as `RowLayout` of csrc/row_conversion.h."""
@@ -128,10 +133,20 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
 
 
+def _latent_id(fmt: RowFormat) -> int:
+    return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
+
+
+def _latent(fmt: RowFormat) -> list[slice]:
+    """Bytes of the latent values, and of their scales."""
+    segments = (fmt.nope, fmt.scale)
+    return [slice(part.offset_bytes, part.end_bytes) for part in segments if part is not None]
+
+
 def _numbers(fmt: RowFormat) -> list[int]:
     scale, rope = fmt.scale, fmt.rope
     return [
-        _LATENT_IDS[fmt.nope.encoding, None if scale is None else scale.encoding],
+        _latent_id(fmt),
         0 if rope is None else _ROPE_IDS[rope.encoding],
         fmt.nope.count,
         0 if rope is None else rope.count,

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from sgl_kvpool.attention.decode_config import (
     decode_config,
     partial_elements,
     table,
-    tile_config,
 )
+from sgl_kvpool.attention.decode_launch import decode_constants
 
 FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
+FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(512, 64)
 
 
 def call(**changes):
@@ -168,8 +170,13 @@ def test_the_device_is_kept_busy():
     assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2  # 4 tiles of 32 pairs each
 
 
-def test_unknown_layouts_get_small_tiles():
-    assert tile_config("another", 128).pairs == 16
+def test_k_scale_divides_both_parts_of_a_row_or_none():
+    """The kernel multiplies sums of both; a layout that divides one of them needs another."""
+    config = decode_config(FP8, 16, 1, 1, 100)
+    assert decode_constants(FP8, config, 16, 1, None)["ROPE"] == "e4m3"
+    one = replace(FP8, rope=replace(FP8.rope, uses_k_scale=False))
+    with pytest.raises(ValueError, match="k_scale divides one part of rows fp8-r512-p64-b576-v1 alone"):
+        decode_constants(one, config, 16, 1, None)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

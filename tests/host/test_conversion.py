@@ -119,6 +119,30 @@ def test_either_side_has_its_own_encoding_and_divisor_of_the_rope(device, by_k_s
         assert torch.equal(codes.float(), divided.to(torch.float8_e4m3fn).float())
 
 
+@pytest.mark.parametrize("rank", [128, 512])
+def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
+    """Also those that no encoder chooses: 4 under a scale of 1.5 is 6 under 1, which is tried first."""
+    own = MLAKVCacheLayout.FP4.row_format(rank, 64)
+    other = with_rope(own, Encoding.E4M3, by_k_scale=False)
+    generator = torch.Generator().manual_seed(5)
+    rows_ = torch.randint(0, 256, (200, own.row_bytes), generator=generator).to(torch.uint8)
+    rows_[0, : own.scale.end_bytes] = 0
+    rows_[0, 0], rows_[0, own.scale.offset_bytes] = 6, 0x7C
+    rope = torch.randn(200, 64, generator=generator).bfloat16()
+    rows_[:, own.rope.offset_bytes : own.rope.end_bytes] = rope.view(torch.uint8)
+    rows_[:, own.payload_bytes :] = 0
+    there = RowConversion(source=own, target=other, k_scales=(1.0,))
+    narrow = converted(there, rows_)
+    assert torch.equal(narrow, there.convert(rows_, 0))
+    latent = slice(0, own.scale.end_bytes)
+    assert torch.equal(narrow[:, latent], rows_[:, latent])
+    codes = narrow[:, other.rope.offset_bytes : other.rope.end_bytes]
+    assert torch.equal(codes, rope.to(torch.float8_e4m3fn).view(torch.uint8))
+    back = converted(there.reversed(), narrow)
+    assert torch.equal(back, there.reversed().convert(narrow, 0))
+    assert torch.equal(back[:, latent], rows_[:, latent])
+
+
 @pytest.mark.parametrize(("device", "host"), [pair for pair in NARROWER if pair[0] == "bf16"])
 def test_every_bf16_pattern(device, host):
     """NaN with its payloads, infinities and subnormals: in the rope they keep their bits."""

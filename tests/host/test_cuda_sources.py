@@ -37,9 +37,11 @@ def compiled(tmp_path_factory):
 
 def test_no_kernel_spills(compiled):
     output, _ = compiled
-    assert len(re.findall("Compiling entry function", output)) == 12  # 4 widths of words, 4 pairs both ways
+    assert (
+        len(re.findall("Compiling entry function", output)) == 13
+    )  # 4 widths of words, 4 pairs both ways, a latent copied
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    assert len(frames) >= 12
+    assert len(frames) >= 13
     assert set(frames) == {("0", "0", "0")}
     # 512 threads of a block share 65536 registers, 1024 of a copying one.
     entries = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", output, flags=re.S)
@@ -55,7 +57,7 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         pytest.skip("triton brings no nvdisasm on this platform")
     text = subprocess.check_output([nvdisasm, cubin], text=True)
     kernels = dict(re.findall(r"\.text\.(\w+):\n(.*?)(?=\.text\.\w+:|\Z)", text, flags=re.S))
-    assert len(kernels) == 12
+    assert len(kernels) == 13
     for name, code in kernels.items():
         assert not re.search(r"\b(LD|ST|LDL|STL)\.", code), name
         if "convert_pages" in name:

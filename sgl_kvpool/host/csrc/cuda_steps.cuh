@@ -58,18 +58,22 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
     for (int first = 0; first < from.latent_blocks(); first += kWarp) {
       const int block = first + lane;
       const bool mine = block < from.latent_blocks();
-      uint16_t values[kBlock];
-      if (mine) read_latent<kFrom>(from_row, from, block, k_scale, values);
-      float largest = 0.0f;
-      if constexpr (kTo == Latent::kE4m3Tiles) {
-        // Eight neighbouring lanes hold a tile: a rank is a multiple of 128, so all of them have a block or none.
-        if (mine) largest = largest_of(values);
-        KVPOOL_UNROLL
-        for (int step = 1; step < kTile / kBlock; step *= 2) {
-          largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+      if constexpr (kFrom == kTo) {
+        if (mine) copy_latent<kTo>(from_row, from, to_row, to, block);
+      } else {
+        uint16_t values[kBlock];
+        if (mine) read_latent<kFrom>(from_row, from, block, k_scale, values);
+        float largest = 0.0f;
+        if constexpr (kTo == Latent::kE4m3Tiles) {
+          // Eight neighbouring lanes hold a tile: a rank is a multiple of 128, so all of them have a block or none.
+          if (mine) largest = largest_of(values);
+          KVPOOL_UNROLL
+          for (int step = 1; step < kTile / kBlock; step *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+          }
         }
+        if (mine) write_latent<kTo>(to_row, to, block, k_scale, largest, values);
       }
-      if (mine) write_latent<kTo>(to_row, to, block, k_scale, largest, values);
     }
     if (lane < from.rope_blocks()) convert_rope(from_row, from, to_row, to, lane, k_scale);
     if (lane == 0) clear_padding(to_row, to);

@@ -1,5 +1,5 @@
 // Whole rows from one format into another, for nvcc and g++ alike. A row is handled in blocks of 16 values, the
-// latent's first, then the rope's. Where the parts of a row lie comes from layout.py: nothing here knows it.
+// latent's first, then the rope's. A latent that both formats store alike is copied. Where the parts of a row lie comes from layout.py: nothing here knows it.
 #pragma once
 
 #include "row_codec.h"
@@ -70,6 +70,15 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
   }
 }
 
+// A block that both sides store alike keeps its bytes.
+template <Latent kBoth>
+KVPOOL_HD void copy_latent(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row, const RowLayout& to,
+                           int block) {
+  static_assert(kBoth == Latent::kE2m1, "the one latent that several layouts have");
+  store(to_row + to.latent_offset + 8 * block, load<Bytes8>(from_row + from.latent_offset + 8 * block));
+  store(to_row + to.scale_offset + block, load<uint8_t>(from_row + from.scale_offset + block));
+}
+
 KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row,
                             const RowLayout& to, int block, float k_scale) {
   uint16_t values[kBlock];
@@ -95,19 +104,23 @@ KVPOOL_HD void clear_padding(uint8_t* row, const RowLayout& layout) {
 template <Latent kFrom, Latent kTo>
 inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row, const RowLayout& to,
                         float k_scale) {
-  constexpr int kTileBlocks = kTile / kBlock;
-  for (int first = 0; first < from.latent_blocks(); first += kTileBlocks) {
-    uint16_t values[kTileBlocks][kBlock];
-    float largest = 0.0f;
-    for (int i = 0; i < kTileBlocks; ++i) {
-      read_latent<kFrom>(from_row, from, first + i, k_scale, values[i]);
-      if constexpr (kTo == Latent::kE4m3Tiles) {
-        const float size = largest_of(values[i]);
-        largest = size > largest ? size : largest;
+  if constexpr (kFrom == kTo) {
+    for (int block = 0; block < from.latent_blocks(); ++block) copy_latent<kTo>(from_row, from, to_row, to, block);
+  } else {
+    constexpr int kTileBlocks = kTile / kBlock;
+    for (int first = 0; first < from.latent_blocks(); first += kTileBlocks) {
+      uint16_t values[kTileBlocks][kBlock];
+      float largest = 0.0f;
+      for (int i = 0; i < kTileBlocks; ++i) {
+        read_latent<kFrom>(from_row, from, first + i, k_scale, values[i]);
+        if constexpr (kTo == Latent::kE4m3Tiles) {
+          const float size = largest_of(values[i]);
+          largest = size > largest ? size : largest;
+        }
       }
-    }
-    for (int i = 0; i < kTileBlocks; ++i) {
-      write_latent<kTo>(to_row, to, first + i, k_scale, largest, values[i]);
+      for (int i = 0; i < kTileBlocks; ++i) {
+        write_latent<kTo>(to_row, to, first + i, k_scale, largest, values[i]);
+      }
     }
   }
   for (int block = 0; block < from.rope_blocks(); ++block) {
@@ -120,20 +133,19 @@ inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t*
 // false for another pair.
 template <typename Function>
 bool for_formats(Latent from, Latent to, Function&& function) {
-#define KVPOOL_PAIR(a, b)                                                         \
+#define KVPOOL_ONE_WAY(a, b)                                                      \
   if (from == Latent::a && to == Latent::b) {                                     \
     function.template operator()<Latent::a, Latent::b>();                         \
     return true;                                                                  \
-  }                                                                               \
-  if (from == Latent::b && to == Latent::a) {                                     \
-    function.template operator()<Latent::b, Latent::a>();                         \
-    return true;                                                                  \
   }
+#define KVPOOL_PAIR(a, b) KVPOOL_ONE_WAY(a, b) KVPOOL_ONE_WAY(b, a)
   KVPOOL_PAIR(kBf16, kE4m3Tiles)
   KVPOOL_PAIR(kBf16, kE2m1)
   KVPOOL_PAIR(kE4m3, kE2m1)
   KVPOOL_PAIR(kE4m3Tiles, kE2m1)
+  KVPOOL_ONE_WAY(kE2m1, kE2m1)
 #undef KVPOOL_PAIR
+#undef KVPOOL_ONE_WAY
   return false;
 }
 
