@@ -22,6 +22,7 @@ from sgl_kvpool.host.page_buffer import PageBuffer
 from sgl_kvpool.host.page_view import host_view
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.slots import DevicePages
+from sgl_kvpool.layout import Encoding
 
 __all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
 
@@ -333,10 +334,11 @@ def _missed_by(row: dict, direction: str, sglang: list[float]) -> list[str]:
     gated = staged or (batch and row["run_bytes"] >= _LONG_RUN_BYTES)
     if gated and many and not converts and rate < _OF_COPY:
         found.append(f"{rate} of a pinned copy")
-    if staged and not converts and row["layout"] == "bf16" and rate < max(sglang, default=0.0):
+    device, host = (MLAKVCacheLayout(row[name]) for name in ("layout", "host_layout"))
+    if staged and not converts and device.is_sglang_native and rate < max(sglang, default=0.0):
         found.append(f"{rate} of a pinned copy, SGLang's best {max(sglang)}")
     in_bf16 = rate * row["device_bytes_per_moved"]
-    to_fp4 = (row["layout"], row["host_layout"]) == ("bf16", "fp4")
+    to_fp4 = not device.is_narrow and host.latent.values is Encoding.E2M1
     if staged and many and to_fp4 and in_bf16 < _TRANSCODED:
         found.append(f"{in_bf16:.2f} of a pinned copy in bytes of bf16")
     if not batch and row["pages"] == max(PAGES) and submit > _SUBMIT_US:
