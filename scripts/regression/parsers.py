@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from regression.records import Measurement
+from regression.records import Measurement, read_lines
 
-__all__ = ["arrangements", "attention", "codec", "junit", "lines", "transfer"]
+__all__ = ["arrangements", "attention", "codec", "isolated_tests", "junit", "lines", "transfer"]
 
 #: Names of rows' fields that say which workload it was.
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "queries_per_list", "arrangement")
@@ -189,6 +189,10 @@ def junit(folder: Path) -> list[Measurement]:
             failing.append(case.get("name", "?"))
         if state == "skipped":
             reasons += [child.get("message", "") for child in case if child.tag == "skipped"]
+    return _counts(counts, failing, reasons)
+
+
+def _counts(counts: dict[str, int], failing: list[str], reasons: list[str]) -> list[Measurement]:
     note = "; ".join(failing[:5]) + (f"; and {len(failing) - 5} more" if len(failing) > 5 else "")
     why = "; ".join(sorted(set(reasons))[:3])
     return [
@@ -196,6 +200,31 @@ def junit(folder: Path) -> list[Measurement]:
         Measurement("tests failed", counts["failed"], "tests", "count", "lower", at_most=0, note=note),
         Measurement("tests skipped", counts["skipped"], "tests", "count", "lower", note=why),
     ]
+
+
+def isolated_tests(folder: Path) -> list[Measurement]:
+    """Of `regression.isolated_tests`, also of one that was ended on its way."""
+    found = read_lines(folder / "tests.jsonl")
+    tests = {line["test"]: line for line in found if "test" in line}
+    collected = [line["collected"] for line in found if "collected" in line]
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for line in tests.values():
+        counts[line["outcome"]] += 1
+    failing = [
+        f"{_short(name)}: {line['reason']}" for name, line in tests.items() if line["outcome"] == "failed"
+    ]
+    reasons = [line["reason"] for line in tests.values() if line["outcome"] == "skipped"]
+    left = max(0, collected[-1] - sum("::" in name for name in tests))
+    return [
+        *_counts(counts, failing, reasons),
+        Measurement("tests not run", left, "tests", "count", "lower", at_most=0),
+    ]
+
+
+def _short(test: str) -> str:
+    """A test's name without its file's folder."""
+    file, _, name = test.partition("::")
+    return f"{Path(file).stem.removeprefix('test_')}: {name}" if name else file
 
 
 def lines(folder: Path) -> list[Measurement]:

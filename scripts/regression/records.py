@@ -17,6 +17,7 @@ __all__ = [
     "Run",
     "StepRecord",
     "header",
+    "read_lines",
     "read_run",
     "write_lines",
     "write_measurements",
@@ -206,10 +207,29 @@ def header(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append lines; what was written before a crash stays readable."""
-    with path.open("a", encoding="utf-8") as output:
-        for line in lines:
-            output.write(json.dumps(line, allow_nan=False) + "\n")
+    """Append lines in one write: of a program that is killed there are all of them, or none."""
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    with path.open("ab", buffering=0) as output:
+        output.write(text.encode())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Objects of a file of `write_lines`, without a last one that was cut off, as on a full disk.
+
+    Raises
+    ------
+    ValueError
+        Another line is not JSON.
+    """
+    found = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not text.endswith("\n"):
+            break
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return found
 
 
 def write_measurements(folder: Path, measurements: Iterable[Measurement]) -> None:
@@ -225,12 +245,7 @@ def read_run(path: Path) -> Run:
     ValueError
         Not such a file, or of another schema version.
     """
-    lines = []
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    lines = read_lines(path)
     if not lines or not isinstance(lines[0], dict) or lines[0].get("line") != "run":
         raise ValueError(f'{path} does not begin with a line of {{"line": "run"}}; give a results.jsonl')
     schemas = {line.get("schema") for line in lines}

@@ -1,10 +1,10 @@
-"""Jobs one after the other in worker processes: a job that hangs or crashes costs its own result and no other's.
+"""Jobs in worker processes: one that hangs or crashes costs its own result and no other's.
 
 A kernel that nobody has run may hang, may kill its process, or may leave a CUDA context in which everything
 after it fails. So each job is sent to a worker, with a time limit; a worker that hangs, dies or says that its
 context is broken is replaced by a new one.
 
-The program with the jobs calls `run_jobs`; a worker is a program that goes through `Jobs`.
+The program with the jobs calls `run_jobs`; a worker is a program that goes through `Jobs.begin`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
 _ROOT = str(Path(__file__).resolve().parents[2])
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
-#: For a worker to end after its last job, and for a killed one to be gone: a driver may take a while to stop a
-#: kernel that hangs.
+#: For a worker to end after its last job, and for a killed one to be gone: a driver may take a while to stop
+#: a kernel that hangs.
 _ENDING_S = 10.0
 #: Workers in a row that may end before their first job.
 _FAILED_STARTS = 2
@@ -45,9 +45,8 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 def cuda_is_broken() -> bool:
     """Whether this process's CUDA context reports an error that every later call would report too."""
-    import torch
-
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return False
     try:
         torch.cuda.synchronize()
@@ -57,25 +56,24 @@ def cuda_is_broken() -> bool:
 
 
 class Jobs:
-    """A worker's side: iterates over its jobs; each is to be answered before the next is asked for.
+    """A worker's side. From then on whatever is printed goes to standard error."""
 
-    Whatever else is printed goes to standard error.
-
-    Parameters
-    ----------
-    hello : object, optional
-        Told to the program that sends the jobs, as JSON.
-    """
-
-    def __init__(self, hello: Any = None) -> None:
+    def __init__(self) -> None:
         end_with_parent()
         # Not 0 and 1: pytest, for one, replaces these.
         self._jobs = os.fdopen(os.dup(0))
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self._tell({"hello": hello})
 
-    def __iter__(self) -> Iterator[Any]:
+    def begin(self, hello: Any = None) -> Iterator[Any]:
+        """Jobs as they come; each is to be answered before the next is asked for.
+
+        Parameters
+        ----------
+        hello : object, optional
+            Told to the program that sends the jobs, as JSON.
+        """
+        self._tell({"hello": hello})
         for line in self._jobs:
             yield json.loads(line)
 
@@ -193,7 +191,7 @@ class _Crew:
         jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
         start_limit_s: float,
         job_limit_s: float,
-        ended: Callable[[Outcome], None],
+        ended: Callable[[Outcome], Sequence[Any] | None],
     ) -> None:
         self.command, self.start_limit_s, self.job_limit_s = command, start_limit_s, job_limit_s
         self._ended, self._lock = ended, threading.Lock()
@@ -241,7 +239,8 @@ class _Crew:
         except _Ended as error:
             outcome, usable = Outcome(job, None, str(error), time.monotonic() - began), False
         with self._lock:
-            self._ended(outcome)
+            assert self._left is not None
+            self._left.extendleft(reversed(self._ended(outcome) or ()))
         if usable:
             return worker
         worker.close()
@@ -257,7 +256,7 @@ def run_jobs(
     command: Sequence[str],
     jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
     *,
-    ended: Callable[[Outcome], None],
+    ended: Callable[[Outcome], Sequence[Any] | None],
     workers: int = 1,
     start_limit_s: float = 120.0,
     job_limit_s: float = 60.0,
@@ -267,11 +266,12 @@ def run_jobs(
     Parameters
     ----------
     command : sequence of str
-        Starts a worker, a program that goes through `Jobs`.
+        Starts a worker, a program that goes through `Jobs.begin`.
     jobs : sequence, or callable
         JSON-able objects, taken in order; or a function of the first worker's `hello` that returns them.
     ended : callable
-        Called with the `Outcome` of each job when it ends, one call at a time.
+        Called with the `Outcome` of each job when it ends, one call at a time; what it returns are jobs that
+        come before the others.
     workers : int
     start_limit_s, job_limit_s : float
         After which a worker is killed.

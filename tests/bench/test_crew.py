@@ -16,9 +16,9 @@ WORKER = """
 import os, signal, sys, time
 from sgl_kvpool.bench.crew import Jobs
 
-jobs = Jobs(os.getpid())
+jobs = Jobs()
 print("not an answer")
-for job in jobs:
+for job in jobs.begin(os.getpid()):
     match job:
         case ["sleep", seconds]: time.sleep(seconds)
         case ["exit", status]: os._exit(status)
