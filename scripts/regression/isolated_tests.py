@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Tests of pytest in worker processes: one that hangs, crashes, or breaks its CUDA context fails alone.
 
-    python -m regression.isolated_tests --out FOLDER [--workers N] [--test-limit-s 90] FILES...
+    python -m regression.isolated_tests --out FOLDER [--workers N] [--test-limit-s 90]
+        [--first TEST] [--then FILE] FILES...
 
 FOLDER gets tests.jsonl: the number of tests, then a line per test as soon as it has ended. Tests that have
 a line there are not run again, so that a run that was cut short goes on. The first case of every test
-function comes first, then the second of each: a run that is cut short has tried everything once. Exit status
-1 if a test failed.
+function comes first, then the second of each: a run that is cut short has tried everything once. A test that
+compiles what others need is named with --first, the files of the others with --then. Exit status 1 if a test
+failed.
 
 Each worker is a pytest that has collected all tests and runs those it is told to. Fixtures of a module are
 made anew for each test.
@@ -27,9 +29,8 @@ import pytest
 from regression.records import read_lines, write_lines
 from sgl_kvpool.bench.crew import Jobs, Outcome, cuda_is_broken, run_jobs
 
-__all__ = ["RESULTS", "breadth_first", "main"]
+__all__ = ["breadth_first", "in_order", "main"]
 
-RESULTS = "tests.jsonl"
 #: A worker on a GPU uses one core most of the time, for the compiler or for a reference on the CPU.
 _MOST_WORKERS = 12
 _LONGEST_REASON = 300
@@ -77,7 +78,7 @@ class _Plugin:
             reason = skipped[0].longrepr[2] if isinstance(skipped[0].longrepr, tuple) else "skipped"
         return {
             "outcome": "failed" if failed else "skipped" if skipped else "passed",
-            "reason": " ".join(reason.split())[:_LONGEST_REASON],
+            "reason": " ".join(reason.removeprefix("Skipped: ").split())[:_LONGEST_REASON],
         }
 
 
@@ -92,6 +93,15 @@ def breadth_first(names: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(zip(rounds, names, strict=True), key=lambda pair: pair[0])]
 
 
+def in_order(names: Sequence[str], first: str | None = None, then: Sequence[str] = ()) -> list[str]:
+    """`breadth_first`, with one test before all others, and those of some files behind."""
+
+    def place(name: str) -> int:
+        return 0 if name == first else 2 if name.partition("::")[0] in then else 1
+
+    return sorted(breadth_first(names), key=place)
+
+
 def _worker(files: Sequence[str]) -> int:
     # Seconds per test are limited by the program that sends them, which can end a call of CUDA that hangs.
     return int(pytest.main(["-q", "--no-summary", "-p", "no:cacheprovider", *files], plugins=[_Plugin()]))
@@ -100,8 +110,8 @@ def _worker(files: Sequence[str]) -> int:
 class _Results:
     """Writes a line per test, and counts."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, first: str | None, then: Sequence[str]) -> None:
+        self.path, self.first, self.then = path, first, then
         lines = read_lines(path) if path.exists() else []
         self.done = {line["test"]: line["outcome"] for line in lines if "test" in line}
 
@@ -116,7 +126,8 @@ class _Results:
         write_lines(self.path, [{"collected": len(hello["tests"])}])
         for file, reason in hello["broken_files"].items():
             self.write(file, "failed", f"cannot be collected: {reason}")
-        return [name for name in breadth_first(hello["tests"]) if name not in self.done]
+        names = in_order(hello["tests"], self.first, self.then)
+        return [name for name in names if name not in self.done]
 
     def ended(self, outcome: Outcome) -> None:
         found = outcome.value or {"outcome": "failed", "reason": outcome.failure}
@@ -130,12 +141,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=min(_MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--test-limit-s", type=float, default=90.0)
+    parser.add_argument("--first", metavar="TEST")
+    parser.add_argument("--then", action="append", default=[], metavar="FILE")
     parser.add_argument("files", nargs="+")
     arguments = parser.parse_args(argv)
     if arguments.worker:
         return _worker(arguments.files)
-    results = _Results(arguments.out / RESULTS)
-    command = [sys.executable, "-m", "regression.isolated_tests", "--worker", *arguments.files]
+    results = _Results(arguments.out / "tests.jsonl", arguments.first, arguments.then)
+    files = [*arguments.files, *arguments.then]
+    command = [sys.executable, "-m", "regression.isolated_tests", "--worker", *files]
     left = run_jobs(
         command, results.plan, ended=results.ended, workers=arguments.workers,
         job_limit_s=arguments.test_limit_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "header",
     "read_lines",
     "read_run",
+    "resume",
     "write_lines",
     "write_measurements",
 ]
@@ -201,15 +203,34 @@ class Run:
     is_complete: bool = False
 
 
+def resume(path: Path) -> Run:
+    """A results.jsonl that is gone on with.
+
+    Raises
+    ------
+    ValueError
+        As `read_run`.
+    """
+    run = read_run(path)
+    write_lines(path, [{"line": "resumed", "schema": SCHEMA}])
+    return run
+
+
 def header(facts: dict[str, Any]) -> dict[str, Any]:
     """The first line."""
     return {"line": "run", "schema": SCHEMA, **facts}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append lines in one write: of a program that is killed there are all of them, or none."""
+    """Append lines in one write: of a program that is killed there are all of them, or none.
+
+    A last line that was cut off nevertheless, as on a full disk, is taken away first.
+    """
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-    with path.open("ab", buffering=0) as output:
+    with path.open("a+b", buffering=0) as output:
+        end = output.seek(0, os.SEEK_END)
+        if end and os.pread(output.fileno(), 1, end - 1) != b"\n":
+            output.truncate(path.read_bytes().rfind(b"\n") + 1)
         output.write(text.encode())
 
 
@@ -266,4 +287,8 @@ def read_run(path: Path) -> Run:
             )
         elif line["line"] == "end":
             run.is_complete = True
+        elif line["line"] == "resumed":
+            # What a step had found when the program was killed is found again.
+            pending.clear()
+            run.is_complete = False
     return run

@@ -30,7 +30,7 @@ import torch
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.bench import transfer_gpu
-from sgl_kvpool.bench.outputs import require_writable
+from sgl_kvpool.bench.outputs import replace_file, require_writable
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
 from sgl_kvpool.cross_layer import LayerPages
 from sgl_kvpool.host.conversion import RowConversion, narrower_layouts
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
         def save(report: dict) -> None:
             if arguments.json:
-                arguments.json.write_text(json.dumps({**facts, **report}, indent=1) + "\n")
+                replace_file(arguments.json, json.dumps({**facts, **report}, indent=1) + "\n")
 
         missed = measure_gpu(arguments.quick, save)
         print(f"missed: {', '.join(missed) or 'nothing'}")

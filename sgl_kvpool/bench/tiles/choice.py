@@ -33,13 +33,15 @@ class Choice:
         As `decode_config` has them.
     reasons : list of str
         What was compared, a line per decision.
-    wrong : list of str
-        Tiles that gave wrong results, failed or hung, which are not chosen.
+    wrong, wrong_in_table : list of str
+        Tiles that gave wrong results, failed or hung, which are not chosen; and those of them that are in the
+        present table.
     """
 
     tiles: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    wrong_in_table: list[str] = field(default_factory=list)
 
 
 def _where(job: dict[str, Any]) -> tuple:
@@ -106,8 +108,12 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
 
 
 def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None:
-    choice.wrong += [f"{layout}, {_name(tile)}: {why}" for tile, why in times.wrong.items()]
     current = {tile.pairs: tile for name, tile in table() if name is layout}
+    for tile, why in times.wrong.items():
+        line = f"{layout}, {_name(tile)}: {why}"
+        choice.wrong.append(line)
+        if tile in current.values():
+            choice.wrong_in_table.append(line)
     chosen = {pairs: tile for pairs, tile in current.items() if tile not in times.wrong}
 
     def say(text: str) -> None:
@@ -121,6 +127,8 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
         old = current.get(heads)
         if old is None or old == best:
             say(f"{heads} heads: {_name(best)}, as in the table")
+        elif old in times.wrong or times.ratio(heads, best, old) is None:
+            say(f"{heads} heads: {_name(best)}; the table's ({_name(old)}) is wrong or was not measured")
         else:
             say(f"{heads} heads: {_name(best)}, {_ratio(times, heads, best, old)} the table's ({_name(old)})")
     usual = chosen.get(16)

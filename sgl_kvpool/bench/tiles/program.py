@@ -121,7 +121,7 @@ def _layouts(text: str) -> tuple[MLAKVCacheLayout, ...]:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Measure, print, write; returns the exit status: 1 if a tile was wrong or failed."""
+    """Measure, print, write; returns the exit status: 1 if a tile of the table is wrong or fails."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--heads", type=_numbers, help="of a rank; commas (16,8,32)")
@@ -159,4 +159,4 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     print(f"\nthe tile table to commit, in sgl_kvpool/attention/decode_config.py:\n\n{table_text(choice)}")
     if left:
         print(left)
-    return int(bool(left) or bool(choice.wrong))
+    return int(bool(left) or bool(choice.wrong_in_table))
