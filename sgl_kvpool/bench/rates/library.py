@@ -15,6 +15,7 @@ import torch
 __all__ = ["FACTOR", "OPERATIONS", "SELECTOR", "SOURCE", "Library", "compile_library", "find_nvcc"]
 
 SOURCE = Path(__file__).resolve().parent / "kernels.cu"
+_USUAL = Path("/usr/local/cuda/bin/nvcc")
 _FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 
 #: Arguments of the instructions, which the assembler must not know: 1.0 twice in bf16, and prmt's selector.
@@ -39,7 +40,7 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler: of CUDA_HOME, of PATH, or of the wheel that SGLang's dependencies bring.
+    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel that SGLang's dependencies bring, or the usual one.
 
     Raises
     ------
@@ -50,9 +51,8 @@ def find_nvcc() -> str:
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
     candidates += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/bin/nvcc"))
-    for candidate in candidates:
+    for candidate in (*candidates, _USUAL):
         if candidate.exists():
             return str(candidate)
     raise FileNotFoundError("no nvcc: install CUDA's toolkit, or name its folder in CUDA_HOME")
