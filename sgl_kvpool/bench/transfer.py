@@ -33,7 +33,7 @@ from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.bench import transfer_gpu
 from sgl_kvpool.bench import transfer_report as shown
-from sgl_kvpool.bench.outputs import machine, require_writable
+from sgl_kvpool.bench.outputs import machine, replace_file, require_writable
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
 from sgl_kvpool.cross_layer import LayerPages
 from sgl_kvpool.host.conversion import RowConversion, narrower_layouts
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     def save(found: dict) -> None:
         if arguments.json:
-            arguments.json.write_text(json.dumps({**report, **found}, indent=1) + "\n")
+            replace_file(arguments.json, json.dumps({**report, **found}, indent=1) + "\n")
 
     if arguments.device == "cuda":
         missed = measure_gpu(arguments.quick, save)
