@@ -1,6 +1,6 @@
 """Engines one after the other in one process.
 
-The first is refused by its scheduler, and the program goes on; the last must not know of another one's layout.
+The first is refused by its scheduler, and the program goes on; the last must not know of another's layout.
 """
 
 import json
