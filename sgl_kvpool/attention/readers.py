@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout, check_complete
+from sgl_kvpool.refusal import Refusal
 
 __all__ = [
     "DSA_BACKEND",
@@ -241,7 +242,7 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
         backends = (backends,)
     unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
     if unable:
-        raise ValueError(
+        raise Refusal(
             f"attention backend {', '.join(unable)} cannot read {arrangement} rows of KV cache layout "
             f"{layout}; those that can: {', '.join(readers(layout, arrangement)) or 'none'}"
         )

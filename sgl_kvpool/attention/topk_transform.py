@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_kvpool.attention.readers import SGLANG_READERS, sglang_dsa_reads
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sizes import whole_number
 
 __all__ = [
@@ -46,7 +47,7 @@ class TopkTransform(Enum):
     RAGGED = "ragged"
 
 
-class UnsupportedCombination(ValueError):
+class UnsupportedCombination(Refusal):
     """Layout, implementations and mode of which a kernel would be handed what it cannot read.
 
     Attributes
