@@ -68,8 +68,7 @@ class Encoding(Enum):
         return count * self.bits // 8
 
 
-@dataclass(frozen=True)
-class SegmentEncoding:
+class SegmentEncoding(Enum):
     """How the latent or the rotary values of a row are stored.
 
     Attributes
@@ -83,10 +82,21 @@ class SegmentEncoding:
         Whether values are divided by the layer's k_scale before they are stored.
     """
 
-    values: Encoding
-    scales: Encoding | None = None
-    scale_block_values: int = 0
-    uses_k_scale: bool = False
+    BF16 = (Encoding.BF16,)
+    E4M3 = (Encoding.E4M3,)
+    E4M3_BY_K_SCALE = (Encoding.E4M3, None, 0, True)
+    E4M3_IN_TILES = (Encoding.E4M3, Encoding.FP32, 128)
+    E2M1_IN_BLOCKS = (Encoding.E2M1, Encoding.UE5M3, 16)
+
+    def __init__(
+        self,
+        values: Encoding,
+        scales: Encoding | None = None,
+        scale_block_values: int = 0,
+        uses_k_scale: bool = False,
+    ) -> None:
+        self.values, self.scales = values, scales
+        self.scale_block_values, self.uses_k_scale = scale_block_values, uses_k_scale
 
 
 @dataclass(frozen=True)
@@ -270,23 +280,20 @@ def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
         raise RuntimeError(f"{name} has no line for KV cache layout {', '.join(missing)}; add one for each")
 
 
-_BF16 = SegmentEncoding(Encoding.BF16)
-_E4M3_BY_K_SCALE = SegmentEncoding(Encoding.E4M3, uses_k_scale=True)
-_E4M3_IN_TILES = SegmentEncoding(Encoding.E4M3, scales=Encoding.FP32, scale_block_values=128)
-_E2M1_IN_BLOCKS = SegmentEncoding(Encoding.E2M1, scales=Encoding.UE5M3, scale_block_values=16)
+_L, _E = MLAKVCacheLayout, SegmentEncoding
 
 _RECORDS: dict[MLAKVCacheLayout, _Record] = {
-    MLAKVCacheLayout.BF16: _Record(latent=_BF16, rope=_BF16, sglang_native=True),
-    MLAKVCacheLayout.FP8_NOPE_FP8_ROPE: _Record(
-        latent=_E4M3_BY_K_SCALE,
-        rope=_E4M3_BY_K_SCALE,
+    _L.BF16: _Record(latent=_E.BF16, rope=_E.BF16, sglang_native=True),
+    _L.FP8_NOPE_FP8_ROPE: _Record(
+        latent=_E.E4M3_BY_K_SCALE,
+        rope=_E.E4M3_BY_K_SCALE,
         sglang_dtype="fp8_e4m3",
         sglang_dtype_dsa="fp8_e4m3",
     ),
-    MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _Record(
-        latent=_E4M3_IN_TILES, rope=_BF16, sglang_dtype_dsa="fp8_e4m3"
+    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: _Record(
+        latent=_E.E4M3_IN_TILES, rope=_E.BF16, sglang_dtype_dsa="fp8_e4m3"
     ),
-    MLAKVCacheLayout.FP4: _Record(latent=_E2M1_IN_BLOCKS, rope=_BF16),
+    _L.FP4: _Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.BF16),
 }
 check_complete(_RECORDS, "_RECORDS of sgl_kvpool/layout.py")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sgl_kvpool.layout import Encoding, MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding
 
 __all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
 
@@ -33,17 +33,15 @@ class Limits:
     same_top: float
 
 
-#: How latent values and their scales are stored, which margins depend on.
-_BF16, _E4M3 = (Encoding.BF16, None), (Encoding.E4M3, None)
-_E4M3_IN_TILES, _E2M1 = (Encoding.E4M3, Encoding.FP32), (Encoding.E2M1, Encoding.UE5M3)
-
 _Margins = TypeVar("_Margins")
 
 
-def _by_layout(by_latent: dict[tuple[Encoding, Encoding | None], _Margins]) -> dict[str, _Margins]:
-    return {
-        layout.value: by_latent[layout.latent.values, layout.latent.scales] for layout in MLAKVCacheLayout
-    }
+def _by_layout(by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
+    """Margins depend on how latents are stored."""
+    return {layout.value: by_latent[layout.latent] for layout in MLAKVCacheLayout}
+
+
+_E = SegmentEncoding
 
 
 #: By model and layout.
@@ -53,10 +51,10 @@ LIMITS = {
     # There 0.91, 0.92 and 0.77 of the most probable tokens stay, and 0.97 in float32.
     "v3": _by_layout(
         {
-            _BF16: Limits(0.03, 0.0, 0.93),
-            _E4M3: Limits(0.10, 0.03, 0.85),
-            _E4M3_IN_TILES: Limits(0.10, 0.03, 0.85),
-            _E2M1: Limits(0.25, 0.03, 0.65),
+            _E.BF16: Limits(0.03, 0.0, 0.93),
+            _E.E4M3_BY_K_SCALE: Limits(0.10, 0.03, 0.85),
+            _E.E4M3_IN_TILES: Limits(0.10, 0.03, 0.85),
+            _E.E2M1_IN_BLOCKS: Limits(0.25, 0.03, 0.65),
         }
     ),
     # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang,
@@ -64,10 +62,10 @@ LIMITS = {
     # not compared: as V3's, with room for selections that differ.
     "v32": _by_layout(
         {
-            _BF16: Limits(0.02, 0.0, 0.90),
-            _E4M3: Limits(0.15, 0.02, 0.75),
-            _E4M3_IN_TILES: Limits(0.07, 0.02, 0.80),
-            _E2M1: Limits(0.20, 0.05, 0.60),
+            _E.BF16: Limits(0.02, 0.0, 0.90),
+            _E.E4M3_BY_K_SCALE: Limits(0.15, 0.02, 0.75),
+            _E.E4M3_IN_TILES: Limits(0.07, 0.02, 0.80),
+            _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.60),
         }
     ),
     # Two of its six layers have rows: 0.03, 0.03 and 0.09 away, float32 0.02. What the other layers round
@@ -75,30 +73,30 @@ LIMITS = {
     # tokens.
     "kimi": _by_layout(
         {
-            _BF16: Limits(0.05, 0.0, 0.93),
-            _E4M3: Limits(0.08, 0.0, 0.85),
-            _E4M3_IN_TILES: Limits(0.08, 0.0, 0.85),
-            _E2M1: Limits(0.20, 0.05, 0.70),
+            _E.BF16: Limits(0.05, 0.0, 0.93),
+            _E.E4M3_BY_K_SCALE: Limits(0.08, 0.0, 0.85),
+            _E.E4M3_IN_TILES: Limits(0.08, 0.0, 0.85),
+            _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.70),
         }
     ),
     # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away
     # from stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
     "demo": _by_layout(
         {
-            _BF16: Limits(0.003, 0.0, 0.99),
-            _E4M3: Limits(0.05, 0.002, 0.96),
-            _E4M3_IN_TILES: Limits(0.02, 0.002, 0.97),
-            _E2M1: Limits(0.05, 0.005, 0.96),
+            _E.BF16: Limits(0.003, 0.0, 0.99),
+            _E.E4M3_BY_K_SCALE: Limits(0.05, 0.002, 0.96),
+            _E.E4M3_IN_TILES: Limits(0.02, 0.002, 0.97),
+            _E.E2M1_IN_BLOCKS: Limits(0.05, 0.005, 0.96),
         }
     ),
     # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random
     # one's (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
     "model": _by_layout(
         {
-            _BF16: Limits(0.03, 0.0, 0.97),
-            _E4M3: Limits(0.10, 0.001, 0.94),
-            _E4M3_IN_TILES: Limits(0.08, 0.001, 0.95),
-            _E2M1: Limits(0.20, 0.005, 0.90),
+            _E.BF16: Limits(0.03, 0.0, 0.97),
+            _E.E4M3_BY_K_SCALE: Limits(0.10, 0.001, 0.94),
+            _E.E4M3_IN_TILES: Limits(0.08, 0.001, 0.95),
+            _E.E2M1_IN_BLOCKS: Limits(0.20, 0.005, 0.90),
         }
     ),
 }
@@ -123,9 +121,9 @@ class ScoreLimits:
 #: so that of their difference is smaller. FP4's published losses on maths are around two points.
 SCORES = _by_layout(
     {
-        _BF16: ScoreLimits(0.02, 0.05),
-        _E4M3: ScoreLimits(0.03, 0.10),
-        _E4M3_IN_TILES: ScoreLimits(0.02, 0.05),
-        _E2M1: ScoreLimits(0.05, 0.10),
+        _E.BF16: ScoreLimits(0.02, 0.05),
+        _E.E4M3_BY_K_SCALE: ScoreLimits(0.03, 0.10),
+        _E.E4M3_IN_TILES: ScoreLimits(0.02, 0.05),
+        _E.E2M1_IN_BLOCKS: ScoreLimits(0.05, 0.10),
     }
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, SegmentEncoding, check_complete
 
 __all__ = [
     "DEFAULT_SM_COUNT",
@@ -89,31 +89,40 @@ class DecodeConfig:
     min_blocks: int
 
 
-#: Whether rows need decoding -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB
-#: of shared memory and its queries 18 KB per 16 pairs, so one program runs on an SM. Rows of 16-bit values
+_E = SegmentEncoding
+
+#: How latents are stored -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB of
+#: shared memory and its queries 18 KB per 16 pairs, so one program runs on an SM. Latents of 16-bit values
 #: are operands as they are and wait in shared memory, two blocks of them. The others pass through registers,
 #: of which there are 255 per thread: tiles of 64 pairs would spill (some 200 bytes; 600 for
 #: `fp8_block_scale`).
-_TILES: dict[bool, tuple[TileConfig, ...]] = {
-    False: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
-    True: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32)),
+_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
+    _E.BF16: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
+    **{
+        latent: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32))
+        for latent in (_E.E4M3_BY_K_SCALE, _E.E4M3_IN_TILES, _E.E2M1_IN_BLOCKS)
+    },
 }
+check_complete(
+    [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
+    "_TABLE of sgl_kvpool/attention/decode_config.py",
+)
 
 #: Of all configurations.
-MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in _TILES.values() for tile in tiles)
+MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in _TABLE.values() for tile in tiles)
 
 
 def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
     """Every configuration that `decode_config` may choose."""
     for layout in MLAKVCacheLayout:
-        for tile in _TILES[layout.needs_decoding]:
+        for tile in _TABLE[layout.latent]:
             yield layout, tile
 
 
 @cache
 def tile_config(layout: MLAKVCacheLayout, pairs: int) -> TileConfig:
     """The smallest tile that takes all pairs of a list, else the largest there is."""
-    tiles = _TILES[layout.needs_decoding]
+    tiles = _TABLE[layout.latent]
     return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
 
 

@@ -11,6 +11,7 @@ from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decod
 from sgl_kvpool.bench.tiles import cases
 from sgl_kvpool.bench.tiles.choice import choose, split_findings, table_text
 from sgl_kvpool.cli import main
+from sgl_kvpool.layout import SegmentEncoding
 
 FP4, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16
 SLOW, FAST = (64, 8, 1, 1), (128, 8, 1, 1)
@@ -143,12 +144,13 @@ def test_no_tiles_of_32_where_two_of_16_are_clearly_faster(us, pairs):
 
 def test_the_text_is_the_table():
     rows = [row(50, 16, tile(16, FAST)), row(100, 16, tile(16, SLOW))]
-    names = {"_L": MLAKVCacheLayout, "MLAKVCacheLayout": MLAKVCacheLayout, "TileConfig": TileConfig}
+    names = {"_E": SegmentEncoding, "SegmentEncoding": SegmentEncoding, "TileConfig": TileConfig}
     exec(table_text(choose(rows)), names)
     expected = {}
     for layout, own in table():
-        expected[layout] = (*expected.get(layout, ()), own)
-    expected[FP4] = (tile(16, FAST), *(t for t in expected[FP4] if t.pairs > 16))
+        expected[layout.latent] = tuple(dict.fromkeys([*expected.get(layout.latent, ()), own]))
+    fp4 = FP4.latent
+    expected[fp4] = (tile(16, FAST), *(t for t in expected[fp4] if t.pairs > 16))
     assert names["_TABLE"] == expected
 
 
@@ -176,7 +178,7 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
     assert {one["status"] for one in report["results"]} == {"measured"}
     assert {one["job"]["part"] for one in report["results"]} == {"check", "tile", "splits"}
     assert all(one["relative_error"] < 0.01 for one in report["results"])
-    assert "_L.FP4: (" in capsys.readouterr().out
+    assert "_E.E2M1_IN_BLOCKS: (" in capsys.readouterr().out
     jobs = [one["job"] for one in report["results"]]
     last = max(i for i, one in enumerate(jobs) if one["part"] == "tile")
     report["results"] = [

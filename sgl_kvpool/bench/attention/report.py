@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.bench.attention.cases import DENSE_PEERS, FP4_LAYOUTS, OURS, WHOLE_POOL_PEER
-from sgl_kvpool.layout import Encoding
+from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = ["add_ratios", "best_us", "draw", "print_ratios", "print_table", "targets"]
 
@@ -21,11 +21,8 @@ NARROW = tuple(layout.value for layout in MLAKVCacheLayout if layout.is_narrow)
 
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "rows_per_list", "queries_per_list")
 
-#: Least speedup over the best BF16 peer, by how latent values and their scales are stored.
-BEST_PEER_SPEEDUPS: dict[tuple[Encoding, Encoding | None], float] = {
-    (Encoding.E2M1, Encoding.UE5M3): 1.4,
-    (Encoding.E4M3, Encoding.FP32): 1.2,
-}
+#: Least speedup over the best BF16 peer, by how latents are stored.
+BEST_PEER_SPEEDUPS = {SegmentEncoding.E2M1_IN_BLOCKS: 1.4, SegmentEncoding.E4M3_IN_TILES: 1.2}
 #: Least speedups of FP4, and the largest slowdown with many heads.
 WHOLE_POOL_SPEEDUP, SPARSE_SPEEDUP, MANY_HEADS_SLOWDOWN = 10.0, 1.0, 1.3
 
@@ -158,12 +155,12 @@ def targets(
         rows = []
     heads, batch, context = target
     at = {"heads": heads, "batch": batch, "context_tokens": context}
-    of_latent = {
-        layout: BEST_PEER_SPEEDUPS.get((layout.latent.values, layout.latent.scales))
-        for layout in reversed(MLAKVCacheLayout)
-    }
     found = [
-        *(_against_best_peer(rows, layout.value, least, at) for layout, least in of_latent.items() if least),
+        *(
+            _against_best_peer(rows, layout.value, BEST_PEER_SPEEDUPS[layout.latent], at)
+            for layout in reversed(MLAKVCacheLayout)
+            if layout.latent in BEST_PEER_SPEEDUPS
+        ),
         *(_many_heads(rows, layout, many_heads, at) for layout in NARROW),
         *(
             _against(

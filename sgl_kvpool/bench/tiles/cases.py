@@ -8,7 +8,6 @@ from typing import Any
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
 from sgl_kvpool.bench.attention.cases import Workload
-from sgl_kvpool.layout import Encoding
 
 __all__ = [
     "CPU_HEADS",
@@ -38,8 +37,7 @@ _PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 def tiles(layout: MLAKVCacheLayout, heads: int) -> list[TileConfig]:
     """Tiles to compare for this many query heads, that of the table first."""
-    kind = layout.row_format(512, 64).nope.encoding
-    shapes = _BF16_SHAPES if kind is Encoding.BF16 else _DECODED_SHAPES
+    shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
     wanted = _PAIRS.get(heads, (16,))
     found = [tile for name, tile in table() if name is layout and tile.pairs in wanted]
     for pairs in wanted:

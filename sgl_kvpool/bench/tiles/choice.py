@@ -12,6 +12,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, table
 from sgl_kvpool.bench.attention.report import best_us
 from sgl_kvpool.bench.tiles.cases import tile_of
+from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
@@ -156,16 +157,21 @@ def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> st
 
 
 def table_text(choice: Choice) -> str:
-    """The table as decode_config.py has it; layouts that were not measured keep their tiles."""
-    lines = ["_TABLE: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = {"]
-    for layout in MLAKVCacheLayout:
-        own = choice.tiles.get(layout)
-        if own is None:
-            own = tuple(tile for name, tile in table() if name is layout)
-        if own:
-            lines.append(f"    _L.{layout.name}: (")
-            lines += [f"        {tile!r}," for tile in own]
-            lines.append("    ),")
+    """The table as decode_config.py has it; latents that were not measured keep their tiles.
+
+    Of layouts that store latents alike, the first that was measured decides.
+    """
+    present: dict[MLAKVCacheLayout, list[TileConfig]] = defaultdict(list)
+    for layout, tile in table():
+        present[layout].append(tile)
+    found: dict[SegmentEncoding, Sequence[TileConfig]] = {}
+    for layout in (*choice.tiles, *MLAKVCacheLayout):
+        found.setdefault(layout.latent, choice.tiles.get(layout) or present[layout])
+    lines = ["_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {"]
+    for latent in dict.fromkeys(layout.latent for layout in MLAKVCacheLayout):
+        lines.append(f"    _E.{latent.name}: (")
+        lines += [f"        {tile!r}," for tile in found[latent]]
+        lines.append("    ),")
     return "\n".join([*lines, "}"])
 
 
