@@ -132,12 +132,15 @@ def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
     return (nearest * scaled.sign() * scales).view(values.shape)
 
 
+#: Layouts that store latents in different ways; the first of those that store them alike.
+LATENTS = {layout.latent: layout for layout in reversed(MLAKVCacheLayout)}.values()
+
 #: Column of the table to a function from latents to what is read back.
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **{f"`{layout}`": stored_as(layout) for layout in MLAKVCacheLayout},
+    **{f"`{layout}`": stored_as(layout) for layout in reversed(LATENTS)},
     **{
         f"`{layout}`, k_scale fitted": stored_as(layout, fitted_scale=True)
-        for layout in MLAKVCacheLayout
+        for layout in LATENTS
         if layout.latent.uses_k_scale
     },
     "SGLang's `fp4_mx_block16`": sglang_fp4,
