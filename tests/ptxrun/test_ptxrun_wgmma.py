@@ -25,7 +25,8 @@ __device__ void multiply(const uint4* image, float* d, uint64_t da, uint64_t db,
   asm volatile("wgmma.fence.sync.aligned;");
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
                "{%0, %1, %2, %3}, %4, %5, 1, 1, 1, %6, 0;"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "l"(da + at), "l"(db + at), "n"(kTransposed));
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "l"(da + at), "l"(db + at), "n"(kTransposed));
   asm volatile("wgmma.commit_group.sync.aligned;");
   asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]));
   int w = threadIdx.x / 32, l = threadIdx.x % 32;
@@ -93,7 +94,7 @@ def test_swizzles_and_orders(width, mn_major):
 
 
 def test_base_offsets():
-    """Without a swizzle they mean nothing (Triton sets one for m64n8); with some swizzles they are refused."""
+    """Without a swizzle they mean nothing (Triton sets one for m64n8); with some they are refused."""
     product(16, False, base_offset=3)
     for width in (32, 64):
         with pytest.raises(ptxrun.PtxError, match="base offset"):
