@@ -22,6 +22,10 @@ struct alignas(16) Bytes16 {
 struct alignas(8) Bytes8 {
   uint32_t word[2];
 };
+// 16 bytes at a multiple of 4 and no more: of a rope behind the scales of a short latent.
+struct Words16 {
+  uint32_t word[4];
+};
 
 KVPOOL_HD uint32_t bits_of(float value) {
 #ifdef __CUDA_ARCH__
@@ -73,21 +77,6 @@ template <typename T>
 KVPOOL_HD void store(uint8_t* address, T value) {
   assume_global(address);
   *reinterpret_cast<T*>(address) = value;
-}
-
-// The same where the address is a multiple of 4 and no more: a rope behind the scales of a short latent.
-template <typename T>
-KVPOOL_HD T load_words(const uint8_t* address) {
-  T bytes;
-  KVPOOL_UNROLL
-  for (size_t i = 0; i < sizeof(T) / 4; ++i) bytes.word[i] = load<uint32_t>(address + 4 * i);
-  return bytes;
-}
-
-template <typename T>
-KVPOOL_HD void store_words(uint8_t* address, T bytes) {
-  KVPOOL_UNROLL
-  for (size_t i = 0; i < sizeof(T) / 4; ++i) store(address + 4 * i, bytes.word[i]);
 }
 
 }  // namespace kvpool
