@@ -11,6 +11,7 @@ alignment. For a latent of 512 and a rope of 64::
     fp8                576 B  | 512 x e4m3                                   | 64 x e4m3 |
     fp8_block_scale    656 B  | 512 x e4m3     | 4 x float32, one per 128    | 64 x bf16 |
     fp4                416 B  | 256 x 2 e2m1   | 32 x ue5m3, one per 16      | 64 x bf16 |
+    fp4_fp8_rope       352 B  | 256 x 2 e2m1   | 32 x ue5m3, one per 16      | 64 x e4m3 |
 
 Everything is little-endian. ``docs/rows.md`` states the arithmetic of each encoding.
 """
@@ -167,6 +168,7 @@ class MLAKVCacheLayout(str, Enum):
     FP8_NOPE_FP8_ROPE = "fp8"
     FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE = "fp8_block_scale"
     FP4 = "fp4"
+    FP4_NOPE_FP8_ROPE = "fp4_fp8_rope"
 
     def __str__(self) -> str:
         return self.value
@@ -294,6 +296,7 @@ _RECORDS: dict[MLAKVCacheLayout, _Record] = {
         latent=_E.E4M3_IN_TILES, rope=_E.BF16, sglang_dtype_dsa="fp8_e4m3"
     ),
     _L.FP4: _Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.BF16),
+    _L.FP4_NOPE_FP8_ROPE: _Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.E4M3),
 }
 check_complete(_RECORDS, "_RECORDS of sgl_kvpool/layout.py")
 

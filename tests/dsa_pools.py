@@ -22,6 +22,7 @@ ROW_BYTES = {
     "fp8": (576, 512, 256),
     "fp8_block_scale": (656, 528, 264),
     "fp4": (416, 288, 144),
+    "fp4_fp8_rope": (352, 288, 144),
 }
 CASES = [(layout, *geometry) for layout in LAYOUTS for geometry in GEOMETRIES]
 #: What SGLang is shown.
@@ -30,6 +31,7 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_block_scale": torch.float8_e4m3fn,
     "fp4": torch.bfloat16,
+    "fp4_fp8_rope": torch.bfloat16,
 }
 #: 128 values of a byte and a float32, in pages of 64: 64 x 128 bytes, then 64 x 4.
 INDEX_BYTES, INDEX_PAGE_BYTES = 132, 64 * 132
@@ -60,7 +62,7 @@ def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
 
 
 def stock_pool(layout, rank=512, rope=64, **extra):
-    """SGLang's own; there is none with rows of `fp4`."""
+    """SGLang's own; there is none with FP4 latents."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     return DSATokenToKVPool(**arguments(layout, rank, rope, **extra))

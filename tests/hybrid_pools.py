@@ -11,7 +11,13 @@ PAGE, SIZE, SLOTS_OF_STATES = 4, 12, 6
 LAYOUTS = dsa_pools.LAYOUTS
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 #: Bytes of a row of the usual geometry, and of one without rope.
-ROW_BYTES = {"bf16": (1152, 1024), "fp8": (576, 512), "fp8_block_scale": (656, 528), "fp4": (416, 288)}
+ROW_BYTES = {
+    "bf16": (1152, 1024),
+    "fp8": (576, 512),
+    "fp8_block_scale": (656, 528),
+    "fp4": (416, 288),
+    "fp4_fp8_rope": (352, 288),
+}
 #: What SGLang is shown.
 DTYPES = {layout: torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16 for layout in LAYOUTS}
 

@@ -21,6 +21,7 @@ def test_layouts(capsys):
         ["fp8", "576"],
         ["fp8_block_scale", "656"],
         ["fp4", "416"],
+        ["fp4_fp8_rope", "352"],
     ]
     assert main(["layouts", "--kv-lora-rank", "128", "--qk-rope-head-dim", "0"]) == 0
     assert "12 zero bytes" in capsys.readouterr().out

@@ -12,6 +12,8 @@ BF16 = MLAKVCacheLayout.BF16
 FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
 FP4 = MLAKVCacheLayout.FP4
+FP4_FP8 = MLAKVCacheLayout.FP4_NOPE_FP8_ROPE
+ALL = (BF16, FP8, BLOCK, FP4, FP4_FP8)
 
 # (layout, R, P): segments (name, encoding, count, first byte, end byte), payload, row bytes at 16
 TABLE = {
@@ -91,6 +93,36 @@ TABLE = {
         416,
         416,
     ),
+    (FP4_FP8, 128, 0): ([("nope", "e2m1", 128, 0, 64), ("scale", "ue5m3", 8, 64, 72)], 72, 80),
+    (FP4_FP8, 128, 64): (
+        [
+            ("nope", "e2m1", 128, 0, 64),
+            ("scale", "ue5m3", 8, 64, 72),
+            ("rope", "e4m3", 64, 72, 136),
+        ],
+        136,
+        144,
+    ),
+    (FP4_FP8, 256, 0): ([("nope", "e2m1", 256, 0, 128), ("scale", "ue5m3", 16, 128, 144)], 144, 144),
+    (FP4_FP8, 256, 64): (
+        [
+            ("nope", "e2m1", 256, 0, 128),
+            ("scale", "ue5m3", 16, 128, 144),
+            ("rope", "e4m3", 64, 144, 208),
+        ],
+        208,
+        208,
+    ),
+    (FP4_FP8, 512, 0): ([("nope", "e2m1", 512, 0, 256), ("scale", "ue5m3", 32, 256, 288)], 288, 288),
+    (FP4_FP8, 512, 64): (
+        [
+            ("nope", "e2m1", 512, 0, 256),
+            ("scale", "ue5m3", 32, 256, 288),
+            ("rope", "e4m3", 64, 288, 352),
+        ],
+        352,
+        352,
+    ),
 }
 
 
@@ -116,27 +148,28 @@ def test_dsa_rows_without_rope_keep_sglangs_sizes():
 
 
 def test_predicates():
-    assert [m.value for m in MLAKVCacheLayout] == ["bf16", "fp8", "fp8_block_scale", "fp4"]
-    assert [m.is_packed for m in (BF16, FP8, BLOCK, FP4)] == [False, False, True, True]
-    assert [m.uses_k_scale for m in (BF16, FP8, BLOCK, FP4)] == [False, True, False, False]
-    assert [m.is_narrow for m in (BF16, FP8, BLOCK, FP4)] == [False, True, True, True]
-    assert [m.needs_decoding for m in (BF16, FP8, BLOCK, FP4)] == [False, True, True, True]
-    assert [m.is_sglang_native for m in (BF16, FP8, BLOCK, FP4)] == [True, False, False, False]
-    blocks = [m.row_format(512, 64).scale_block_values for m in (BF16, FP8, BLOCK, FP4)]
-    assert blocks == [0, 0, 128, 16]
-    dense = [m.sglang_kv_cache_dtype() for m in (BF16, FP8, BLOCK, FP4)]
-    assert dense == ["bfloat16", "fp8_e4m3", "bfloat16", "bfloat16"]
-    dsa = [m.sglang_kv_cache_dtype(is_dsa=True) for m in (BF16, FP8, BLOCK, FP4)]
-    assert dsa == ["bfloat16", "fp8_e4m3", "fp8_e4m3", "bfloat16"]
+    assert [m.value for m in MLAKVCacheLayout] == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+    assert [m.is_packed for m in ALL] == [False, False, True, True, True]
+    assert [m.uses_k_scale for m in ALL] == [False, True, False, False, False]
+    assert [m.is_narrow for m in ALL] == [False, True, True, True, True]
+    assert [m.needs_decoding for m in ALL] == [False, True, True, True, True]
+    assert [m.is_sglang_native for m in ALL] == [True, False, False, False, False]
+    assert [m.row_format(512, 64).scale_block_values for m in ALL] == [0, 0, 128, 16, 16]
+    by_k_scale = [[s.name for s in m.row_format(512, 64).segments if s.uses_k_scale] for m in ALL]
+    assert by_k_scale == [[], ["nope", "rope"], [], [], []]
+    dense = [m.sglang_kv_cache_dtype() for m in ALL]
+    assert dense == ["bfloat16", "fp8_e4m3", "bfloat16", "bfloat16", "bfloat16"]
+    dsa = [m.sglang_kv_cache_dtype(is_dsa=True) for m in ALL]
+    assert dsa == ["bfloat16", "fp8_e4m3", "fp8_e4m3", "bfloat16", "bfloat16"]
     assert FP4.accepted_kv_cache_dtypes() == ("auto", "bfloat16", "bf16")
     assert BLOCK.accepted_kv_cache_dtypes(is_dsa=True) == ("auto", "fp8_e4m3")
     assert [e.bits for e in Encoding] == [16, 8, 4, 32, 8]
 
 
 def test_a_table_without_a_line_for_a_layout_is_refused():
-    check_complete({BF16: 1, FP8: 2, BLOCK: 3, FP4: 4}, "LINES of some/module.py")
+    check_complete(dict.fromkeys(ALL, 1), "LINES of some/module.py")
     with pytest.raises(RuntimeError) as error:
-        check_complete((BF16, BLOCK), "LINES of some/module.py")
+        check_complete((BF16, BLOCK, FP4_FP8), "LINES of some/module.py")
     assert str(error.value).startswith("LINES of some/module.py has no line for KV cache layout fp8, fp4")
 
 
@@ -144,7 +177,7 @@ def test_parse():
     assert MLAKVCacheLayout.parse("fp4") is FP4
     assert MLAKVCacheLayout.parse(FP4) is FP4
     assert str(BLOCK) == "fp8_block_scale"
-    with pytest.raises(ValueError, match=r"'nvfp4'.*bf16, fp8, fp8_block_scale, fp4"):
+    with pytest.raises(ValueError, match=r"'nvfp4'.*bf16, fp8, fp8_block_scale, fp4, fp4_fp8_rope"):
         MLAKVCacheLayout.parse("nvfp4")
 
 

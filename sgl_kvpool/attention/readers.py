@@ -125,6 +125,7 @@ SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
         dsa_gathered=_names("flashmla_sparse", "flashmla_sparse_q8", "triton_sparse_mla"),
     ),
     _L.FP4: SGLangReaders(),
+    _L.FP4_NOPE_FP8_ROPE: SGLangReaders(),
 }
 
 

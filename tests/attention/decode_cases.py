@@ -180,10 +180,10 @@ def every_code(layout):
     pool = torch.zeros(count, fmt.row_bytes, dtype=torch.uint8)
     codes = torch.arange(count)[:, None] + torch.arange(fmt.nope.size_bytes)[None, :]
     codes = (codes % 256).to(torch.uint8)
-    if layout != "fp4":
+    if not layout.startswith("fp4"):
         codes = torch.where(codes % 128 == 127, 0, codes)
     pool[:, : fmt.nope.size_bytes] = codes
-    if layout == "fp4":
+    if layout.startswith("fp4"):
         scales = (torch.arange(count)[:, None] * 7 + torch.arange(fmt.scale.count)[None, :]) % 0xF8
         pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.to(torch.uint8)
     elif layout == "fp8_block_scale":

@@ -198,7 +198,7 @@ def test_the_whole_program_on_a_cpu(tmp_path, capsys):
     ours = [row for row in report["results"] if row["runner"] == "kvpool"]
     assert {row["status"] for row in ours} == {"measured"}
     assert {row["group"] for row in ours} == {"dense", "sparse", "whole_pool", "mtp", "arrangement"}
-    assert {row["layout"] for row in ours} == {"bf16", "fp8", "fp8_block_scale", "fp4"}
+    assert {row["layout"] for row in ours} == {"bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"}
     peers = [row for row in report["results"] if row["runner"] != "kvpool"]
     assert {row["runner"] for row in peers} == set(modules.cases.PEERS) == set(report["peers"])
     assert all(row["status"] == "skipped" and row["reason"] for row in peers)
@@ -226,7 +226,7 @@ def test_without_a_gpu_the_default_says_so(capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_gpu(layout):
     device = modules.device.CudaDevice(seconds_per_timing=0.01)
     peaks = device.peaks()

@@ -19,7 +19,7 @@ def test_a_pool_100_times_larger_costs_the_same(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(report.read_text())["results"]
-    assert [row["layout"] for row in results] == ["bf16", "fp8", "fp8_block_scale", "fp4"]
+    assert [row["layout"] for row in results] == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
     for row in results:
         assert row["pool_slots"][1] == 100 * row["pool_slots"][0]
         assert row["large_over_small"] < 5, row

@@ -72,7 +72,8 @@ def test_payload_in_16_byte_accesses(compiled, job):
         # 64 rows of 72 pieces of 16 bytes, 256 threads, written twice: before the loop and in it
         assert found["copies_16_bytes"] == 2 * 64 * 72 // 256
     else:
-        row = {"fp8": 576, "fp8_block_scale": 640, "fp4": 384}[job["layout"]]  # without scales
+        rows = {"fp8": 576, "fp8_block_scale": 640, "fp4": 384, "fp4_fp8_rope": 320}  # without scales
+        row = rows[job["layout"]]
         assert found["loads_16_bytes"] >= 2 * 64 * row // 16 // 256
     # From registers, a first operand would come by ldmatrix from a second copy.
     assert found["ldmatrix"] == 0
@@ -81,5 +82,5 @@ def test_payload_in_16_byte_accesses(compiled, job):
 @pytest.mark.parametrize("job", TABLE, ids=lambda job: "-".join(map(str, job.values())))
 def test_two_values_at_a_time(compiled, job):
     """One packed product per pair of decoded values, before the loop and in it; none for `bf16`."""
-    values = {"bf16": 0, "fp8": 576, "fp8_block_scale": 512, "fp4": 512}[job["layout"]]
-    assert compiled[str(job)]["packed_products"] == 2 * 64 * values // 2 // 256
+    values = {"bf16": 0, "fp8": 576, "fp8_block_scale": 512, "fp4": 512, "fp4_fp8_rope": 576}
+    assert compiled[str(job)]["packed_products"] == 2 * 64 * values[job["layout"]] // 2 // 256

@@ -15,8 +15,9 @@ PAIRS = {
     "bf16": ("flashmla_sparse", "flashmla_sparse"),
     "fp8_block_scale": ("flashmla_sparse", "flashmla_kv"),
     "fp4": ("flashmla_sparse", "flashmla_sparse"),
+    "fp4_fp8_rope": ("flashmla_sparse", "flashmla_sparse"),
 }
-RAGGED = ("fp8_block_scale", "fp4")
+RAGGED = ("fp8_block_scale", "fp4", "fp4_fp8_rope")
 PREFIXES = {"none": [0, 0, 0], "some": [0, 29, 6], "all": [8, 29, 6]}
 LENGTHS = [9, 40, 7]
 
@@ -125,20 +126,20 @@ def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
     assert seeds.tolist() == slots.tolist()
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
 def test_decode(layout, kernel):
     case = Case(layout, LENGTHS, [8, 39, 6], *PAIRS[layout])
     close(run(case, "DECODE"), case.wanted())
-    assert kernel.dtypes == ([] if layout == "fp4" else [torch.bfloat16])
+    assert kernel.dtypes == ([] if layout.startswith("fp4") else [torch.bfloat16])
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 def test_what_drafts_add(layout, mode, kernel):
     lengths = [n + DRAFTS for n in (1, 37, 20)]
     case = Case(layout, lengths, [1, 37, 20], *PAIRS[layout])
     close(run(case, mode), case.wanted())
-    assert kernel.dtypes == ([] if layout == "fp4" else [torch.bfloat16])
+    assert kernel.dtypes == ([] if layout.startswith("fp4") else [torch.bfloat16])
     assert case.backend.forward_metadata.topk_indices_offset is None
 
 

@@ -80,7 +80,7 @@ def test_splits_give_the_same(layout):
     check(run(case, 7, min_blocks=2), case)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_every_code_and_every_scale(layout):
     """A list of one row has that row's latent as its result, exactly: up to 6 * 61440 for FP4."""
     fmt, pool, values = every_code(layout)
@@ -100,13 +100,13 @@ def test_k_scale(k_scale):
         check(run(case.but(k_scale=1.0)), case)
 
 
-@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_another_scale_would_be_noticed(layout):
     """The tolerance is tighter than one scale of one row off by its smallest step."""
     case = make_case(layout, rank=128, rope=0, counts=((40,),), holes=False)
     used = case.row_ids[0, 3]
     at = case.fmt.scale.offset_bytes
-    last = at if layout == "fp4" else at + 2
+    last = at if layout.startswith("fp4") else at + 2
     case.pool[used, last] += 16 if layout == "fp8_block_scale" else 1
     with pytest.raises(AssertionError):
         check(run(case), case)

@@ -183,8 +183,9 @@ def test_refusals_name_a_pair_that_works_in_every_mode(layout):
         assert kept[works.index(named[0])] == max(kept), (message, mode)
 
 
-def test_refusals_of_fp4_name_the_pair_that_stands_for_ours():
-    for _, message in refusals("fp4"):
+@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope"])
+def test_refusals_of_fp4_name_the_pair_that_stands_for_ours(layout):
+    for _, message in refusals(layout):
         assert set(_FLAGS.findall(message)) == {("flashmla_sparse", "flashmla_sparse")}, message
         assert "kvpool_mla" in message.partition("--dsa-decode-backend")[2]
 

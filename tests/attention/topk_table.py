@@ -6,7 +6,7 @@ at 2537, and both read the pool with `get_key_buffer`: what a kernel gets are th
 unless the RAGGED branch of `forward_extend` (:2385) replaces them by gathered ones.
 """
 
-LAYOUTS = ("bf16", "fp8", "fp8_block_scale", "fp4")
+LAYOUTS = ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
 IMPLEMENTATIONS = (
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto", "fa3", "tilelang", "trtllm"),
     *("triton_sparse_mla", "flashinfer_sparse_mla", "kvpool_mla"),
@@ -66,6 +66,17 @@ fp4              trtllm                 - - - - | no kernel of SGLang reads our 
 fp4              triton_sparse_mla      - - - - | no hook
 fp4              flashinfer_sparse_mla  - - - - | no kernel of SGLang reads our FP4
 fp4              kvpool_mla             - - - - | a decode
+
+fp4_fp8_rope     flashmla_sparse        R R R R | our hook decodes what is gathered
+fp4_fp8_rope     flashmla_sparse_q8     - - - - | its gathering knows bf16 and scaled fp8
+fp4_fp8_rope     flashmla_kv            - - - - | FlashMLA has no such row
+fp4_fp8_rope     flashmla_auto          - - - - | would be flashmla_sparse, which our hook knows by that name
+fp4_fp8_rope     fa3                    - - - - | no kernel of SGLang reads our FP4
+fp4_fp8_rope     tilelang               - - - - | no kernel of SGLang reads our FP4
+fp4_fp8_rope     trtllm                 - - - - | no kernel of SGLang reads our FP4
+fp4_fp8_rope     triton_sparse_mla      - - - - | no hook
+fp4_fp8_rope     flashinfer_sparse_mla  - - - - | no kernel of SGLang reads our FP4
+fp4_fp8_rope     kvpool_mla             - - - - | a decode
 """
 
 #: One line per layout and decode: whether it can read the rows by their slots. It never gathers.
@@ -113,6 +124,17 @@ fp4              trtllm                 -   | no such row
 fp4              triton_sparse_mla      -   | no branch
 fp4              flashinfer_sparse_mla  -   | no such row
 fp4              kvpool_mla             yes | ours
+
+fp4_fp8_rope     flashmla_sparse        -   | 16-bit keys; what stands for ours is called kvpool_mla here
+fp4_fp8_rope     flashmla_sparse_q8     -   | :483
+fp4_fp8_rope     flashmla_kv            -   | no such row
+fp4_fp8_rope     flashmla_auto          -   | no branch
+fp4_fp8_rope     fa3                    -   | no such row
+fp4_fp8_rope     tilelang               -   | no such row
+fp4_fp8_rope     trtllm                 -   | no such row
+fp4_fp8_rope     triton_sparse_mla      -   | no branch
+fp4_fp8_rope     flashinfer_sparse_mla  -   | no such row
+fp4_fp8_rope     kvpool_mla             yes | ours
 """
 
 #: Sides that can read the rows go together, but for these rows, of which SGLang wants one reader

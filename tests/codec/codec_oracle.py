@@ -16,6 +16,7 @@ SHAPES = {
     "fp8": (1.0, 0, 0, 1),
     "fp8_block_scale": (1.0, 128, 4, 2),
     "fp4": (0.5, 16, 1, 2),
+    "fp4_fp8_rope": (0.5, 16, 1, 1),
 }
 LAYOUTS = list(SHAPES)
 UE5M3 = (np.arange(0xF8, dtype=np.uint16) << 7).view(np.float16).astype(np.float64)
@@ -109,9 +110,10 @@ def encode(k_nope, k_rope, name, rank, rope, row_bytes, k_scale=1.0):
         rows[:, a:b] = scale.reshape(tokens, -1)
     if rope:
         bits = bits_of(k_rope)
-        if name == "fp8":
+        if name in ("fp8", "fp4_fp8_rope"):
+            divisor = np.float32(k_scale if name == "fp8" else 1)
             with np.errstate(over="ignore"):
-                rows[:, b:end] = to_e4m3(finite(floats_of(bits)) / np.float32(k_scale))
+                rows[:, b:end] = to_e4m3(finite(floats_of(bits)) / divisor)
         else:
             rows[:, b:end] = bits.view(np.uint8)
     return rows
@@ -139,9 +141,9 @@ def decode(rows, name, rank, rope, k_scale=1.0):
             nope = nope.reshape(tokens, -1)
         if not rope:
             return nope
-        if name == "fp8":
+        if name in ("fp8", "fp4_fp8_rope"):
             keys = part(rows[:, b:end]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            keys = keys * np.float32(k_scale)
+            keys = keys * np.float32(k_scale if name == "fp8" else 1)
         else:
             keys = floats_of(part(rows[:, b:end]).view("<u2"))
     return np.concatenate([nope, keys], -1)

@@ -21,7 +21,7 @@ def test_gathers_reach_half_of_the_gates(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     gated = [row for row in json.loads(report.read_text())["results"] if row["gate"]]
-    assert {row["layout"] for row in gated} == {"fp4", "fp8", "fp8_block_scale"}
+    assert {row["layout"] for row in gated} == {"fp4", "fp4_fp8_rope", "fp8", "fp8_block_scale"}
     for row in gated:
         assert row["operation"] == "gather"
         assert row["ratio_to_copy"] > row["target"] / 2, row

@@ -77,7 +77,7 @@ def test_held_out_windows_are_what_they_claim(facts):
 
 def test_goldens_are_decided_by_more_than_rounding():
     goldens = json.loads((Path(__file__).parents[1] / "engine" / "goldens.json").read_text())
-    assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4"]
+    assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
     for layout, answers in goldens["greedy"].items():
         assert len(answers) == len(goldens["prompts"]) == 5
         for answer in answers:

@@ -74,13 +74,15 @@ def test_what_would_be_used(healthy):
         assert facts["device"] == "cuda"
     else:
         assert facts["codec"] == "torch"
-        assert all("kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4"))
+        assert all(
+            "kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
+        )
 
 
 def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
     facts = probes.used("cuda").facts
     assert facts["codec"] == "Triton kernels"
-    for layout in ("fp8", "fp8_block_scale", "fp4"):
+    for layout in ("fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"):
         assert facts[layout] == "attention by kvpool_mla, chosen by itself"
     assert facts["bf16"] == "attention by a backend of SGLang's choice, or by kvpool_mla if you name it"
     # For other devices.

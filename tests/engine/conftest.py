@@ -46,6 +46,7 @@ CONFIGURATIONS = {
     "fp8": ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
     "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
+    "fp4_fp8_rope": ([LAYOUT, "fp4_fp8_rope"], READS_ROWS),
     "fp4-paged": (["--config", "{tmp}/server.yaml"], READS_ROWS),
     # Our pool, read by a stock backend.
     "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),

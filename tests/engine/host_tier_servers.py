@@ -1,29 +1,24 @@
 """Servers with a host tier and SGLang's `file` store: what they are started with, asked, and left with.
 
-Two folders, each for two layouts in turn: the first server of a folder fills it, the second has another
-layout and finds nothing, and then each layout is served once more, in another arrangement, and finds its own
-pages.
+Two folders, each for some layouts in turn: the first server of a folder fills it, the next has another layout
+and finds nothing, and then each layout is served once more, in another arrangement, and finds its own pages.
 """
 
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_TOKENS = 16, 1024, 8192
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 #: Layouts that share a folder, in the order of their servers.
-SHARED = [("bf16", "fp8"), ("fp8_block_scale", "fp4")]
+SHARED = [("bf16", "fp8"), ("fp8_block_scale", "fp4", "fp4_fp8_rope")]
 FIRST, AGAIN = "token_major", "page_major"
 #: Server: the one that has to have ended before it.
 AFTER = {
     name: before
-    for one, two in SHARED
-    for before, name in zip(
-        [None, f"{one}-{FIRST}", f"{two}-{FIRST}", f"{one}-{AGAIN}"],
-        [f"{one}-{FIRST}", f"{two}-{FIRST}", f"{one}-{AGAIN}", f"{two}-{AGAIN}"],
-        strict=True,
-    )
-    if before
+    for layouts in SHARED
+    for before, name in pairwise([f"{layout}-{a}" for a in (FIRST, AGAIN) for layout in layouts])
 }
 
 ARGUMENTS = [
@@ -58,7 +53,7 @@ DAMAGED_PAGE = 20
 def environment(here, root, name):
     """Of a server; `root` is common to all of them."""
     layout = name.rpartition("-")[0]
-    folder = root / f"store-{next('-'.join(pair) for pair in SHARED if layout in pair)}"
+    folder = root / f"store-{next('-'.join(layouts) for layouts in SHARED if layout in layouts)}"
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models",
         "PYTHONPATH": str(here),

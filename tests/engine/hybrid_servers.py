@@ -35,6 +35,7 @@ LAYOUTS = {
         *("--hicache-io-backend", "direct"),
     ],
     "hybrid-fp4": ["--kv-cache-layout", "fp4"],
+    "hybrid-fp4_fp8_rope": ["--kv-cache-layout", "fp4_fp8_rope", "--kv-cache-arrangement", "token_major"],
     "hybrid-bf16-on-fp4": ["--kv-cache-layout", "bf16", "--kv-host-layout", "fp4"],
 }
 DEVICE_TOKENS = 2048

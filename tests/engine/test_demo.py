@@ -13,7 +13,7 @@ import pytest
 from sgl_kvpool.demo.shipped import model_path
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_what_the_command_leaves(record):
 
 @pytest.mark.engine("demo")
 def test_tokens_in_the_same_memory(results):
-    assert [results[name]["tokens"] for name in LAYOUTS] == [8192, 16384, 14336, 22656]
+    assert [results[name]["tokens"] for name in LAYOUTS] == [8192, 16384, 14336, 22656, 26752]
 
 
 @pytest.mark.engine("demo")
@@ -54,6 +54,7 @@ def test_perplexity_through_the_server(results):
     change = {name: abs(results[name]["difference"]["perplexity_change"]) for name in LAYOUTS[1:]}
     assert change["fp8_block_scale"] <= 0.002
     assert change["fp4"] <= 0.01
+    assert change["fp4_fp8_rope"] <= 0.01
     assert change["fp8"] <= 0.05  # reported, not promised: it has no scale of its own
 
 

@@ -16,7 +16,7 @@ from host_tier_servers import (
 )
 from tiny_model import PROMPTS
 
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYERS = 3
 WRITTEN_LATER = [name for name, arguments in CHOICES.items() if "--hicache-write-policy" in arguments]
 #: Whole pages of the long prompt that can be found; its last token is always computed.
@@ -125,7 +125,11 @@ def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, arrange
 
 @pytest.mark.parametrize(
     ("layout", "other"),
-    [pytest.param(two, one, marks=pytest.mark.engine(f"{two}-{FIRST}", PLAIN[two])) for one, two in SHARED],
+    [
+        pytest.param(other, first, marks=pytest.mark.engine(f"{other}-{FIRST}", PLAIN[other]))
+        for first, *others in SHARED
+        for other in others
+    ],
 )
 def test_another_layout_misses(record, layout, other):
     """A store full of the same prompts in another layout: nothing of it is read, and the output is right."""

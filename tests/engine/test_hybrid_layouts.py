@@ -5,10 +5,10 @@ import pytest
 from hybrid_answers import cached, distance, identical, logprobs, of_prompt, same
 from hybrid_servers import DEVICE_TOKENS, LAYOUTS
 
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 #: Mean distance of a prompt's log-probabilities to those of `bf16` rows, measured here and doubled; and what
 #: a layout that rounds cannot stay below.
-NEAR = {"fp8": 0.1, "fp8_block_scale": 0.1, "fp4": 0.25}
+NEAR = {"fp8": 0.1, "fp8_block_scale": 0.1, "fp4": 0.25, "fp4_fp8_rope": 0.25}
 ROUNDED = 0.005
 
 everywhere = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.engine(n)) for n in LAYOUTS])
@@ -42,7 +42,7 @@ def test_bf16_rows_give_the_answers_of_sglangs_pool(record):
 
 
 @pytest.mark.parametrize("layout", NEAR)
-@pytest.mark.engine("hybrid-bf16", "hybrid-fp8", "hybrid-fp8_block_scale", "hybrid-fp4")
+@pytest.mark.engine("hybrid-bf16", *(f"hybrid-{layout}" for layout in NEAR))
 def test_other_rows_are_close_to_bf16_and_not_the_same(record, layout):
     far = distance(
         of_prompt(record("hybrid-bf16")["prompt"]), of_prompt(record(f"hybrid-{layout}")["prompt"])

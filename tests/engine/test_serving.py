@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from host_tier_servers import PAGE_SIZE
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYERS, TOKENS = 3, 16384
 
 
@@ -98,8 +98,8 @@ def test_prefix_cache_hits(record, layout):
                for hit, answer in zip(again, answers["batch"], strict=True))  # fmt: skip
 
 
-@pytest.mark.engine("bf16-rows", "fp8", "fp8_block_scale", "fp4")
-@pytest.mark.parametrize("name", ["bf16-rows", "fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.engine("bf16-rows", *LAYOUTS[1:])
+@pytest.mark.parametrize("name", ["bf16-rows", *LAYOUTS[1:]])
 def test_stored_rows_give_the_same_tokens_with_and_without_a_hit(record, name):
     """Prefill reads stored rows for its own chunk too, so a hit and a cold prefill read the same bytes."""
     answers = record(name)
@@ -136,17 +136,17 @@ def test_stock_backend_reads_our_fp8_rows(record):
     assert mean_distance(logprobs(ours["prompt"]), logprobs(stock["prompt"])) < 0.02
 
 
-@pytest.mark.engine("bf16-rows", "fp8", "fp8_block_scale", "fp4", "damaged")
+@pytest.mark.engine("bf16-rows", *LAYOUTS[1:], "damaged")
 def test_log_probabilities_show_the_layout(record):
     """Each layout moves them, a little; a damaged codec moves them much more."""
     exact = logprobs(record("bf16-rows")["prompt"])
     distance = {
-        name: mean_distance(logprobs(record(name)["prompt"]), exact)
-        for name in ("fp8", "fp8_block_scale", "fp4", "damaged")
+        name: mean_distance(logprobs(record(name)["prompt"]), exact) for name in (*LAYOUTS[1:], "damaged")
     }
     assert all(math.isfinite(value) for value in distance.values())
     assert 0 < distance["fp8_block_scale"] < distance["fp4"] < 0.3
     assert 0 < distance["fp8"] < 0.3
+    assert distance["fp4"] != distance["fp4_fp8_rope"] < 0.3
     assert distance["damaged"] > 4 * distance["fp4"]
 
 

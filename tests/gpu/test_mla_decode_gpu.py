@@ -85,7 +85,7 @@ def test_k_scale(k_scale):
     check(run(case), case)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_every_code_and_every_scale(layout):
     """A list of one row has that row's latent as its result: the machine's decoding, code by code."""
     fmt, pool, values = every_code(layout)

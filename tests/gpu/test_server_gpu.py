@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LAYOUT = "--kv-cache-layout"
 KVPOOL = ("--attention-backend", "kvpool_mla")

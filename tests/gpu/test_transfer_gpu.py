@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 #: Clock cycles of a kernel that does nothing, some 10 ms.
 BUSY = 20_000_000
 

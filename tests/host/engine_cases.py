@@ -20,6 +20,7 @@ LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
 CONVERSIONS = [
     *(("bf16", "fp4"), ("bf16", "fp8_block_scale")),
     *(("fp8", "fp4"), ("fp8_block_scale", "fp4")),
+    *((device, "fp4_fp8_rope") for device in ("bf16", "fp8", "fp8_block_scale", "fp4")),
 ]
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 LAYERS, START, PAGES = 3, 5, 5  # one of the pages takes the writes of padded tokens
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYOUTS = list(ROW_BYTES)
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 LABELS = ["page_first", "page_first_direct"]

@@ -75,7 +75,7 @@ def test_rows_there_and_back(layout, rank, rope, label):
 NARROWER = [
     (layout, host, rank, rope)
     for layout, rank, rope in CASES
-    for host in ("fp8_block_scale", "fp4")
+    for host in ("fp8_block_scale", "fp4", "fp4_fp8_rope")
     if row_bytes(host, rank, rope) < row_bytes(layout, rank, rope)
     # Rows of 264 bytes are not converted.
     and not (rank == 256 and "fp8_block_scale" in (layout, host))
@@ -113,8 +113,16 @@ def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
     ("layout", "host", "message"),
     [
         # Where rope is missing, scaled rows are longer than raw ones.
-        ("fp8", "fp8_block_scale", "have 264 bytes, .* fp8 on the device 256: .*hold fewer .*: same, fp4"),
-        ("bf16", "fp8_block_scale", "have 264 bytes, .* device 512: .*multiple of 16 bytes.*: same, fp4$"),
+        (
+            "fp8",
+            "fp8_block_scale",
+            "have 264 bytes, .* fp8 on the device 256: .*hold fewer .*: same, fp4, fp4_",
+        ),
+        (
+            "bf16",
+            "fp8_block_scale",
+            "have 264 bytes, .* device 512: .*multiple of 16 bytes.*: same, fp4, fp4_fp8_rope$",
+        ),
         ("fp8_block_scale", "fp4", "have 144 bytes, .* device 264: .*multiple of 16 bytes.*: same$"),
     ],
 )

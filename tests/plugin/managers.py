@@ -20,6 +20,7 @@ STRINGS = {
     "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
     "fp8_block_scale": "bfloat16+kvpool:fp8_block_scale-r512-p64-b656-v1",
     "fp4": "bfloat16+kvpool:fp4-r512-p64-b416-v1",
+    "fp4_fp8_rope": "bfloat16+kvpool:fp4_fp8_rope-r512-p64-b352-v1",
 }
 
 

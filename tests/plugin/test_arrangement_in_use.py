@@ -56,7 +56,7 @@ def test_the_pool_has_the_arrangement(built, arrangement, layout):
     pool, line = built(arrangement, layout=layout, backends=("kvpool_mla", "kvpool_mla"))
     assert pool.kv_cache_arrangement is KVArrangement(arrangement)
     assert pool.kv_cache_layout == layout
-    assert pool.get_kv_size_bytes() == 16 * 3 * {"bf16": 1152, "fp4": 416}[layout]
+    assert pool.get_kv_size_bytes() == 16 * 3 * {"bf16": 1152, "fp4": 416, "fp4_fp8_rope": 352}[layout]
     assert line.endswith(f" GB, arrangement {arrangement}")
 
 

@@ -13,7 +13,7 @@ from sgl_kvpool.attention.readers import KVPOOL_DEVICES
 from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_ALGORITHMS
 
 OURS = "kvpool_mla"
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 SPECULATIVE = ("--speculative-algorithm", "EAGLE")
 
 

@@ -7,7 +7,7 @@ import torch
 from configurators import drafting
 
 LAYERS = 3
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 #: 32768 rows of 576 float32 values, which attention decodes into.
 WORKSPACE = 32768 * 576 * 4
 

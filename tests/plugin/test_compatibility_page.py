@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 STATES = {"ran", "tested", "not run", "refused"}
 #: What the page has to speak of.
 FEATURES = (
@@ -31,14 +31,14 @@ def table():
     section = PAGE.read_text().split("\n## ")[1]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     header = [cell.strip() for cell in lines[0].strip("|").split("|")]
-    assert header[2:6] == [f"`{layout}`" for layout in LAYOUTS]
+    assert header[2:-1] == [f"`{layout}`" for layout in LAYOUTS]
     rows = []
     for line in lines[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == len(header), line
         device, _, rest = cells[1].partition(" ")
         argv = () if rest == "(default)" else tuple(shlex.split(rest.strip("`")))
-        rows.append((cells[0], device, argv, dict(zip(LAYOUTS, cells[2:6], strict=True)), cells[6]))
+        rows.append((cells[0], device, argv, dict(zip(LAYOUTS, cells[2:-1], strict=True)), cells[-1]))
     return rows
 
 

@@ -17,7 +17,13 @@ import torch
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
 from managers import STRINGS, pool_of
 
-SHOWN = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_block_scale": "bfloat16", "fp4": "bfloat16"}
+SHOWN = {
+    "bf16": "bfloat16",
+    "fp8": "fp8_e4m3",
+    "fp8_block_scale": "bfloat16",
+    "fp4": "bfloat16",
+    "fp4_fp8_rope": "bfloat16",
+}
 # -------------------------------------------------------------------- the handshake
 
 
@@ -61,7 +67,7 @@ def unhooked(peer, bootstrap):
     return inspect.unwrap(type(peer).try_ensure_parallel_info)(peer, bootstrap)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
     """With SGLang's own text, on whichever side it is."""
     stock = device_pool("bf16")
@@ -73,7 +79,7 @@ def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     manager_of("prefill", device_pool("bf16"), layout=None)
     text = rf"stores SGLang's own rows \(bfloat16\), this decode server rows of layout {layout} \("

@@ -42,7 +42,7 @@ def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, d
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
     """It says `fp8_e4m3` of raw and of scaled rows, so neither is taken for ours."""
-    stock = stock_pool("bf16" if layout in ("bf16", "fp4") else layout)
+    stock = stock_pool("bf16" if layout in ("bf16", "fp4", "fp4_fp8_rope") else layout)
     manager_of("prefill", stock, layout=None)
     peer = manager_of("decode", pool_of(layout, make=dsa_pool))
     if layout == "bf16":

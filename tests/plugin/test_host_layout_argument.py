@@ -4,8 +4,8 @@ import pytest
 import torch
 
 HICACHE = "--enable-hierarchical-cache"
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
-HOST_LAYOUTS = ["same", "fp8_block_scale", "fp4"]
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
+HOST_LAYOUTS = ["same", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 
 
 def options(args):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 HICACHE = "--enable-hierarchical-cache"
 

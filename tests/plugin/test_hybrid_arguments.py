@@ -6,7 +6,7 @@ nothing else of a GPU, so this machine answers for one: Hopper.
 
 import pytest
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 DENSE = ["kda", "k3", "lightning", "bailing-kda", "bailing-kda-norope"]
 HICACHE = "--enable-hierarchical-cache"
 TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")

@@ -9,8 +9,14 @@ import torch
 from configurators import configurator
 from hybrid_configs import LAYERS, MLA_LAYERS
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
-ROWS = {"bf16": (1152, 1024), "fp8": (576, 512), "fp8_block_scale": (656, 528), "fp4": (416, 288)}
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+ROWS = {
+    "bf16": (1152, 1024),
+    "fp8": (576, 512),
+    "fp8_block_scale": (656, 528),
+    "fp4": (416, 288),
+    "fp4_fp8_rope": (352, 288),
+}
 #: checkpoint: bytes of one request's states in one layer, by hand.
 STATES = {
     # q, k and v of 3 heads of 16, three positions back, in bf16; then 3 matrices of 16 x 16 in float32.

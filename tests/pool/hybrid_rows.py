@@ -17,7 +17,7 @@ from hybrid_pools import (
     state_tensors,
 )
 
-PACKED = ["fp8_block_scale", "fp4"]
+PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
 GUARD = 0xEE
 everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 #: Size of the pool and some slots by tokens of a page: the last slot, and both sides of a page's end.

@@ -115,7 +115,7 @@ def positions(pool):
     return found
 
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
+LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 POOLS = {
     "mha": mha,
     "mha-page-1": lambda: mha(page_size=1, size=11),

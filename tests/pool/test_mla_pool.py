@@ -55,8 +55,8 @@ def expected_rows(layout, nope, rope, rank, rope_dim, row_bytes, k_scale=1.0):
 
 
 LAYOUTS = oracle.LAYOUTS
-PACKED = ["fp8_block_scale", "fp4"]
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}
+PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -203,7 +203,7 @@ def test_k_scale_belongs_to_the_pool_and_layer_not_to_the_layer_object():
         oracle.assert_same_values(back.squeeze(1), oracle.cast(wanted, torch.float32))
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_other_layouts_ignore_k_scale(layout):
     nope, rope = values(2, 512, 64, seed=6)
     loc = torch.tensor([1, 2])

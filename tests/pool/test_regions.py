@@ -187,7 +187,7 @@ def test_rows_of_sparse_models_without_their_index_keys(layout):
     fill(leaf_tensors(pool))
     caches = CanonicalKVCaches.from_pool(pool)
     alone = caches.only("kv")
-    row = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416}[layout]
+    row = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}[layout]
     assert alone.group("kv").bytes_per_page == 3 * 64 * row
     assert caches.group("kv").bytes_per_page == 3 * 64 * row + 2 * 8448
     assert [(layer.layer_id, layer.part) for layer in alone.group("kv").layers] == [

@@ -113,7 +113,7 @@ def test_splits_give_the_same(runs, layout):
     decode(case, 7, min_blocks=2)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4"])
+@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_every_code_and_every_scale(runs, layout):
     """A list of one row has that row's latent as its result: the machine's decoding, code by code."""
     fmt, pool, values = every_code(layout)

@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc"),
     pytest.mark.usefixtures("few_blocks"),
 ]
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4"]
-IDS = {name: i for i, name in enumerate(LAYOUTS)}
+#: How each layout stores latents: `Latent` of row_conversion.h.
+IDS = {"bf16": 0, "fp8": 1, "fp8_block_scale": 2, "fp4": 3, "fp4_fp8_rope": 3}
+LAYOUTS = list(IDS)
 
 
 def _quick(cases, *chosen):
