@@ -40,7 +40,7 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel that SGLang's dependencies bring, or the usual one.
+    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel that SGLang brings, or where it usually is.
 
     Raises
     ------
