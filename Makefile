@@ -44,4 +44,4 @@ constraints:
 	  --python-version 3.11 --all-extras pyproject.toml -o constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info .ptxrun_cache
