@@ -58,6 +58,7 @@ SERVERS = {
     "fp8_block_scale": ("deepseek_v32", (LAYOUT, "fp8_block_scale"), {}),
     "fp8_block_scale-mixed": ("deepseek_v32", (LAYOUT, "fp8_block_scale", *SCALED, *MIXED), {}),
     "fp4-mixed": ("deepseek_v32", (LAYOUT, "fp4", *MIXED), {}),
+    "fp4_fp8_rope": ("deepseek_v32", (LAYOUT, "fp4_fp8_rope"), {}),
     "fp4-eager": ("deepseek_v32", (LAYOUT, "fp4", *EAGER), {}),
     "fp4-dense": ("deepseek_v32", (LAYOUT, "fp4", *EAGER), {DENSE_UP_TO: None}),
     "stock-656-mtp": ("deepseek_v32", (*STOCK_656, *MTP), {}),
@@ -68,13 +69,15 @@ SERVERS = {
     "glm5-stock": ("glm5", ("--kv-cache-dtype", "bfloat16", *BF16), {}),
     "glm5-fp4": ("glm5", (LAYOUT, "fp4"), {}),
 }
+#: Every layout without drafts.
+SINGLE = ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed", "fp4_fp8_rope"]
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
 #: its index keys rounded to e4m3, its latents encoded and decoded, is 0.035, 0.031 and 0.112 away with
 #: prompts of 48, 2608, 2608 and 2112 tokens (GLM-5's shape with at most 640: 0.029, 0.027, 0.081), and in
 #: float32 instead of bfloat16 0.009. tilelang rounds queries to e4m3 too.
-NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20}
+NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20, "fp4_fp8_rope": 0.20}
 #: And the smallest: below it another layout was served, or rows were not read.
-FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05}
+FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05, "fp4_fp8_rope": 0.05}
 #: Two servers' tokens may part where the second's was less likely than the first's by this much: FP4 changes
 #: no log-probability by more than 0.63 at 99 of 100 positions. Of random tokens one in fifty is as likely.
 MARGIN = 1.0
@@ -189,7 +192,7 @@ def decoded_with_prompts(log, said):
     return sum(len(answer["output_ids"]) - 1 for answer in said) - alone
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed"])
+@pytest.mark.parametrize("name", SINGLE)
 def test_log_probabilities_are_close_to_bf16(name, answers):
     layout = name.split("-")[0]
     found = distance(answers(name), answers("stock"))
@@ -201,7 +204,7 @@ def test_the_layout_is_what_the_server_says(answers):
     assert "416 bytes per token and layer" in answers("fp4-mixed")["log"]
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed"])
+@pytest.mark.parametrize("name", SINGLE)
 def test_a_batch_with_prefix_hits_says_what_single_requests_said(name, answers):
     found = partings(answers(name)["one"], answers(name)["batch"])
     assert max(found) < MARGIN, found

@@ -66,7 +66,7 @@ MODELS = ("kimi", "lightning")
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in torch, its
 #: rows encoded and decoded, is 0.03, 0.03 and 0.09 away, without rows 1.0, and Kimi in float32 instead of
 #: bfloat16 0.02: what of the layers without rows is rounded hides how FP8 rows are.
-NEAR = {"bf16": 0.05, "fp8": 0.08, "fp8_block_scale": 0.08, "fp4": 0.2}
+NEAR = {"bf16": 0.05, "fp8": 0.08, "fp8_block_scale": 0.08, "fp4": 0.2, "fp4_fp8_rope": 0.2}
 
 SHARED = tokens(1, 600)
 #: Unequal lengths; the third begins like the second, up to the end of a chunk (a prefix hit).
