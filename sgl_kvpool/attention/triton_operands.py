@@ -124,7 +124,7 @@ def load_stored(
         words = (rows + (VALUES_AT + FIRST // 2)).to(tl.pointer_type(tl.int32))
         codes = tl.load(words + word, mask=live, other=0)
         block = tl.arange(0, COUNT // 16)[None, :]
-        scales = tl.max_contiguous(rows + (SCALE_AT + FIRST // 16) + block, [1, 2])
+        scales = rows + (SCALE_AT + FIRST // 16) + block
         return codes, tl.load(scales, mask=live, other=0)
 
 
