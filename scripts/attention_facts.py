@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What a row costs every unit of a GPU in each tile of `mla_decode`: the one model of its cost.
 
-Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its loop is counted in the machine code
-(`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
+Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its loop is counted in the machine
+code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
-`sgl_kvpool/bench/attention/tile_costs.json`, and the tables made of them into ``docs/attention.md``; `--check`
-fails if they differ from these. `--try` counts a tile that the table does not have.
+``sgl_kvpool/bench/attention/tile_costs.json``, and the tables made of them into ``docs/attention.md``;
+`--check` fails if these differ. `--try` counts a tile that the table does not have.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
         "list_index_ptr": torch.tensor([0], dtype=torch.int32),
         "out_ptr": torch.zeros(heads, 512),
         "lse_ptr": torch.zeros(heads),
-        **{"row_count": rows, "lists": 1, "bound": rows, "splits": 1, "score_scale": 1.0, "value_scale": 1.0},
-        **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},
+        **dict.fromkeys(["row_count", "bound"], rows),
+        **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
+        **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
     }
     # The strides that are left are those of tokens, lists and splits, of which there is one.
     parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
@@ -129,11 +130,22 @@ def counted(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str,
 def tiles_table(costs: list[dict[str, Any]]) -> str:
     """A line per tile of the table."""
     of = {(found["layout"], found["heads"]): found for found in costs}
-    lines = [
-        "| layout | pairs | rows | warps | registers | spilled bytes | shared bytes | programs per SM "
-        "| warp instructions per row | waits per block | " + " | ".join(f"{_unit(u)}, clk/row" for u in UNITS) + " |",
-        "|---" * (10 + len(UNITS)) + "|",
+    columns = [
+        "layout",
+        "pairs",
+        "rows",
+        "warps",
+        "registers",
+        "spilled bytes",
+        "shared bytes",
+        "programs per SM",
     ]
+    columns += [
+        "warp instructions per row",
+        "waits per block",
+        *(f"{_unit(unit)}, clk/row" for unit in UNITS),
+    ]
+    lines = _head(columns)
     for layout, tile in table():
         found = of[layout.value, tile.pairs]
         names = ("registers", "spilled_bytes", "shared_bytes", "programs_per_sm")
@@ -144,16 +156,26 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _head(columns: list[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
 def _unit(name: str) -> str:
     return {"tensor": "products"}.get(name, name.replace("_", " "))
 
 
 def limits_table(costs: list[dict[str, Any]]) -> str:
     """A line per layout and number of query heads."""
-    lines = [
-        f"| layout | heads | tiles | busiest unit | clk/row | {' | '.join(MEMORY_BYTES_PER_S)} | TB/s of rows, H200 |",
-        "|---" * (6 + len(MEMORY_BYTES_PER_S)) + "|",
+    columns = [
+        "layout",
+        "heads",
+        "tiles",
+        "busiest unit",
+        "clk/row",
+        *MEMORY_BYTES_PER_S,
+        "TB/s of rows, H200",
     ]
+    lines = _head(columns)
     for found in costs:
         layout = MLAKVCacheLayout(found["layout"])
         tiles = -(-found["heads"] // tile_config(layout, found["heads"]).pairs)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a row costs every unit of a Hopper multiprocessor, counted in the main loop of a kernel's machine code.
+"""What a row costs every unit of a Hopper multiprocessor, counted in a kernel's main loop.
 
     loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL]
 
-FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; others are
-named with --loop (those of a consumer and of its loader, say: counted together). For every unit: the clocks
-per row that it is busy, if it did nothing else. The largest is a bound and no forecast: units work at the
-same time only where programs or warp groups are in different phases, latencies are not counted, and
+FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; others
+are named with --loop (those of a consumer and of its loader, say: counted together). For every unit: the
+clocks per row that it is busy, if it did nothing else. The largest is a bound and no forecast: units work at
+the same time only where programs or warp groups are in different phases, latencies are not counted, and
 instructions under a predicate count as executed.
 
 Rates of a multiprocessor per clock: 4 warp instructions issued; integer and logic operations of 64 lanes;
@@ -29,11 +29,13 @@ __all__ = ["Costs", "Loop", "costs", "loops", "main_loop"]
 
 #: Instructions by the unit that executes them.
 _UNITS = {
-    "integer": "LOP LOP3 SHF IADD3 ISETP SEL PRMT LEA SGXT VIADD VIMNMX FMNMX FSETP FSEL PLOP3 BREV POPC FLO P2R "
-    "R2P".split(),
-    "fma": "IMAD FMUL FADD FFMA HMUL2 HADD2 HFMA2 MOV CS2R".split(),
-    "special": "MUFU F2FP I2F F2I F2F I2FP".split(),
-    "shuffle": ["SHFL"],
+    "integer": (
+        *("LOP", "LOP3", "PLOP3", "SHF", "SGXT", "PRMT", "LEA", "IADD3", "VIADD", "VIMNMX", "ISETP", "SEL"),
+        *("FMNMX", "FSETP", "FSEL", "BREV", "POPC", "FLO", "P2R", "R2P"),
+    ),
+    "fma": ("IMAD", "FMUL", "FADD", "FFMA", "HMUL2", "HADD2", "HFMA2", "MOV", "CS2R"),
+    "special": ("MUFU", "F2FP", "I2F", "F2I", "F2F", "I2FP"),
+    "shuffle": ("SHFL",),
 }
 _LANES = {"integer": 64, "fma": 128, "special": 16, "shuffle": 32}
 _WARP, _WARPS_OF_A_GROUP = 32, 4
@@ -53,6 +55,9 @@ class Loop:
     @property
     def end(self) -> int:
         return self.first + len(self.instructions)
+
+    def contains(self, other: Loop) -> bool:
+        return self != other and self.first <= other.first and other.end <= self.end
 
     @property
     def products(self) -> int:
@@ -103,13 +108,7 @@ def main_loop(text: str) -> Loop:
     """The innermost loop with the most products; ValueError if there is none with products."""
     found = [loop for loop in loops(text) if loop.products]
 
-    def innermost(loop: Loop) -> bool:
-        return not any(
-            loop.first <= other.first and other.end <= loop.end and other.end - other.first < loop.end - loop.first
-            for other in found
-        )
-
-    inner = [loop for loop in found if innermost(loop)]
+    inner = [loop for loop in found if not any(loop.contains(other) for other in found)]
     if not inner:
         raise ValueError("no loop with HGMMA in this code; name one with --loop")
     return max(inner, key=lambda loop: (loop.products, -len(loop.instructions)))
@@ -169,19 +168,16 @@ def costs(instructions: Sequence[str], rows: int, warps: int) -> Costs:
         elif operation.startswith("WARPGROUP.DEPBAR") and instruction.rstrip().endswith("0x0"):
             drains += 1
     per_row = warps / rows
+    lanes = {unit: _WARP * sum(operations[name] for name in names) for unit, names in _UNITS.items()}
     clk = {
         "issue": len(instructions) / _ISSUED,
-        **{
-            unit: sum(operations[name] for name in names) * _WARP / _LANES[unit] for unit, names in _UNITS.items()
-        },
+        **{unit: count / _LANES[unit] for unit, count in lanes.items()},
         "tensor": multiply_adds / _BF16_FMA,
         "shared": shared / _SHARED_BYTES,
         "spills": spills / _SHARED_BYTES,
         "loads": loads / _SHARED_BYTES,
     }
-    return Costs(
-        len(instructions) * per_row, {unit: clk[unit] * per_row for unit in clk}, drains, operations
-    )
+    return Costs(len(instructions) * per_row, {unit: clk[unit] * per_row for unit in clk}, drains, operations)
 
 
 def _named(text: str, labels: Iterable[str]) -> list[str]:

@@ -95,6 +95,7 @@ class DecodeConfig:
 
 _L = MLAKVCacheLayout
 
+
 def _single(pairs: int) -> TileConfig:
     """One program per SM: two warp groups, of which each decodes and attends half of a block."""
     return TileConfig(pairs, 128, 8, 1, 1)

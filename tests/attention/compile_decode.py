@@ -17,9 +17,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 import compile_kernels
 
 
-def compile_decode(
-    layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, tile=None
-):
+def compile_decode(layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, tile=None):
     """`decode_kernel` with a tile, by default that of the table."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile

@@ -7,8 +7,8 @@ What a call has to do, with N lists of M rows, T queries of H heads, R = 512 lat
   those read and those written.
 * **matrix**: scores over R + P values and sums over R, two operations per product and sum:
   ``2 T H M (2 R + P)``, at the rate of a large bf16 product. Padding of tiles is not counted.
-* **multiprocessors**, of `mla_decode` alone: ``N M`` rows times the clocks that a row takes of the busiest unit
-  of a multiprocessor. They are counted in the machine code of each tile (``scripts/attention_facts.py``) and
+* **multiprocessors**, of `mla_decode` alone: ``N M`` rows times the clocks that a row takes of the busiest
+  unit of a multiprocessor. They are counted in the machine code of each tile (``attention_facts.py``) and
   stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
 
 The clock is the highest that the device reports. So each limit is a bound that nobody has to reach.
@@ -27,7 +27,16 @@ from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.bench.attention.cases import Workload
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["TILE_COSTS", "UNITS", "Peaks", "Work", "busiest_unit_clk", "limits_us", "sm_clk_per_row", "work_of"]
+__all__ = [
+    "TILE_COSTS",
+    "UNITS",
+    "Peaks",
+    "Work",
+    "busiest_unit_clk",
+    "limits_us",
+    "sm_clk_per_row",
+    "work_of",
+]
 
 #: A list of objects, one per layout and number of query heads; ``docs/attention.md`` says what they hold.
 TILE_COSTS = Path(__file__).with_name("tile_costs.json")
