@@ -33,6 +33,8 @@ __all__ = [
 
 #: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
 DEFAULT_SM_COUNT = 132
+#: A second round has to keep the device busier by this share: every split writes partial results.
+_ROUND_COST = 0.05
 #: Splits of a list, a power of two: one list alone then fills an H100 or H200 with two programs per SM.
 MAX_SPLITS = 256
 #: Times that a device may be filled for the sake of its last, partly filled round.
@@ -182,9 +184,9 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
 
     def busy(splits: int) -> float:
         rounds = -(-programs * splits // slots)
-        return programs * splits / (rounds * slots)
+        return programs * splits / (rounds * slots) * (1 - _ROUND_COST * (rounds - 1))
 
-    # 64 lists of one tile, two programs per SM: 4 splits are 256 programs in 264 places. 160 lists: 3 splits,
+    # 64 lists of one tile, two programs per SM: 4 splits are 256 programs in 264 places. 100 lists: 5 splits,
     # two rounds.
     splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
     return DecodeConfig(tile, tiles, splits, tile.min_blocks)

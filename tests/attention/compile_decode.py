@@ -90,7 +90,7 @@ def facts(compiled, sass, usage):
         "copies_16_bytes": count(r"\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         "wgmma": count(r"\bHGMMA\b"),
         "mma_sync": count(r"\bHMMA\b"),
-        "ldmatrix": count(r"\bLDSM\b"),
+        "ldmatrix_4": count(r"\bLDSM\.(?:\w+\.)*M88\.4\b"),
         "packed_products": count(r"\bH(?:MUL|FMA)2\b"),
         "instructions": count(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
     }
