@@ -1,4 +1,4 @@
-"""The committed costs of `mla_decode`'s tiles: complete, no better than this tree's, and those of the page."""
+"""The committed costs of `mla_decode`'s tiles: complete, no better than this tree's, and the page's."""
 
 import json
 import os
