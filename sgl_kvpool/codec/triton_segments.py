@@ -137,8 +137,8 @@ def store_values(
             x = tl.reshape(x, [ROWS, COUNT])
         else:
             x = tl.div_rn(x, tl.zeros_like(x) + k_scale)
-        # A thread stores the codes of the 8 values that it loads at once. For 16 of them Triton would have it load
-        # 32 bytes, in two loads of which each touches every sector of its warp's values.
+        # A thread stores the codes of the 8 values that it loads at once. For 16 of them Triton would have it
+        # load 32 bytes, in two loads of which each touches every sector of its warp's values.
         at = tl.max_contiguous(rows + (VALUES_AT + FIRST) + index, [1, 8])
         tl.store(at, e4m3_bytes(x, NATIVE), mask=live)
     else:

@@ -206,7 +206,7 @@ CUDA = {
     ),
     "a tile of fewer lanes": (
         ("bf16", "fp8_block_scale"),
-        Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+),[^;]*;", r"mov.b32 \1, \2;"),
+        Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+)[^;]*;", r"mov.b32 \1, \2;"),
         AssertionError, "",
     ),
     "a rounding that is not to even": (

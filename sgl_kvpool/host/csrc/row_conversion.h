@@ -1,5 +1,6 @@
 // Whole rows from one format into another, for nvcc and g++ alike. A row is handled in blocks of 16 values, the
-// latent's first, then the rope's; on a GPU the rope goes in pairs of values. Where the parts of a row lie comes from layout.py: nothing here knows it.
+// latent's first, then the rope's; on a GPU the rope goes in pairs of values. Where the parts of a row lie comes
+// from layout.py: nothing here knows it.
 #pragma once
 
 #include "row_codec.h"
