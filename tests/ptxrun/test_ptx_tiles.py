@@ -18,7 +18,7 @@ def lists_of(tile):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("layout", "tile"), TILES)
 def test_several_blocks(runs, layout, tile, seed):
-    """In one split; turns of warps from one instruction to hundreds, the last with the machine's arithmetic."""
+    """In one split; turns of warps from one instruction to hundreds, at last the machine's arithmetic."""
     counts = lists_of(tile)
     case = make_case(layout.value, heads=tile.pairs, counts=counts, width=counts[0][0], seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed], mma=seed // 2, approx=seed // 2):
