@@ -18,6 +18,10 @@ from regression.parsers import lines, rates, tiles
 from regression.records import Measurement, read_run
 from regression.runner import Step
 
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import TileConfig
+from sgl_kvpool.bench.tiles import choice
+
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
@@ -362,7 +366,10 @@ def light(tmp_path):
     return found
 
 
-def test_the_page(light):
+def test_the_page(light, monkeypatch):
+    own = [TileConfig(pairs, block_rows=64, warps=8, stages=1, programs_per_sm=1) for pairs in (16, 32)]
+    table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
+    monkeypatch.setattr(choice, "table", lambda: iter(table))
     text = page(light.report())
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text
