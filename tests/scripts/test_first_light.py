@@ -18,6 +18,10 @@ from regression.parsers import lines, rates, tiles
 from regression.records import Measurement, read_run
 from regression.runner import Step
 
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import TileConfig
+from sgl_kvpool.bench.tiles import choice
+
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
@@ -328,8 +332,11 @@ def rates_rows():
 
 
 @pytest.fixture
-def light(tmp_path):
-    """A run as on a GPU: what the steps wrote is there."""
+def light(tmp_path, monkeypatch):
+    """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
+    present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
+    present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
+    monkeypatch.setattr(choice, "table", lambda: iter(present))
     steps = [
         Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]

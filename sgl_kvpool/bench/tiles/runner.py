@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.decode_config import MIN_BLOCKS, DecodeConfig, TileConfig, partial_elements
+from sgl_kvpool.attention.decode_config import (
+    DEFAULT_SM_COUNT,
+    TileConfig,
+    config_of_tile,
+    partial_elements,
+)
 from sgl_kvpool.bench.attention.cases import OURS, Item, Workload
 from sgl_kvpool.bench.attention.inputs import RANK, SCALE, Problem
 from sgl_kvpool.bench.attention.measure import Bench
@@ -40,8 +46,9 @@ class TileRunner:
         from sgl_kvpool.attention.decode_launch import launch
 
         w, fmt = problem.workload, problem.fmt
-        tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
-        config = DecodeConfig(self.tile, tiles, self.splits, MIN_BLOCKS)
+        pairs = w.heads * w.queries_per_list
+        by_rule = config_of_tile(self.tile, pairs, w.batch, w.rows_per_list, DEFAULT_SM_COUNT)
+        config = replace(by_rule, splits=self.splits)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         room = torch.empty(
