@@ -96,8 +96,8 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
     Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
-    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower; tiles
-    of 32 leave it where two tiles of 16 are clearly faster for 32 heads. Sizes that were not measured stay.
+    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
+    Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
     """
     choice = Choice()
     names = dict.fromkeys(row["job"]["layout"] for row in rows)
