@@ -293,7 +293,7 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[1/1] canonical ... " in done.stdout
+    assert "[1/1] canonical, about 15 s ... " in done.stdout
     found = read_run(tmp_path / "results" / "results.jsonl")
     assert "sglang" not in found.facts["modules"]
     assert "torch" in found.facts["versions"]
