@@ -18,7 +18,7 @@ __all__ = ["Interrupted", "Step", "in_words", "run_steps", "signals_interrupt"]
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not an `Exception`: nobody who handles failures shall handle this."""
+    """Ctrl-C, SIGTERM or SIGHUP. Not an `Exception`: nobody who handles failures shall handle this."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -81,14 +81,20 @@ def in_words(seconds: float) -> str:
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it Ctrl-C and SIGTERM raise `Interrupted`, once: what has to be ended is ended undisturbed."""
+    """Within it Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`, once: what has to be ended ends undisturbed.
+
+    Where SIGHUP is ignored, as under nohup, it stays so.
+    """
+    endings = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        endings.append(signal.SIGHUP)
 
     def handler(number: int, _frame: Any) -> None:
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in endings:
             signal.signal(one, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {one: signal.signal(one, handler) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, handler) for one in endings}
     try:
         yield
     finally:

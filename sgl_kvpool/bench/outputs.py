@@ -1,16 +1,17 @@
-"""Where results of a benchmark go, and the commit that they are of."""
+"""Where results of a benchmark go, and what they are of: commit and machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "commit", "replace_file", "require_writable"]
+__all__ = ["Report", "commit", "machine", "replace_file", "require_writable"]
 
 #: Folder that has this package in it: the root of a checkout, or where packages are installed.
 _ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,22 @@ def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> No
             path.open("a").close()
         except OSError as error:
             parser.error(f"{path} cannot be written ({error.strerror}); name a file that can")
+
+
+def machine() -> dict[str, Any]:
+    """Processor and number of cores, and the GPU that torch sees, if any."""
+    import torch
+
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1] for line in info.read_text().splitlines() if "model name" in line]
+        model = names[0].strip() if names else model
+    found: dict[str, Any] = {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 @cache

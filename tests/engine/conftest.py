@@ -15,6 +15,7 @@ from pathlib import Path
 
 import host_tier_servers as host_tier
 import hybrid_servers
+import psutil
 import pytest
 import ranked_servers
 import regression_run
@@ -181,6 +182,25 @@ def engines(model_path, folder):
     return json.loads(done.stdout.rpartition("\n@@@")[2])
 
 
+def refused(model_path, folder):
+    """A server whose scheduler finds that there is not the memory for its host tier."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sgl_kvpool.demo.models"
+    arguments = [*cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
+    arguments += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        env=env,
+    )
+    return {"status": done.returncode, "log": done.stdout}
+
+
 def demo(model_path, folder):
     """The command a new user types, for all layouts; what it prints, and demo.json."""
     folder.mkdir()
@@ -199,6 +219,32 @@ def demo(model_path, folder):
         "files": sorted(path.name for path in (folder / "results").iterdir()),
         **json.loads((folder / "results" / "demo.json").read_text()),
     }
+
+
+def killed(model_path, folder):
+    """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_kvpool.cli",
+        "demo",
+        "--layouts",
+        "fp4",
+        "--out",
+        folder / "results",
+    ]
+    printed = folder / "printed"
+    with printed.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+    while "scoring" not in printed.read_text() and process.poll() is None:
+        time.sleep(0.2)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.name().startswith("sglang::sche"):  # Linux keeps 15 characters
+            child.kill()
+    return {"status": process.wait(timeout=300), "printed": printed.read_text()}
 
 
 def printed(model_path, folder):
@@ -244,7 +290,9 @@ def pytest_collection_finish(session):
 JOBS = {
     "demo": demo,
     "engines": engines,
+    "killed": killed,
     "printed": printed,
+    "refused": refused,
     "regression": regression_run.regression,
     **hybrid_servers.JOBS,
     **ranked_servers.JOBS,

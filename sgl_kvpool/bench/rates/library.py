@@ -40,7 +40,7 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel that SGLang brings, or where it usually is.
+    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel among SGLang's dependencies, or the usual one.
 
     Raises
     ------
