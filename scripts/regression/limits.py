@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding
+from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
 
 __all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
 
@@ -38,6 +38,10 @@ _Margins = TypeVar("_Margins")
 
 def _by_layout(by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
     """Margins depend on how latents are stored."""
+    check_complete(
+        [layout for layout in MLAKVCacheLayout if layout.latent in by_latent],
+        "a table of scripts/regression/limits.py",
+    )
     return {layout.value: by_latent[layout.latent] for layout in MLAKVCacheLayout}
 
 

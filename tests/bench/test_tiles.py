@@ -13,7 +13,7 @@ from sgl_kvpool.bench.tiles import cases
 from sgl_kvpool.bench.tiles import choice as choice_module
 from sgl_kvpool.bench.tiles.choice import choose, split_findings, table_text
 from sgl_kvpool.cli import main
-from sgl_kvpool.layout import SegmentEncoding
+from sgl_kvpool.layout import Encoding, SegmentEncoding
 
 FP4, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16
 SLOW, FAST = (64, 8, 1, 1), (128, 8, 1, 1)
@@ -96,7 +96,16 @@ def test_other_splits():
 # ------------------------------------------------------------------------------------------ which table
 
 #: What stands in decode_config.py, for these tests.
-TABLE = [(BF16, tile(16, (64, 8, 3, 1))), (FP4, tile(16, SLOW)), (FP4, tile(32, SLOW))]
+TABLE = [
+    (BF16, tile(16, (64, 8, 3, 1))),
+    *((layout, tile(16, SLOW)) for layout in MLAKVCacheLayout if layout.latent.values is Encoding.E4M3),
+    *(
+        (layout, tile(pairs, SLOW))
+        for layout in MLAKVCacheLayout
+        if layout.latent is FP4.latent
+        for pairs in (16, 32)
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +181,10 @@ def test_the_text_is_the_table():
     names = {"_E": SegmentEncoding, "SegmentEncoding": SegmentEncoding, "TileConfig": TileConfig}
     exec(table_text(choose(rows)), names)
     assert names["_TABLE"] == {
-        BF16.latent: (tile(16, (64, 8, 3, 1)),),
-        FP4.latent: (tile(16, FAST), tile(32, SLOW)),
+        SegmentEncoding.BF16: (tile(16, (64, 8, 3, 1)),),
+        SegmentEncoding.E4M3_BY_K_SCALE: (tile(16, SLOW),),
+        SegmentEncoding.E4M3_IN_TILES: (tile(16, SLOW),),
+        SegmentEncoding.E2M1_IN_BLOCKS: (tile(16, FAST), tile(32, SLOW)),
     }
 
 
