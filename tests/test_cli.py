@@ -120,9 +120,9 @@ def test_a_server_that_refuses_shows_why(tmp_path):
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert any("KVPOOL_CHECK_FINITE='perhaps' is neither" in line for line in lines)
-    assert lines[-1] == f"the server's whole output is in {tmp_path / 'server-fp4.log'}"
+    assert lines[-1] == f"the server's log: {tmp_path / 'unfinished' / 'server-fp4.log'}"
     assert len(lines) > 8  # the last lines of its log, as lines
-    assert not (tmp_path / "demo.json").exists()
+    assert (tmp_path / "demo.json").read_text() == "of an earlier run"
 
 
 def test_servers_bypass_the_users_proxy(monkeypatch):

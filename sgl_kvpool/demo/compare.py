@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -20,7 +21,6 @@ from sgl_kvpool.demo.measure import (
     compare_hits,
     compare_scores,
     generate_greedily,
-    generate_sample,
     score,
     tiered_hit,
 )
@@ -40,9 +40,10 @@ _HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--enable-c
 #: Memory that it takes, and what the server itself takes after the question was asked.
 _HOST_TIER_BYTES = (1 << 30) + (3 << 30)
 
-#: A sample of text is drawn after this.
-SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self"
-SAMPLE_TOKENS = 72
+#: What a run leaves in its folder. It is written into a folder in there, until the run has finished.
+_RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
+_UNFINISHED = "unfinished"
+
 #: Beginnings of held-out windows, as (window, bytes), after which greedy text is generated. Chosen so that
 #: wide margins decide every token: where the best two are nearly tied, rounding decides.
 _GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
@@ -74,7 +75,7 @@ def has_room_for_host_tier() -> bool:
 def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
     """The server the demo starts for a layout, not yet started."""
     arguments = cpu_arguments(model_path(), port, max_total_tokens=tokens_in_the_same_memory(layout))
-    arguments += ["--random-seed", "0", "--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
+    arguments += ["--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
     if has_room_for_host_tier():
         arguments += _HOST_TIER
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
@@ -88,18 +89,18 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     layouts : sequence of MLAKVCacheLayout
         Without repetition. Differences are to BF16, if it is among them.
     folder : Path
-        Made if it does not exist; gets ``demo.json``, ``demo.png`` and the servers' logs.
+        Made if it does not exist; gets ``demo.json``, ``demo.png`` and the servers' logs, in place of an
+        earlier run's, once all layouts were served. Until then they are in ``unfinished/`` in there.
 
     Returns
     -------
     int
-        Exit status: 1 if a server failed; what was served before it is still shown and written.
+        Exit status: 1 if a server failed, what was served before it is still shown and written, or if the
+        results could not be written.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in ("demo.json", "demo.png"):
-        (folder / stale).unlink(missing_ok=True)
+    unfinished = _emptied(folder / _UNFINISHED)
     windows = held_out_windows()
     layers, rank, rope = geometry()
     print(
@@ -112,32 +113,64 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     served: list[tuple[report.Result, Scores]] = []
     for number, layout in enumerate(layouts, 1):
         print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
-        log = folder / f"server-{layout}.log"
+        log = unfinished / f"server-{layout}.log"
         try:
             served.append(_serve(layout, windows, log))
         except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
             # The last three: an answer of another shape than SGLang's.
-            print(
-                f"failed: {type(error).__name__}: {error}\nthe server's whole output is in {log}", flush=True
-            )
+            what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
+            print(f"failed: {what}{error}\nthe server's log: {log}", flush=True)
             status = 1
             break
         print(f" scored in {served[-1][0].scoring_seconds:.0f} s", flush=True)
     if not served:
         return status
     results = _with_differences(served)
-    print(f"\n{report.table(results, SAMPLE_PROMPT)}\n")
-    report.write_json(folder / "demo.json", results, _facts(windows))
+    print(f"\n{report.table(results)}\n")
     if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
         print("failed: a hit in the host tier gave other tokens than a hit on the device")
         status = 1
+    try:
+        without_plot = _write(unfinished, results, _facts(windows))
+        if len(served) == len(layouts):
+            _move(unfinished, folder)
+        else:
+            folder = unfinished
+    except OSError as error:
+        print(f"failed: {error.strerror or error}: the results cannot be written to {folder}")
+        return 1
     print(f"all numbers: {folder / 'demo.json'}")
+    print(without_plot or f"plot:        {folder / 'demo.png'}")
+    return status
+
+
+def _emptied(folder: Path) -> Path:
+    """The folder, made if need be, without results of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _RESULTS:
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def _write(folder: Path, results: Sequence[report.Result], facts: dict[str, Any]) -> str:
+    """Write the JSON and the plot; returns why there is no plot, or nothing."""
+    report.write_json(folder / "demo.json", results, facts)
     try:
         report.write_plot(folder / "demo.png", results)
-        print(f"plot:        {folder / 'demo.png'}")
-    except Exception as error:  # an absent or broken matplotlib costs the plot, not the numbers
-        print(f"no plot: {error!r}; pip install matplotlib")
-    return status
+    except ImportError as error:  # an absent or broken matplotlib costs the plot, not the numbers
+        return f"no plot: {error}; pip install matplotlib"
+    return ""
+
+
+def _move(unfinished: Path, folder: Path) -> None:
+    """Put a finished run's results in the place of an earlier run's."""
+    for name in _RESULTS:
+        if (unfinished / name).exists():
+            (unfinished / name).replace(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's file in it
+        unfinished.rmdir()
 
 
 def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tuple[report.Result, Scores]:
@@ -158,7 +191,6 @@ def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tu
         began_scoring = time.monotonic()
         scores = score(server, windows, progress=lambda: print(".", end="", flush=True))
         scored = time.monotonic()
-        sample = generate_sample(server, SAMPLE_PROMPT, SAMPLE_TOKENS)
         greedy = generate_greedily(server, greedy_prompts(windows), GREEDY_TOKENS)
         host_hit = compare_hits(hits[1], tiered_hit(server, evicted)) if hits else None
     result = report.Result(
@@ -172,7 +204,6 @@ def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tu
         perplexity=scores.perplexity,
         difference=None,
         greedy=greedy,
-        sample=sample,
         host_hit=host_hit,
     )
     return result, scores
@@ -203,6 +234,5 @@ def _facts(windows: Sequence[Window]) -> dict[str, Any]:
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "held_out_windows": len(windows),
         "held_out_tokens_scored": sum(len(window.text) - 1 for window in windows),
-        "sample_prompt": SAMPLE_PROMPT,
         "prompts": greedy_prompts(windows),
     }

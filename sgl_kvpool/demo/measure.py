@@ -23,7 +23,6 @@ __all__ = [
     "compare_hits",
     "compare_scores",
     "generate_greedily",
-    "generate_sample",
     "score",
     "tiered_hit",
 ]
@@ -217,9 +216,3 @@ def generate_greedily(server: Server, prompts: Sequence[str], new_tokens: int) -
         best_two = answer["meta_info"]["output_top_logprobs"]
         found.append(Greedy(answer["output_ids"], min(best[0] - second[0] for best, second in best_two)))
     return found
-
-
-def generate_sample(server: Server, prompt: str, new_tokens: int) -> str:
-    """Text drawn at temperature 0.8, from the random numbers that the server's --random-seed gives."""
-    sampling = {"temperature": 0.8, "max_new_tokens": new_tokens, "ignore_eos": True}
-    return server.generate(text=prompt, sampling_params=sampling)["text"]

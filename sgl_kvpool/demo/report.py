@@ -40,8 +40,6 @@ class Result:
         To BF16; None for BF16 itself and if BF16 was not served.
     greedy : list of Greedy
         What follows each of the prompts for greedy text.
-    sample : str
-        Text drawn after the prompt for a sample.
     host_hit : HostHit or None
         A prompt that other requests had pushed out of the pool; None on a machine without the memory.
     """
@@ -56,12 +54,11 @@ class Result:
     perplexity: float
     difference: Difference | None
     greedy: list[Greedy]
-    sample: str
     host_hit: HostHit | None = None
 
 
-def table(results: Sequence[Result], prompt: str) -> str:
-    """The results as text: a table, then the sample that each layout drew after `prompt`."""
+def table(results: Sequence[Result]) -> str:
+    """The results as text: a table, then what came back from the host tier."""
     lines = [
         f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
         f"{'top byte':>9}",
@@ -81,8 +78,6 @@ def table(results: Sequence[Result], prompt: str) -> str:
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
     lines += ["", *_host_lines(results)]
-    lines += ["", f"after {prompt!r} a sample at temperature 0.8, of the same random numbers:"]
-    lines += [f"{result.layout:16} {result.sample!r}" for result in results]
     return "\n".join(lines)
 
 
@@ -102,7 +97,8 @@ def _host_lines(results: Sequence[Result]) -> list[str]:
             f"memory; the next {hit.generated_tokens} are {verdict} after a hit on the device"
         )
     if len(set(lines.values())) == 1:
-        return [f"host tier, every layout: {next(iter(lines.values()))}"]
+        which = ", every layout" if len(lines) > 1 else ""
+        return [f"host tier{which}: {next(iter(lines.values()))}"]
     return [f"host tier, {layout}: {line}" for layout, line in lines.items()]
 
 

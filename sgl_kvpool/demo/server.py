@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -48,7 +49,11 @@ def _past_proxies() -> dict[str, str]:
 
 
 class ServerFailed(RuntimeError):
-    """A server ended or hung before it answered; the message ends with its log's last lines."""
+    """A server ended or hung.
+
+    The message's first line says what happened. The last lines of the server's log follow, unless it was
+    killed or its log could not be written.
+    """
 
 
 #: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
@@ -59,6 +64,16 @@ _handed_out: set[int] = set()
 
 #: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
 _BIND_FAILED = "error while attempting to bind on address"
+
+#: What SGLang logs when one of its processes ended by itself, and when it kills itself and all of them.
+_PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
+_KILLS_ITSELF = "kill_process_tree called"
+
+#: More than what is left of the log's last block on a disk that is full.
+_PROBE_BYTES = 1 << 16
+
+#: Longest line of a log that is shown: SGLang prints all its arguments in one.
+_LINE_CHARACTERS = 500
 
 
 def _first_ephemeral_port() -> int:
@@ -126,7 +141,7 @@ class Server:
     Raises
     ------
     ServerFailed
-        On entering, if the server ends or does not answer in time.
+        On entering, if the server ends or does not answer in time; in a request, if it has ended.
     """
 
     def __init__(
@@ -191,20 +206,51 @@ class Server:
         assert self.process is not None
         deadline = time.monotonic() + self.wait_seconds
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise ServerFailed(
-                    f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
-                )
             # SGLang neither ends nor tries again when its port is taken while it loads the model; who has the
             # port may answer.
             if _BIND_FAILED in self.log_tail():
                 raise ServerFailed(f"port {self.port} was taken while the server started:\n{self.log_tail()}")
             try:
-                self.get("/health", timeout_seconds=5)
+                self._open("/health", timeout_seconds=5)
                 return
             except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException):
-                time.sleep(0.5)
+                self._raise_if_ended(wait_seconds=0.5)
         raise ServerFailed(f"no answer in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
+
+    def _raise_if_ended(self, wait_seconds: float) -> None:
+        """Raise what happened to the server if it ends within this time."""
+        if self.process is None:
+            return
+        try:
+            status = self.process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
+            return
+        self._signal(signal.SIGKILL)  # what is left of its processes writes nothing more
+        try:
+            self._probe_log()
+        except OSError as error:
+            raise ServerFailed(f"{error.strerror}: the server cannot write its log {self.log}") from None
+        tail = self.log_tail()
+        found = _PROCESS_ENDED.search(tail)
+        who, itself = "the server", ""
+        if found is not None:
+            who, status = f"the server's process {found[1]}", int(found[2])
+        elif _KILLS_ITSELF in tail:
+            itself = " itself"
+        if status == -signal.SIGKILL and not itself:
+            raise ServerFailed(f"{who} ended with signal 9 (Killed; out of memory?)")
+        how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
+        raise ServerFailed(f"{who} ended{itself} with {how}:\n{tail}")
+
+    def _probe_log(self) -> None:
+        """Raise OSError if nothing more can be written to the log."""
+        with self.log.open("ab", buffering=0) as log:
+            size = log.tell()
+            try:
+                log.write(bytes(_PROBE_BYTES))
+            finally:
+                with contextlib.suppress(OSError):  # of a device
+                    log.truncate(size)
 
     def stop(self) -> None:
         """End the server and everything it started."""
@@ -227,15 +273,36 @@ class Server:
             os.killpg(self.process.pid, number)
 
     def log_tail(self, lines: int = 15) -> str:
-        """Last lines of the server's output."""
-        return "\n".join(self.log.read_text(errors="replace")[-4000:].splitlines()[-lines:])
+        """Last lines of the server's output, each cut at 500 characters."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 40 * _LINE_CHARACTERS))
+            last = log.read(40 * _LINE_CHARACTERS).decode(errors="replace").splitlines()[-lines:]
+        return "\n".join(
+            line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]} ..." for line in last
+        )
 
     # ---------------------------------------------------------------- requests
 
+    def _open(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
+        """Body of the answer to a request, or to a GET of a path."""
+        if isinstance(request, str):
+            request = urllib.request.Request(f"http://127.0.0.1:{self.port}{request}")
+        with _LOOPBACK.open(request, timeout=timeout_seconds) as answer:
+            return answer.read()
+
+    def _ask(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
+        """The same; if no answer came because the server has ended, that is raised."""
+        try:
+            return self._open(request, timeout_seconds)
+        except urllib.error.HTTPError:
+            raise  # an answer
+        except (urllib.error.URLError, ConnectionError, HTTPException):
+            self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
+            raise
+
     def get(self, path: str, timeout_seconds: float = 60) -> bytes:
         """Body of a GET request."""
-        with _LOOPBACK.open(f"http://127.0.0.1:{self.port}{path}", timeout=timeout_seconds) as answer:
-            return answer.read()
+        return self._ask(path, timeout_seconds)
 
     def info(self) -> dict[str, Any]:
         """`/server_info`."""
@@ -248,5 +315,4 @@ class Server:
             data=json.dumps(fields).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with _LOOPBACK.open(request, timeout=600) as answer:
-            return json.loads(answer.read())
+        return json.loads(self._ask(request, timeout_seconds=600))

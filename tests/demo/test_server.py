@@ -1,9 +1,12 @@
-"""Ports of servers, and a start that fails because one was taken. Servers themselves: tests/engine."""
+"""Ports of servers, and what is said of a server that ended. Servers themselves: tests/engine."""
 
+import errno
+import os
 import re
 import socket
 import sys
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,96 @@ def test_a_port_taken_during_the_start_is_reported_at_once(tmp_path, listening):
             launched.__enter__()
         assert time.monotonic() - begin < 30
         assert launched.process is None
+
+
+#: A server that is ready, and ends as `argv[3]` says when it is asked something.
+MORTAL = """
+import os, sys, uvicorn
+async def app(scope, receive, send):
+    if scope["path"] != "/health":
+        print("asked for", scope["path"], flush=True)
+        exec(sys.argv[3])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body"})
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), lifespan="off")
+"""
+
+#: What SGLang logs when its scheduler was killed, before it kills itself; see tests/engine/test_demo.py.
+SCHEDULER_KILLED = """
+print("Subprocess scheduler_0 (pid=12513) crashed with exit code -9. Triggering SIGQUIT for cleanup...")
+print("kill_process_tree called: parent_pid=12260, include_parent=True, pid=12260", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+#: The same after an error of the scheduler, which SGLang names or does not.
+SCHEDULER_ENDED = SCHEDULER_KILLED.replace("code -9", "code 1")
+SCHEDULER_RAISED = SCHEDULER_KILLED.replace("Subprocess", "Exception in")
+
+
+def failure(folder, program, *arguments):
+    """What is said of a program that ends during its start, or at its first request."""
+    port = free_port()
+    program = (sys.executable, "-c", program)
+    server = Server(["--port", str(port), *arguments], folder / "log", wait_seconds=100, program=program)
+    with pytest.raises(ServerFailed) as failed, server:
+        server.generate(text="x")
+    return str(failed.value)
+
+
+KILLED = "ended with signal 9 (Killed; out of memory?)"
+
+
+def test_a_server_that_was_killed(tmp_path):
+    assert failure(tmp_path, "import os; os.kill(os.getpid(), 9)") == f"the server {KILLED}"
+    assert failure(tmp_path, MORTAL, "os.kill(os.getpid(), 9)") == f"the server {KILLED}"
+
+
+def test_a_scheduler_that_was_killed(tmp_path):
+    """SGLang then kills itself too; out of memory, the scheduler is what Linux kills."""
+    assert failure(tmp_path, MORTAL, SCHEDULER_KILLED) == f"the server's process scheduler_0 {KILLED}"
+
+
+def test_a_server_that_ended_itself_shows_the_end_of_its_log(tmp_path):
+    said = failure(tmp_path, MORTAL, SCHEDULER_ENDED).splitlines()
+    assert said[0] == "the server's process scheduler_0 ended with status 1:"
+    assert any("asked for /generate" in line for line in said)
+    said = failure(tmp_path, MORTAL, SCHEDULER_RAISED).splitlines()
+    assert said[0] == "the server ended itself with signal 9 (Killed):"
+    assert any("Exception in scheduler_0" in line for line in said)
+    said = failure(tmp_path, MORTAL, "os._exit(3)").splitlines()
+    assert said[0] == "the server ended with status 3:"
+    assert said[-1] == "asked for /generate"
+    assert failure(tmp_path, "import os; os.kill(os.getpid(), 11)") == (
+        "the server ended with signal 11 (Segmentation fault):\n"
+    )
+
+
+def test_a_long_line_of_the_log_is_cut(tmp_path):
+    said = failure(tmp_path, "print('server_args=' + 'x' * 3000); print('the reason'); exit(1)").splitlines()
+    assert said[-1] == "the reason"
+    assert len(said[-2]) < 600
+
+
+@pytest.mark.parametrize("ending", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_a_log_on_a_full_disk(tmp_path, ending):
+    """/dev/full gives the same error as a disk without a free block."""
+    (tmp_path / "log").symlink_to("/dev/full")
+    said = failure(tmp_path, f"import os; print('x'); {ending}")
+    assert said == f"{os.strerror(errno.ENOSPC)}: the server cannot write its log {tmp_path / 'log'}"
+
+
+def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
+    """The server lives on: nobody waits for its end."""
+    mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")
+    program = (sys.executable, "-c", mortal)
+    arguments = ["--port", str(free_port()), "pass"]
+    with Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server:
+        begin = time.monotonic()
+        with pytest.raises(urllib.error.HTTPError):
+            server.generate(text="x")
+        assert time.monotonic() - begin < 4
+
+
+def test_asking_whether_the_log_can_be_written_leaves_it_as_it_is(tmp_path):
+    failure(tmp_path, "print('the reason'); exit(1)")
+    assert (tmp_path / "log").read_text() == "the reason\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import host_tier_servers as host_tier
 import hybrid_servers
+import psutil
 import pytest
 import ranked_servers
 import regression_run
@@ -201,6 +202,32 @@ def demo(model_path, folder):
     }
 
 
+def killed(model_path, folder):
+    """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_kvpool.cli",
+        "demo",
+        "--layouts",
+        "fp4",
+        "--out",
+        folder / "results",
+    ]
+    printed = folder / "printed"
+    with printed.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+    while "scoring" not in printed.read_text() and process.poll() is None:
+        time.sleep(0.2)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.name().startswith("sglang::sche"):  # Linux keeps 15 characters
+            child.kill()
+    return {"status": process.wait(timeout=300), "printed": printed.read_text()}
+
+
 def printed(model_path, folder):
     """The command that `demo --print-command` prints, given to a shell."""
     folder.mkdir()
@@ -244,6 +271,7 @@ def pytest_collection_finish(session):
 JOBS = {
     "demo": demo,
     "engines": engines,
+    "killed": killed,
     "printed": printed,
     "regression": regression_run.regression,
     **hybrid_servers.JOBS,

@@ -90,6 +90,17 @@ def test_greedy_tokens(record, results, goldens, layout):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.engine("killed")
+def test_a_server_that_is_killed_is_said_in_a_line(record):
+    found = record("killed")
+    assert found["status"] == 1
+    lines = found["printed"].splitlines()
+    end = " failed: the server's process scheduler_0 ended with signal 9 (Killed; out of memory?)"
+    assert lines[-2].startswith("[1/1] fp4: starting SGLang ... ready")
+    assert lines[-2].endswith(end)
+    assert lines[-1].startswith("the server's log: ")
+
+
 @pytest.mark.engine("printed")
 def test_print_command_starts_the_server(record):
     found = record("printed")

@@ -1,0 +1,49 @@
+#!/bin/sh
+# check_venv.sh VENV PYTHON ORIGIN: whether make can use the virtual environment VENV, or can make it with PYTHON.
+# ORIGIN is "file" where PYTHON is the Makefile's default and not the user's choice.
+#
+# A virtual environment works only where it was made and while the Python that made it is there. One that does not
+# work is named, and left to `make clean`: it is 11 GB and may be somebody's.
+venv=$1 python=$2 origin=$3
+
+version() {
+    "$@" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+refuse() {
+    echo "make: $*" >&2
+    exit 1
+}
+
+too_old() {
+    case $1 in 3.[0-9] | 3.10 | [12].*) ;; *) false ;; esac
+}
+
+anew="\`make clean\` removes it, then \`make venv PYTHON=...\` makes it anew"
+wanted=$(version $python)
+if [ -z "$wanted" ] && { [ "$origin" != file ] || [ ! -e "$venv" ]; }; then
+    refuse "PYTHON=$python does not run: name a Python of 3.11 or later"
+fi
+if [ ! -e "$venv/bin/python" ] && [ ! -L "$venv/bin/python" ]; then
+    too_old "$wanted" && refuse "PYTHON=$python is Python $wanted: name one of 3.11 or later"
+    exit 0
+fi
+
+found=$(version "$venv/bin/python") || refuse "$venv is broken, its Python does not run: $anew"
+too_old "$found" && refuse "$venv has Python $found, and 3.11 or later is needed: $anew"
+# The first line of a program in it names the Python that it runs with, by its whole path.
+made=
+if [ -e "$venv/bin/pip" ]; then
+    read -r made <"$venv/bin/pip"
+fi
+case $made in
+'#!'*/bin/python*)
+    made=${made#'#!'}
+    made=${made%/bin/python*}
+    [ "$made" -ef "$venv" ] || refuse "$venv was made as $made and does not work here: $anew"
+    ;;
+esac
+if [ "$found" != "${wanted:-$found}" ]; then
+    [ "$origin" = file ] || refuse "$venv has Python $found, and PYTHON=$python is Python $wanted: $anew"
+    echo "make: $venv has Python $found and stays so ($python is Python $wanted)" >&2
+fi

@@ -1,0 +1,126 @@
+"""Where the demo puts what it finds, and what it says when it cannot. Here `_serve` starts no server."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import resource
+import sys
+
+import pytest
+
+from sgl_kvpool.demo import compare, report
+from sgl_kvpool.demo.measure import Greedy, Scores
+from sgl_kvpool.demo.server import ServerFailed
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
+LOGS = [f"server-{layout}.log" for layout in MLAKVCacheLayout]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Layouts are "served" in turn; `served[layout]` is an exception that one raises instead."""
+    failing = {}
+    scores = Scores([[-1.0, -2.0], [-1.5, -0.5]], [[1, 2], [3, 4]])
+    result = report.Result(
+        layout="",
+        row_bytes=416,
+        pool_bytes=56623104,
+        tokens=22656,
+        attention_backend="kvpool_mla",
+        start_seconds=40.0,
+        scoring_seconds=9.0,
+        perplexity=3.0,
+        difference=None,
+        greedy=[Greedy([9, 8], 0.5)],
+    )
+
+    def serve(layout, windows, log):
+        log.write_text("new")
+        if layout in failing:
+            raise failing[layout]
+        return dataclasses.replace(result, layout=layout.value), scores
+
+    monkeypatch.setattr(compare, "_serve", serve)
+    return failing
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes):
+    """Longer files give OSError, as those on a full disk do, with another reason."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def earlier(folder):
+    """Results of an earlier run, and a file that is not ours."""
+    for name in ("demo.json", "demo.png", *LOGS, "notes.txt"):
+        (folder / name).write_text("old")
+
+
+def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
+    earlier(tmp_path)
+    assert compare.compare([FP4], tmp_path) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "demo.json",
+        "demo.png",
+        "notes.txt",
+        "server-fp4.log",
+    ]
+    assert [r["layout"] for r in json.loads((tmp_path / "demo.json").read_text())["results"]] == ["fp4"]
+    assert (tmp_path / "server-fp4.log").read_text() == "new"
+    assert (tmp_path / "notes.txt").read_text() == "old"
+    assert f"all numbers: {tmp_path / 'demo.json'}\n" in capsys.readouterr().out
+
+
+def kept(folder):
+    return all((folder / name).read_text() == "old" for name in ("demo.json", "demo.png", *LOGS))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerFailed("the server ended with signal 9")])
+def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, served, capsys, error):
+    earlier(tmp_path)
+    served[FP4] = error
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            compare.compare([FP8, FP4], tmp_path)
+    else:
+        assert compare.compare([FP8, FP4], tmp_path) == 1
+        unfinished = tmp_path / "unfinished"
+        printed = capsys.readouterr().out
+        assert "failed: the server ended with signal 9\n" in printed
+        assert f"the server's log: {unfinished / 'server-fp4.log'}\n" in printed
+        assert f"all numbers: {unfinished / 'demo.json'}\n" in printed
+        assert len(json.loads((unfinished / "demo.json").read_text())["results"]) == 1
+    assert kept(tmp_path)
+    # The next one that finishes leaves nothing of it.
+    served.clear()
+    assert compare.compare([FP4], tmp_path) == 0
+    assert not (tmp_path / "unfinished").exists()
+
+
+@pytest.mark.parametrize("size_bytes", [8192, 64])  # the JSON fits and the plot does not; neither does
+def test_results_that_cannot_be_written(tmp_path, served, capsys, size_bytes):
+    earlier(tmp_path)
+    with files_of_at_most(size_bytes):
+        assert compare.compare([FP4], tmp_path) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"failed: {os.strerror(errno.EFBIG)}: the results cannot be written to {tmp_path}"
+    assert kept(tmp_path)
+
+
+def test_without_matplotlib_the_numbers_are_written(tmp_path, served, capsys, monkeypatch):
+    earlier(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert compare.compare([FP4], tmp_path) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no plot: import of matplotlib.figure halted")
+    assert last.endswith("; pip install matplotlib")
+    assert (tmp_path / "demo.json").exists()
+    assert not (tmp_path / "demo.png").exists()
