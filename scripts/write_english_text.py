@@ -3,9 +3,10 @@
 
     python scripts/write_english_text.py [--out sgl_kvpool/demo/english.txt]
 
-Paragraphs of prose of the language reference, as `help()` has it (`pydoc_data.topics`), then of the docstrings of the
-standard library, each once. Python's licence covers them: sgl_kvpool/demo/byte_mla_python/LICENSE-held-out.txt.
-Another version of Python gives another text; the committed one is of Python 3.11.7.
+Paragraphs of prose of the language reference, as `help()` has it (`pydoc_data.topics`), then of the
+docstrings of the standard library, each once. Python's licence covers them:
+sgl_kvpool/demo/byte_mla_python/LICENSE-held-out.txt. Another version of Python gives another text; the
+committed one is of Python 3.11.7.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 OUT = Path(__file__).resolve().parent.parent / "sgl_kvpool" / "demo" / "english.txt"
 #: Not prose, not Python's own, or not everywhere there.
-EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3", "turtledemo"}
+EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "pydoc_data",
+    "lib2to3",
+    "turtledemo",
+}
 #: 131 windows of 512 of SmolLM2's tokens.
 CHARACTERS = 305_000
 SHORTEST = 160
@@ -39,7 +48,7 @@ def docstrings() -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Those of a text that read as prose, each on one line: not indented, of whole sentences, mostly letters."""
+    """Those of a text that read as prose, each on one line: not indented, whole sentences, mostly letters."""
     for block in text.split("\n\n"):
         line = " ".join(block.split())
         indented = all(piece.startswith("    ") for piece in block.splitlines() if piece.strip())

@@ -310,8 +310,12 @@ class Server:
 
     def generate(self, **fields: Any) -> Any:
         """Answer of SGLang's native `/generate` to the given fields of a request."""
+        return self.post("/generate", **fields)
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """Answer to a POST request of JSON fields."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate",
+            f"http://127.0.0.1:{self.port}{path}",
             data=json.dumps(fields).encode(),
             headers={"Content-Type": "application/json"},
         )

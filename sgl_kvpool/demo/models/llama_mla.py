@@ -1,8 +1,8 @@
 """A Llama served by SGLang as an MLA model: the latent of a token is its rotated keys and its values.
 
-Grouped-query attention over G key heads of D values is MLA with ``kv_lora_rank`` ``2 * G * D`` and no rotary part. The
-absorbed query of a head is its rotated query in the place of its key head and zero elsewhere; its output is the
-place of its value head. The rest is transformers' own Llama.
+Grouped-query attention over G key heads of D values is MLA with ``kv_lora_rank`` ``2 * G * D`` and no rotary
+part. The absorbed query of a head is its rotated query in the place of its key head and zero elsewhere; its
+output is the place of its value head. The rest is transformers' own Llama.
 
 SGLang takes ``DeepseekV3ForCausalLM`` for MLA, as it does ``DeepseekV2ForCausalLM``, which is `byte_mla`'s.
 """
@@ -27,8 +27,8 @@ _ATTENTION = "kvpool_latent"
 class DeepseekV3ForCausalLM(nn.Module):
     """A Llama of `sgl_kvpool.demo.smollm2`'s checkpoint over SGLang's KV pool, in the absorbed form only.
 
-    Computes in float32, which CPUs without bfloat16 instructions do several times as fast; weights and rows are
-    bfloat16 numbers.
+    Computes in float32, which CPUs without bfloat16 instructions do several times as fast; weights and rows
+    are bfloat16 numbers.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -73,7 +73,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
 
 def _attend(module, query: Tensor, key: Tensor, value: Tensor, mask, forward_batch=None, **_):
-    """Transformers' attention of one layer: query ``[1, H, T, D]``, key and value ``[1, G, T, D]``, rotated."""
+    """Transformers' attention of a layer: query ``[1, H, T, D]``, key and value ``[1, G, T, D]``, rotated."""
     heads, groups, (tokens, width) = query.shape[1], key.shape[1], query.shape[2:]
     rows = torch.cat([key[0], value[0]]).transpose(0, 1)  # [T, 2 G, D]
     absorbed = query.new_zeros(tokens, heads, 2 * groups, width)
