@@ -161,8 +161,33 @@ def errors_table() -> str:
 
 
 def demo_table() -> str:
-    """Perplexity of the demo's model per layout, from `demo_cpu.json`, as Markdown."""
+    """Perplexity of SmolLM2 per layout through the server, from `demo_smollm2_cpu.json`, as Markdown."""
+    return _perplexities("demo_smollm2_cpu.json", {"layout": "layout"}, token="token")
+
+
+def bytes_table() -> str:
+    """The same of the byte model, from `demo_cpu.json`."""
     return _perplexities("demo_cpu.json", {"layout": "layout"})
+
+
+def llm_table() -> str:
+    """What each form of SmolLM2's rows costs, from `llm_cpu.json`, as Markdown."""
+    lines = [
+        "| keys and values stored as | windows | perplexity | change | standard error | same top token "
+        "| error of rows |",
+        "|---" * 7 + "|",
+    ]
+    for result in json.loads((BENCHMARKS / "llm_cpu.json").read_text())["results"]:
+        cells = [result["name"], result["windows"], f"{result['perplexity']:.3f}", "", "", "", ""]
+        if (difference := result["difference"]) is not None:
+            cells[3:] = [
+                f"{100 * difference['perplexity_change'] + 0.0:+.2f} %",
+                f"{100 * difference['standard_error']:.2f} %",
+                f"{100 * difference['same_top_token']:.1f} %",
+                f"{result['relative_error']:.4f}",
+            ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def host_table() -> str:
@@ -170,10 +195,10 @@ def host_table() -> str:
     return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
 
 
-def _perplexities(file: str, columns: dict[str, str]) -> str:
+def _perplexities(file: str, columns: dict[str, str], token: str = "byte") -> str:
     results = json.loads((BENCHMARKS / file).read_text())["results"]
     names = {layout.value for layout in MLAKVCacheLayout}
-    titles = [*columns, "perplexity per byte", "change", "standard error", "same top byte"]
+    titles = [*columns, f"perplexity per {token}", "change", "standard error", f"same top {token}"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for result in results:
         values = [result[field] for field in columns.values()]
@@ -197,7 +222,14 @@ def rope_table() -> str:
     return _perplexities("rope_cpu.json", {"latent": "latent", "rotary values": "rotary"})
 
 
-TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table, "rope": rope_table}
+TABLES = {
+    "llm": llm_table,
+    "demo": demo_table,
+    "errors": errors_table,
+    "bytes": bytes_table,
+    "host tier": host_table,
+    "rope": rope_table,
+}
 
 
 def updated(text: str) -> str:
