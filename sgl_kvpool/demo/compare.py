@@ -85,6 +85,11 @@ class Windows:
         self._settled = count is not None
         self.chosen = model.windows[:count]
 
+    def __str__(self) -> str:
+        if self._settled:
+            return f"{len(self.chosen)} windows"
+        return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {self._model.fewest_windows} at least,"
+
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
         """Decide how many, if that is still open, from what the first of some servers took."""
         if not self._settled:
@@ -136,7 +141,7 @@ def compare(
     print(
         f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
         f"{row.qk_rope_head_dim}; device: cpu\n"
-        f"text: {model.text}, windows of {len(model.windows[0])} {model.token}s",
+        f"text: {model.text}, {windows} of {len(model.windows[0])} {model.token}s",
         flush=True,
     )
     layouts = _without_twins(model, layouts)

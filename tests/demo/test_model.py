@@ -62,7 +62,9 @@ def test_windows_of_the_byte_model(bytes_model):
 def test_as_many_windows_as_ten_minutes_allow(bytes_model, window_seconds, count):
     model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
     windows = Windows(model, None)
+    assert str(windows) == "as many windows as 10 minutes allow, 32 at least,"
     windows.settle(servers=4, start_seconds=40.0, window_seconds=window_seconds)
+    assert str(windows) == f"{count} windows"
     assert windows.chosen == model.windows[:count]
     # The first server decides.
     windows.settle(servers=4, start_seconds=40.0, window_seconds=1.0)
