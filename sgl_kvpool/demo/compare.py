@@ -88,7 +88,8 @@ class Windows:
     def __str__(self) -> str:
         if self._settled:
             return f"{len(self.chosen)} windows"
-        return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {self._model.fewest_windows} at least,"
+        fewest = self._model.fewest_windows
+        return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {fewest} at least,"
 
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
         """Decide how many, if that is still open, from what the first of some servers took."""
