@@ -25,6 +25,12 @@ $(STAMP): pyproject.toml constraints.txt | usable
 demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
+# For a first look: no server, at most three minutes on two cores. Tests that take long are marked slow; pytest
+# lists the others that take more than five seconds.
+check: lint
+	$(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/pool tests/test_*.py \
+	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
+
 test: $(STAMP)
 	$(BIN)/python -m pytest
 

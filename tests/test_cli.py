@@ -38,7 +38,7 @@ def test_unknown_layouts_of_the_demo(capsys):
     assert "unknown KV cache layout 'int2'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["bytes", "smollm2"])
+@pytest.mark.parametrize("model", ["bytes", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_print_model_path(capsys, model):
     from sgl_kvpool.demo import smollm2
 
@@ -128,6 +128,7 @@ def test_a_path_that_the_terminal_cannot_show(tmp_path):
     assert "\\xe9 is a file; name a folder with --out" in done.stderr
 
 
+@pytest.mark.engine
 def test_a_server_that_refuses_shows_why(tmp_path):
     """A real server, stopped at its start by a variable that is neither yes nor no."""
     (tmp_path / "demo.json").write_text("of an earlier run")

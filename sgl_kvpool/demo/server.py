@@ -247,7 +247,8 @@ class Server:
         with self.log.open("ab", buffering=0) as log:
             size = log.tell()
             try:
-                log.write(bytes(_PROBE_BYTES))
+                if log.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:  # some room was left
+                    log.write(bytes(_PROBE_BYTES))
             finally:
                 with contextlib.suppress(OSError):  # of a device
                     log.truncate(size)

@@ -13,6 +13,7 @@ import pytest
 from codec_oracle import LAYOUTS
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 JOBS = [
     {"layout": layout, "which": which, "rank": 512, "rope": 64}

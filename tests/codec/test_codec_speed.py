@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_gathers_reach_half_of_the_gates(tmp_path):
     report = tmp_path / "report.json"
     done = subprocess.run(

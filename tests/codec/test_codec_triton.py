@@ -27,6 +27,7 @@ from sgl_kvpool.codec import reference
 from sgl_kvpool.codec import triton as kernels
 
 pytestmark = [
+    pytest.mark.slow,
     # numpy, inside the interpreter, for infinities on purpose
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]

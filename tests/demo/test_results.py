@@ -1,11 +1,9 @@
 """Where the demo puts what it finds, and what it says when it cannot. Here `_serve` starts no server."""
 
-import contextlib
 import dataclasses
 import errno
 import json
 import os
-import resource
 import sys
 
 import pytest
@@ -47,17 +45,6 @@ def served(monkeypatch):
 
     monkeypatch.setattr(compare, "_serve", serve)
     return failing
-
-
-@contextlib.contextmanager
-def files_of_at_most(size_bytes):
-    """Longer files give OSError, as those on a full disk do, with another reason."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def earlier(folder):
@@ -108,7 +95,7 @@ def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, ser
 
 
 @pytest.mark.parametrize("size_bytes", [8192, 64])  # the JSON fits and the plot does not; neither does
-def test_results_that_cannot_be_written(tmp_path, served, capsys, size_bytes):
+def test_results_that_cannot_be_written(tmp_path, served, capsys, files_of_at_most, size_bytes):
     earlier(tmp_path)
     with files_of_at_most(size_bytes):
         assert compare.compare(BYTES, [FP4], tmp_path) == 1

@@ -142,6 +142,13 @@ def test_a_log_on_a_full_disk(tmp_path, ending):
     assert said == f"{os.strerror(errno.ENOSPC)}: the server cannot write its log {tmp_path / 'log'}"
 
 
+def test_a_log_that_has_little_room_left(tmp_path, files_of_at_most):
+    with files_of_at_most(8192):
+        said = failure(tmp_path, "print('x' * 3000); exit(1)")
+    assert said == f"{os.strerror(errno.EFBIG)}: the server cannot write its log {tmp_path / 'log'}"
+    assert (tmp_path / "log").stat().st_size == 3001
+
+
 def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
     """The server lives on: nobody waits for its end."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")

