@@ -26,9 +26,9 @@ demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
 # For a first look: no server, at most three minutes on two cores. Tests that take long are marked slow; pytest
-# lists the others that take more than five seconds.
+# lists the others that take more than five seconds. Small tensors lose more by threads than they gain.
 check: lint
-	$(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/pool tests/test_*.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
 
 test: $(STAMP)

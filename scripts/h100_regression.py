@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """One command after which a release can be trusted, or not: checks, servers and timings on a Hopper GPU.
 
+    python scripts/h100_regression.py --first-light           nine minutes on a GPU: what is right, what wrong
     python scripts/h100_regression.py --core                  torch and triton only
     python scripts/h100_regression.py                         and servers of small random models
     python scripts/h100_regression.py --model PATH --tp 8     and of a real checkpoint
@@ -32,11 +33,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 # ruff: noqa: E402
 # The path comes first.
 from regression.compare import compare
+from regression.durations import in_all, with_durations
 from regression.environment import Machine, driver_facts, facts_of, find_machine
+from regression.first_light import MINUTES, FirstLight, first_light_steps
 from regression.plots import draw
 from regression.records import SCHEMA, Run, StepRecord, header, read_run, write_lines
 from regression.report import print_report
-from regression.runner import Interrupted, run_steps, signals_interrupt
+from regression.runner import Interrupted, Step, in_words, run_steps, signals_interrupt
 from regression.shapes import ARRANGEMENTS, LAYOUTS
 from regression.steps import Options, all_steps, choose
 
@@ -71,9 +74,14 @@ def _assignment(text: str) -> tuple[str, str]:
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s [options]; --help lists them",
+    )  # fmt: skip
     what = made.add_argument_group("what is run")
+    what.add_argument(
+        "--first-light", action="store_true",
+        help="what is right, what is wrong, which tile table to commit; nine minutes, --out goes on",
+    )  # fmt: skip
     what.add_argument("--core", action="store_true", help="only what needs torch and triton: no servers")
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
@@ -116,6 +124,12 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
         raise ValueError("--device cuda: torch sees no GPU here; leave it out for the reduced form")
     if arguments.core and arguments.model:
         raise ValueError("--core starts no servers; leave out one of --core and --model")
+    if arguments.first_light:
+        others = [name for name in ("core", "quick", "thorough", "model") if getattr(arguments, name)]
+        if others:
+            raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
+        if not machine.gpus and arguments.device != "cpu":
+            raise ValueError("--first-light: torch sees no GPU here; --device cpu rehearses it without one")
     if arguments.tp < 1:
         raise ValueError(f"--tp {arguments.tp}: give the number of ranks")
     if arguments.gsm8k_data is not None and not arguments.gsm8k_data.is_file():
@@ -177,33 +191,60 @@ def main(argv: Sequence[str] | None = None) -> int:
             if old is None:
                 made.error("--with NEW.jsonl needs --compare OLD.jsonl")
             return compared(old, read_run(arguments.beside))
-        out = (
-            arguments.out or Path("regression-results") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        ).resolve()
+        name = "first-light" if arguments.first_light else datetime.now().strftime("%Y%m%d-%H%M%S")
+        out = (arguments.out or Path("regression-results") / name).resolve()
         machine = find_machine()
         options = options_of(arguments, machine, out)
-        steps = choose(all_steps(machine, options), arguments.only)
+        every = all_steps(machine, options)
+        if arguments.first_light:
+            every = first_light_steps(machine, on_gpu=options.on_gpu)
+        steps = with_durations(choose(every, arguments.only), on_gpu=options.on_gpu, old=old)
     except (ValueError, OSError, RuntimeError) as error:
         made.error(str(error))
     if arguments.list:
         for step in steps:
             reason = step.without or machine.missing(step.needs)
-            print(
-                f"{step.name:34} {step.limit_s:6.0f} s  {step.what}"
-                + (f"  -- skipped: {reason}" if reason else "")
-            )
+            about = in_words(step.expected_s) if step.expected_s else ""
+            print(f"{step.name:34} {about:>10}  {step.what}{f'  -- skipped: {reason}' if reason else ''}")
+        print(in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old))
         return 0
-    status, run = run_all(
-        arguments, options, machine, steps, out, list(sys.argv[1:] if argv is None else argv)
-    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    if arguments.first_light:
+        status, run = run_first_light(arguments, options, machine, steps, every, out, words)
+    else:
+        status, run = run_all(arguments, options, machine, steps, out, words, old)
     if old is not None:
         status = max(status, compared(old, run))
     return status
 
 
+def possible(steps: Sequence[Step], machine: Machine) -> list[Step]:
+    """Those that are not skipped at once."""
+    return [step for step in steps if not (step.without or machine.missing(step.needs))]
+
+
+def run_first_light(
+    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, every: list, out: Path,
+    argv: list[str],
+) -> tuple[int, Run]:  # fmt: skip
+    """Run or go on with a first light; exit status, and what was found."""
+    try:
+        light = FirstLight(out, facts_of(machine, argv), every)
+    except (ValueError, OSError) as error:
+        parser().error(str(error))
+    left = [step for step in steps if light.lacks(step.name)]
+    minutes = arguments.minutes or MINUTES * arguments.time_limit_scale
+    print(f"{light.facts['gpu'] or 'no GPU: a rehearsal, whose times mean nothing'}; results: {out}")
+    say(f"{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
+    status = light.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
+    print(f"\n{(out / 'first_light.txt').read_text('utf-8')}\nexit status {status}")
+    return status, light.as_run
+
+
 def run_all(
-    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, out: Path, argv: list[str]
-) -> tuple[int, Run]:
+    arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, out: Path,
+    argv: list[str], old: Run | None,
+) -> tuple[int, Run]:  # fmt: skip
     """Run the steps, print and write what they found; exit status, and what was written."""
     results = out / "results.jsonl"
     if results.exists():
@@ -217,6 +258,7 @@ def run_all(
         f"{where}; commit {facts['commit']}{' and changes' if facts['dirty'] else ''}\nresults: {out}",
         flush=True,
     )
+    say(f"{in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old)}\n")
     if options.on_gpu and facts["capability"] != HOPPER:
         print(f"compute capability {facts['capability']}: made for Hopper, {HOPPER}", flush=True)
     if not options.on_gpu:

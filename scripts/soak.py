@@ -5,7 +5,8 @@
     python scripts/soak.py --minutes 1 --layouts fp4
     python scripts/soak.py --model PATH          # a GPU; not run yet
 
-docs/soak.md says what is checked. Exits with 1 if anything is not as it has to be.
+docs/soak.md says what is checked. Exits with 1 if anything is not as it has to be, with 2 for wrong
+arguments. Ctrl-C, SIGTERM and SIGHUP end the server too; the status is then 128 and the signal's number.
 """
 
 from __future__ import annotations
@@ -16,61 +17,84 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from regression.runner import Interrupted, signals_interrupt
 from soak_leg import soak
 from soak_servers import LEGS, Leg, has_sparse_attention
 
-from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.bench.outputs import commit
 from sgl_kvpool.demo.server import ServerFailed
-from sgl_kvpool.host.labels import HOST_LAYOUTS
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 #: Of `soak_in_server.breakages`, which cannot be imported without SGLang.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
+#: Seconds that a server of the demo's model takes beside its traffic, on two idle cores: its start and the
+#: cold run's; and, per second of traffic, checks and the cold run, which has every prompt once.
+_STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     layouts = [layout.value for layout in MLAKVCacheLayout]
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="traffic, of all servers together (5); starts and checks come on top",
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="traffic, of all servers together")
-    parser.add_argument("--layouts", nargs="+", choices=[*layouts, "all"], default=["all"])
-    parser.add_argument("--legs", nargs="+", choices=[leg.name for leg in LEGS], help="servers by name")
-    arrangements = [arrangement.value for arrangement in KVArrangement]
-    parser.add_argument("--arrangement", choices=arrangements, help="instead of the servers' own")
-    parser.add_argument("--host-layout", choices=HOST_LAYOUTS, help="instead of the servers' own")
-    parser.add_argument("--clients", type=int, default=6, help="that send requests at the same time")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=[*layouts, "all"],
+        default=["all"],
+        metavar="LAYOUT",
+        help=f"servers with these layouts on the device, of {', '.join(layouts)} (all)",
+    )
+    legs = [leg.name for leg in LEGS]
+    parser.add_argument(
+        "--legs", nargs="+", choices=legs, metavar="NAME", help=f"servers by name, of {', '.join(legs)} (all)"
+    )
+    parser.add_argument(
+        "--arrangement", choices=ARRANGEMENT.choices, help="of all servers, instead of their own"
+    )
+    parser.add_argument(
+        "--host-layout", choices=HOST_LAYOUT.choices, help="of all servers, instead of their own"
+    )
+    parser.add_argument("--clients", type=int, default=6, help="that send requests at the same time (6)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests that are drawn (0)")
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
-    parser.add_argument("--device-tokens", type=int, help="pool size (default: 2048, on a GPU 8192)")
+    parser.add_argument("--device-tokens", type=int, help="pool size (2048; 8192 with --model)")
     parser.add_argument(
         "--tie-tolerance",
         type=float,
-        help="how far from a cold run's log-probabilities may be; left out, 0.05, and 0.5 with --model or a "
-        "narrower host",
+        help="how far from a cold run's log-probabilities may be (0.05; 0.5 with --model or a narrower host)",
     )
     parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
     parser.add_argument("--tier-args", default="", help="more arguments of those with a host tier")
     parser.add_argument(
-        "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], help="damage on purpose"
-    )
+        "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], metavar="DAMAGE",
+        help=f"damage the servers on purpose, with {', '.join(BREAKAGES)} (none)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--out", type=Path, help="keep logs here")
     options = parser.parse_args(arguments)
-    if options.minutes <= 0 or options.clients < 1:
-        parser.error(f"--minutes {options.minutes} and --clients {options.clients} have to be above 0")
+    if not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes:g} is not above 0 and finite")
+    if options.clients < 1:
+        parser.error(f"--clients {options.clients} is below 1")
     if options.device_tokens is not None and options.device_tokens < 1024:
         parser.error(f"--device-tokens {options.device_tokens} is below 1024, too few for two requests")
     if options.tie_tolerance is not None and not 0 <= options.tie_tolerance < math.inf:
@@ -141,8 +165,25 @@ def show(record: dict[str, Any]) -> None:
                 f"{outputs['compared_tokens']} log-probabilities are the same bits, the others up to "
                 f"{outputs['largest_difference']:.4f} apart"
             )
+    if record.get("too_few"):
+        print(f"  TOO FEW REQUESTS to mean anything: {'; '.join(record['too_few'])}")
     for violation in record["violations"]:
         print(f"  VIOLATION: {violation}")
+
+
+def announcement(legs: Sequence[Leg], minutes: float) -> str:
+    """What is going to be done, and how long it takes about."""
+    count = "1 server" if len(legs) == 1 else f"{len(legs)} servers, one after the other"
+    each = "it is" if len(legs) == 1 else "each is"
+    traffic_s = 60 * minutes / len(legs)
+    text = (
+        f"{count} ({', '.join(leg.name for leg in legs)}), {traffic_s:.0f} s of traffic on each; then "
+        f"{each} started again without caches, to compare"
+    )
+    if legs[0].model is not None:
+        return f"{text}. The time of starts and checks comes on top; it depends on the model"
+    seconds = len(legs) * (_STARTS_S + traffic_s + min(_CHECKS_PER_S * traffic_s, _CHECKS_AT_MOST_S))
+    return f"{text}. About {math.ceil(seconds / 60)} minutes in all on two idle cores"
 
 
 def main() -> int:
@@ -159,7 +200,19 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.touch()  # fails now rather than afterwards
-    report = {**facts(options), "legs": []}
+    report: dict[str, Any] = {**facts(options), "legs": []}
+    print(announcement(legs, options.minutes), flush=True)
+    try:
+        with signals_interrupt():
+            soak_all(legs, options, report["legs"])
+    except Interrupted as caught:
+        report["stopped_by"] = str(caught)
+    return finish(report, options, len(legs))
+
+
+def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Soak the servers; a record of each is appended when it has ended."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,13 +234,31 @@ def main() -> int:
                 record = {"name": leg.name, "violations": [f"a server did not start: {error}"]}
             except ValueError as error:  # the other servers are soaked all the same
                 record = {"name": leg.name, "violations": [f"not soaked to the end: {error}"]}
-            report["legs"].append(record)
+            records.append(record)
             show(record)
+            left = len(legs) - len(records)
+            if left:
+                minutes = (time.monotonic() - began) / len(records) * left / 60
+                print(f"about {math.ceil(minutes)} minutes left", flush=True)
+
+
+def finish(report: dict[str, Any], options: argparse.Namespace, servers: int) -> int:
+    """Write the report and print the last lines; returns the exit status."""
     violations = sum(len(record["violations"]) for record in report["legs"])
     report["violations"] = violations
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{violations} violations; again: {report['command']}")
+    idle = [record["name"] for record in report["legs"] if record.get("too_few")]
+    if idle:
+        print(
+            f"TOO FEW REQUESTS to mean anything on {', '.join(idle)}: give each server a minute of traffic "
+            f"(--minutes {max(servers, 2 * options.minutes):g}), or take an idle machine"
+        )
+    if "stopped_by" in report:
+        print(f"stopped by {report['stopped_by']}; {len(report['legs'])} of {servers} servers were soaked")
+    print(f"{violations} violation{'' if violations == 1 else 's'}; again: {report['command']}")
+    if "stopped_by" in report:
+        return 128 + signal.Signals[report["stopped_by"]]
     return 1 if violations else 0
 
 

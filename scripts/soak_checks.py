@@ -18,7 +18,11 @@ __all__ = [
     "log_problems",
     "memory_problems",
     "metrics_problems",
+    "too_few",
 ]
+
+#: Answers without which a soak says nothing.
+ANSWERS = 20
 
 #: What a log may not say, whoever says it.
 _BAD_LINES = re.compile(
@@ -166,3 +170,36 @@ def log_problems(log: str) -> list[str]:
     """Lines of a server's log that nothing that was asked of it explains; the first 10."""
     lines = [line for line in log.splitlines() if _BAD_LINES.search(line)]
     return [line[:400] for line in lines[:10]]
+
+
+def too_few(record: dict[str, Any], device_tokens: int, *, has_store: bool) -> list[str]:
+    """What the traffic of a soak did not reach, so that its checks had nothing to find.
+
+    Parameters
+    ----------
+    record : dict
+        Of `soak_leg.soak`: `answers_complete`, `answers_given_up`, `found_tokens` and `server_counts`.
+    device_tokens : int
+        Of the pool.
+    has_store : bool
+
+    Returns
+    -------
+    list of str
+        Nothing, if there was enough of everything.
+    """
+    found = []
+    if record["answers_complete"] < ANSWERS:
+        found.append(f"{record['answers_complete']} answers, fewer than {ANSWERS}")
+    if record["answers_given_up"] < 2:
+        found.append(f"requests given up: {record['answers_given_up']}, fewer than 2")
+    evicted = record["server_counts"]["evicted_tokens"]
+    if evicted <= device_tokens:
+        found.append(f"{evicted} tokens evicted from a pool of {device_tokens}")
+    tiers = {"device": "on the device", "host": "in the host tier", "storage": "in the store"}
+    found += [
+        f"nothing found {where}"
+        for tier, where in tiers.items()
+        if (tier != "storage" or has_store) and not record["found_tokens"].get(tier)
+    ]
+    return found

@@ -17,6 +17,7 @@ from soak_checks import (
     log_problems,
     memory_problems,
     metrics_problems,
+    too_few,
 )
 from soak_clients import MANY, Traffic, post
 from soak_cold import ColdRun, compare
@@ -109,7 +110,7 @@ def soak(
     Returns
     -------
     dict
-        For JSON; `violations` lists what may not be.
+        For JSON; `violations` lists what may not be, `too_few` what the traffic did not reach.
 
     Raises
     ------
@@ -118,12 +119,13 @@ def soak(
     """
     violations: list[str] = []
     allowed = tolerance(leg, tie_tolerance)
+    say(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}")
     record: dict[str, Any] = {"name": leg.name, "tie_tolerance": allowed, "violations": violations}
     with (
         tempfile.TemporaryDirectory() as store,
         soaked_server(leg, folder, store, [*server_args, *tier_args], breakages) as server,
     ):
-        say(f"{leg.name}: serving, log {server.log}")
+        say("  serving")
         prompts = _prompts(server, leg, seed)
         traffic = Traffic(server.port, prompts, clients, seed, leg.device_tokens + leg.page_size_tokens)
         record["server"] = _described(server, prompts)
@@ -141,6 +143,8 @@ def soak(
     log = server.log.read_text(errors="replace")
     violations += [f"log: {line}" for line in log_problems(log)]
     record.update(_summed(traffic, censuses))
+    if "server_counts" in record:
+        record["too_few"] = too_few(record, leg.device_tokens, has_store=leg.store)
     try:
         record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, allowed, violations, say)
     except (OSError, ServerFailed) as error:  # what was found until here is to be told
@@ -256,8 +260,9 @@ def _compared(
     if not longest:
         violations.append("no output to compare")
         return {}
+    say(f"  starting for the cold run, log {folder / f'{leg.name}-cold.log'}")
     with cold_server(leg, folder, server_args) as server:
-        say(f"  cold run of {len(longest)} prompts, log {server.log}")
+        say(f"  cold run of {len(longest)} prompts")
         cold = ColdRun(server, prompts)
         cold.run(longest)
         result = compare(traffic.outcomes, cold, allowed, allowed)

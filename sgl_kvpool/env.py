@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sgl_kvpool.refusal import Refusal
 
 __all__ = [
     "ALLOW_UNTESTED",
     "CHECK_FINITE",
     "CHILD_LAYOUT",
+    "CHILD_REFUSAL",
+    "FIX_TOPK",
+    "FLAGS",
     "KV_CACHE_ARRANGEMENT",
     "KV_CACHE_LAYOUT",
     "KV_HOST_ENGINE",
@@ -17,9 +25,13 @@ __all__ = [
     "PLUGIN",
     "PREFILL_READS_ROWS",
     "SGLANG_PLUGINS",
+    "VARIABLES",
     "flag",
+    "is_asked",
     "plugin_list_problem",
+    "problems",
     "text",
+    "told_to_children",
 ]
 
 #: Layout of the KV cache, as `--kv-cache-layout`. The prefix is KVPOOL_: SGLang takes every SGL_X for an old
@@ -36,6 +48,8 @@ OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
 #: pools. Not for users.
 CHILD_LAYOUT = "_KVPOOL_CHILD_LAYOUT"
+#: The same: the file in which a child leaves what it was refused for when it starts. Not for users.
+CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
 #: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show
 #: what the layout costs. Without it the rows of the current chunk are attended as they were computed.
 PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
@@ -46,6 +60,14 @@ FIX_TOPK = "KVPOOL_FIX_TOPK"
 ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
 #: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
 CHECK_FINITE = "KVPOOL_CHECK_FINITE"
+#: Those whose value is yes or no.
+FLAGS = (PREFILL_READS_ROWS, FIX_TOPK, ALLOW_UNTESTED, CHECK_FINITE)
+#: All that a user may set.
+VARIABLES = (*OPTIONS, *FLAGS)
+#: Whoever sets a name that begins so means one of them. SGL_KVPOOL_ is what they began with before the first
+#: release, and SGLANG_KVPOOL_ what SGLang copies that to and advises to write.
+_PREFIX = "KVPOOL_"
+_PREFIXES = (_PREFIX, "SGL_KVPOOL_", "SGLANG_KVPOOL_")
 
 #: SGLang's: the only plugins it loads, separated by commas; all of them if unset. Ours is called PLUGIN.
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
@@ -64,18 +86,61 @@ def text(name: str) -> str | None:
 
 
 def flag(name: str) -> bool:
-    """Value of a yes/no variable; ValueError if it is neither."""
-    value = os.environ.get(name, "").strip().lower()
-    if value in _TRUE:
+    """Value of a yes/no variable; Refusal if it is neither."""
+    value = os.environ.get(name, "").strip()
+    if value.lower() in _TRUE:
         return True
-    if value in _FALSE:
+    if value.lower() in _FALSE:
         return False
-    raise ValueError(f"{name}={value!r} is neither of {_TRUE[:2]} nor of {_FALSE[1:3]}")
+    raise Refusal(
+        f"{name}={value!r} is neither yes ({', '.join(_TRUE)}) nor no ({', '.join(filter(None, _FALSE))})"
+    )
 
 
 def is_asked(name: str) -> bool:
     """Whether a yes/no variable says anything but no, even what `flag` refuses."""
     return os.environ.get(name, "").strip().lower() not in _FALSE
+
+
+@contextmanager
+def told_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Export a variable for the time of a spawn; a second Engine in this process must not see it."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = os.fspath(value)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def problems() -> list[str]:
+    """A line for each flag that is neither yes nor no, and for each name that is set and not in `VARIABLES`.
+
+    Empty values are as good as unset. A name that SGLang copied (every SGL_X to SGLANG_X) is reported once,
+    as the user wrote it.
+    """
+    found = []
+    for name in FLAGS:
+        try:
+            flag(name)
+        except Refusal as refusal:
+            found.append(str(refusal))
+    for name in sorted(os.environ):
+        value = text(name)
+        if value is None or name in VARIABLES or not name.startswith(_PREFIXES):
+            continue
+        if name.startswith("SGLANG_") and text("SGL_" + name.removeprefix("SGLANG_")) == value:
+            continue
+        ours = _PREFIX + name.partition(_PREFIX)[2]
+        (nearest,) = difflib.get_close_matches(ours, VARIABLES, n=1, cutoff=0)
+        found.append(
+            f"{name}={value!r} is not a variable of sgl-kvpool; the nearest is {nearest}: set that instead, "
+            f"or unset {name}"
+        )
+    return found
 
 
 def plugin_list_problem() -> str | None:

@@ -144,6 +144,7 @@ def test_no_commit_where_there_is_none(tmp_path):
     assert commit_of(inside) == "None"
 
 
+@pytest.mark.slow
 def test_scripts_run_the_package_beside_them_without_sglang(tmp_path):
     copy_package(tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,13 +18,14 @@ from typing import Any
 
 from sgl_kvpool.bench.outputs import commit
 
-__all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path"]
+__all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path", "sources_sha256"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
     *("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "sgl-flash-mla", "sgl-deep-gemm"),
     *("tilelang", "transformers", "sgl-kvpool"),
 )
+_SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
 #: Asked of nvidia-smi; clocks as they are now, and the highest.
 _GPU_FIELDS = {
     "name": "name",
@@ -149,6 +151,7 @@ def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": argv,
         **_commit(),
+        "sources_sha256": sources_sha256(),
         "gpu": machine.gpus[0] if machine.gpus else None,
         "gpu_count": len(machine.gpus),
         "capability": machine.facts["gpus"][0]["capability"] if machine.facts.get("gpus") else None,
@@ -160,6 +163,17 @@ def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
         "versions": {**{name: _version(name) for name in _PACKAGES}, "torch": machine.facts.get("torch")},
         "modules": sorted(machine.modules),
     }
+
+
+def sources_sha256() -> str:
+    """Of what is run, in this folder: tells two states of the code apart where git is missing, too."""
+    digest = hashlib.sha256()
+    for folder in ("sgl_kvpool", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in _SOURCES and path.is_file():
+                digest.update(f"{path.relative_to(ROOT)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str | None:

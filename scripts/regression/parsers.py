@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from regression.records import Measurement
+from regression.records import Measurement, read_lines
 
-__all__ = ["arrangements", "attention", "codec", "junit", "lines", "transfer"]
+__all__ = [
+    "arrangements",
+    "attention",
+    "codec",
+    "isolated_tests",
+    "junit",
+    "lines",
+    "rates",
+    "tiles",
+    "transfer",
+]
 
 #: Names of rows' fields that say which workload it was.
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "queries_per_list", "arrangement")
@@ -88,6 +98,67 @@ def attention(folder: Path) -> list[Measurement]:
                 note="; ".join(filter(None, (target["state"], target["note"]))),
             )
         )
+    return found
+
+
+def rates(folder: Path) -> list[Measurement]:
+    """Of `bench rates`, also of one that was ended on its way."""
+    found, failed = [], []
+    for row in _rows(_load(folder), "results"):
+        if row["status"] != "measured":
+            failed.append(f"{row['job']}: {row['reason']}")
+            continue
+        more = "".join(
+            f", {name} {row['job'][name]}" for name in ("sums", "warp_groups") if name in row["job"]
+        )
+        what = f"{row.get('name', row['job']['what'])}{more}"
+        for name, value in row.items():
+            if name in ("job", "status", "name"):
+                continue
+            metric = f"{what}: {name}"
+            if isinstance(value, bool):
+                found.append(Measurement(metric, float(value), "", "fact"))
+            else:
+                better = "lower" if name == "us" or name.startswith("clocks") else "higher"
+                found.append(Measurement(metric, value, "", "kernel_time", better))
+    note = "; ".join(failed[:3])
+    failures = Measurement(
+        "measurements that failed", len(failed), "", "count", "lower", at_most=0, note=note
+    )
+    return [*found, failures]
+
+
+def tiles(folder: Path) -> list[Measurement]:
+    """Of `bench tiles`, also of one that was ended on its way. A tile of the table that is wrong fails it."""
+    from sgl_kvpool.bench.tiles.choice import choose
+
+    report = _load(folder)
+    rows = _rows(report, "results")
+    on_cpu = report["device"] == "cpu"
+    found = []
+    for row in rows:
+        job = row["job"]
+        if row["status"] != "measured" or job["part"] == "check":
+            continue
+        tile = ", ".join(f"{name} {value}" for name, value in job["tile"].items())
+        what = (
+            f"{job['layout']} {job['kind']}, {job['heads']} heads, batch {job['batch']}, context "
+            f"{job['context']}; {tile}; {job['splits']} splits"
+        )
+        us = row["us"] if row.get("graph_us") is None else row["graph_us"]
+        kind = "fact" if on_cpu else "kernel_time"
+        found.append(Measurement(what, us, "us", kind, "lower", layout=job["layout"]))
+    choice = choose(rows)
+    for name, wrong, most in (
+        ("tiles of the table that are wrong or fail", choice.wrong_in_table, 0),
+        (
+            "other tiles that are wrong or fail",
+            [x for x in choice.wrong if x not in choice.wrong_in_table],
+            None,
+        ),
+    ):
+        note = "; ".join(wrong[:3])
+        found.append(Measurement(name, len(wrong), "tiles", "count", "lower", at_most=most, note=note))
     return found
 
 
@@ -189,6 +260,10 @@ def junit(folder: Path) -> list[Measurement]:
             failing.append(case.get("name", "?"))
         if state == "skipped":
             reasons += [child.get("message", "") for child in case if child.tag == "skipped"]
+    return _counts(counts, failing, reasons)
+
+
+def _counts(counts: dict[str, int], failing: list[str], reasons: list[str]) -> list[Measurement]:
     note = "; ".join(failing[:5]) + (f"; and {len(failing) - 5} more" if len(failing) > 5 else "")
     why = "; ".join(sorted(set(reasons))[:3])
     return [
@@ -196,6 +271,31 @@ def junit(folder: Path) -> list[Measurement]:
         Measurement("tests failed", counts["failed"], "tests", "count", "lower", at_most=0, note=note),
         Measurement("tests skipped", counts["skipped"], "tests", "count", "lower", note=why),
     ]
+
+
+def isolated_tests(folder: Path) -> list[Measurement]:
+    """Of `regression.isolated_tests`, also of one that was ended on its way."""
+    found = read_lines(folder / "tests.jsonl")
+    tests = {line["test"]: line for line in found if "test" in line}
+    collected = [line["collected"] for line in found if "collected" in line]
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for line in tests.values():
+        counts[line["outcome"]] += 1
+    failing = [
+        f"{_short(name)}: {line['reason']}" for name, line in tests.items() if line["outcome"] == "failed"
+    ]
+    reasons = [line["reason"] for line in tests.values() if line["outcome"] == "skipped"]
+    left = max(0, collected[-1] - sum("::" in name for name in tests))
+    return [
+        *_counts(counts, failing, reasons),
+        Measurement("tests not run", left, "tests", "count", "lower", at_most=0),
+    ]
+
+
+def _short(test: str) -> str:
+    """A test's name without its file's folder."""
+    file, _, name = test.partition("::")
+    return f"{Path(file).stem.removeprefix('test_')}: {name}" if name else file
 
 
 def lines(folder: Path) -> list[Measurement]:

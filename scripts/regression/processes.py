@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_kvpool.bench.crew import end_with_parent
+
 __all__ = ["Ended", "run_command"]
 
 #: Between two looks at the processes of a step.
@@ -119,6 +121,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def _end_with_this_program() -> None:
+    """In the child: if this program is killed, it would disturb whoever runs next."""
+    end_with_parent(signal.SIGTERM)
+
+
 def run_command(
     command: Sequence[str],
     *,
@@ -154,7 +161,7 @@ def run_command(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_this_program,
         )  # fmt: skip
     family = _Family(process.pid)
     timed_out = False

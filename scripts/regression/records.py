@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,9 @@ __all__ = [
     "Run",
     "StepRecord",
     "header",
+    "read_lines",
     "read_run",
+    "resume",
     "write_lines",
     "write_measurements",
 ]
@@ -200,16 +203,54 @@ class Run:
     is_complete: bool = False
 
 
+def resume(path: Path) -> Run:
+    """A results.jsonl that is gone on with.
+
+    Raises
+    ------
+    ValueError
+        As `read_run`.
+    """
+    run = read_run(path)
+    write_lines(path, [{"line": "resumed", "schema": SCHEMA}])
+    return run
+
+
 def header(facts: dict[str, Any]) -> dict[str, Any]:
     """The first line."""
     return {"line": "run", "schema": SCHEMA, **facts}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append lines; what was written before a crash stays readable."""
-    with path.open("a", encoding="utf-8") as output:
-        for line in lines:
-            output.write(json.dumps(line, allow_nan=False) + "\n")
+    """Append lines in one write: of a program that is killed there are all of them, or none.
+
+    A last line that was cut off nevertheless, as on a full disk, is taken away first.
+    """
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    with path.open("a+b", buffering=0) as output:
+        end = output.seek(0, os.SEEK_END)
+        if end and os.pread(output.fileno(), 1, end - 1) != b"\n":
+            output.truncate(path.read_bytes().rfind(b"\n") + 1)
+        output.write(text.encode())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Objects of a file of `write_lines`, without a last one that was cut off, as on a full disk.
+
+    Raises
+    ------
+    ValueError
+        Another line is not JSON.
+    """
+    found = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not text.endswith("\n"):
+            break
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return found
 
 
 def write_measurements(folder: Path, measurements: Iterable[Measurement]) -> None:
@@ -225,12 +266,7 @@ def read_run(path: Path) -> Run:
     ValueError
         Not such a file, or of another schema version.
     """
-    lines = []
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    lines = read_lines(path)
     if not lines or not isinstance(lines[0], dict) or lines[0].get("line") != "run":
         raise ValueError(f'{path} does not begin with a line of {{"line": "run"}}; give a results.jsonl')
     schemas = {line.get("schema") for line in lines}
@@ -251,4 +287,8 @@ def read_run(path: Path) -> Run:
             )
         elif line["line"] == "end":
             run.is_complete = True
+        elif line["line"] == "resumed":
+            # What a step had found when the program was killed is found again.
+            pending.clear()
+            run.is_complete = False
     return run

@@ -14,11 +14,11 @@ from regression.environment import ROOT, Machine, on_path
 from regression.processes import Ended, run_command
 from regression.records import Measurement, StepRecord
 
-__all__ = ["Interrupted", "Step", "run_steps", "signals_interrupt"]
+__all__ = ["Interrupted", "Step", "in_words", "run_steps", "signals_interrupt"]
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not an `Exception`: nobody who handles failures shall handle this."""
+    """Ctrl-C, SIGTERM or SIGHUP. Not an `Exception`: nobody who handles failures shall handle this."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -38,6 +38,7 @@ class Step:
     command : tuple of str
         "{folder}" in a word is the step's folder.
     limit_s : float
+        After which it is ended: several times what is expected, so that only one that hangs reaches it.
     parse : callable
         Its folder to its measurements; ValueError, KeyError, TypeError or OSError if they are not there.
     needs : tuple of str
@@ -52,6 +53,8 @@ class Step:
         Added to this process's.
     without : str
         Why it is not to be run here, if so.
+    expected_s : float
+        How long it takes, as it was measured or is estimated; 0 if nobody knows.
     """
 
     name: str
@@ -65,18 +68,33 @@ class Step:
     files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     without: str = ""
+    expected_s: float = 0.0
+
+
+def in_words(seconds: float) -> str:
+    """A duration for a person: "40 s", "12 min", "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it Ctrl-C and SIGTERM raise `Interrupted`, once: what has to be ended is ended undisturbed."""
+    """Within it Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`, once: what has to be ended ends undisturbed.
+
+    Where SIGHUP is ignored, as under nohup, it stays so.
+    """
+    endings = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        endings.append(signal.SIGHUP)
 
     def handler(number: int, _frame: Any) -> None:
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in endings:
             signal.signal(one, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {one: signal.signal(one, handler) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, handler) for one in endings}
     try:
         yield
     finally:
@@ -128,8 +146,9 @@ def run_steps(
     interrupted: Interrupted | None = None
     (out / "logs").mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
-        say(f"[{number}/{len(steps)}] {step.name} ... ")
         reason = _why_not(step, machine, records)
+        about = f", about {in_words(step.expected_s)}" if step.expected_s and reason is None else ""
+        say(f"[{number}/{len(steps)}] {step.name}{about} ... ")
         if interrupted is not None:
             reason = f"interrupted by {interrupted}"
         elif reason is None and time.monotonic() >= deadline:

@@ -13,10 +13,11 @@ from regression.runner import Step
 from regression.server_steps import server_steps
 from regression.shapes import ARRANGEMENTS, LAYOUTS
 
-__all__ = ["Options", "all_steps", "choose"]
+__all__ = ["TESTS", "Options", "all_steps", "choose", "isolated"]
 
 _PYTEST = ("pytest", "numpy")
-_GPU = "tests/gpu/test_"
+#: How the files of tests on a GPU begin.
+TESTS = "tests/gpu/test_"
 _CODEC, _ARRANGEMENTS = "speed of the codec beside a copy", "rows of one of 61 layers, by arrangement"
 
 
@@ -76,6 +77,19 @@ def _tests(name: str, what: str, limit_s: float, *files: str, needs: Sequence[st
     )
 
 
+def isolated(name: str, what: str, limit_s: float, *words: str) -> Step:
+    """Tests of kernels on a GPU, many at a time, each of which fails alone; `words` are files and options."""
+    return Step(
+        name=f"tests-{name}",
+        what=what,
+        command=(sys.executable, "-m", "regression.isolated_tests", "--out", "{folder}", *words),
+        limit_s=limit_s,
+        parse=parsers.isolated_tests,
+        needs=("gpu", *_PYTEST, "ml_dtypes"),
+        environment={"OMP_NUM_THREADS": "2"},  # of each of the processes
+    )
+
+
 def _program(name: str, what: str, limit_s: float, parse: parsers.Parser, *words: str) -> Step:
     return Step(
         name=name,
@@ -103,11 +117,10 @@ def _gpu_core(options: Options) -> list[Step]:
     mark = "-quick" if options.quick else ""
     layouts = ("--layouts", ",".join(options.layouts)) if options.layouts != LAYOUTS else ()
     minutes = "3" if options.quick else "12"
-    needs = ("gpu", "ml_dtypes")
     steps = [
-        _tests("codec", "rows against the reference, bit for bit", 900, _GPU + "codec_gpu.py", needs=needs),
-        _tests("mla_decode", "attention against float64", 900, _GPU + "mla_decode_gpu.py", needs=needs),
-        _tests("transfer", "engines: bytes, order", 1800, _GPU + "transfer_gpu.py", needs=needs),
+        isolated("codec", "rows against the reference, bit for bit", 900, TESTS + "codec_gpu.py"),
+        isolated("mla_decode", "attention against float64", 900, TESTS + "mla_decode_gpu.py"),
+        isolated("transfer", "engines: bytes, order", 1800, TESTS + "transfer_gpu.py"),
         _canonical("cuda"),
         _program(f"codec{mark}", _CODEC, 900, parsers.codec, "bench_codec.py", *quick),
         _program(
@@ -182,14 +195,14 @@ def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
     steps = [
         # Its cases are those of a test on a CPU, which imports hypothesis.
         _tests(
-            "cuda_backend", "kvpool_mla below the server", 1800, _GPU + "cuda_backend_gpu.py",
+            "cuda_backend", "kvpool_mla below the server", 1800, TESTS + "cuda_backend_gpu.py",
             needs=(*sglang, "hypothesis"),
         ),
-        _tests("dsa_rows", "656-byte rows read by FlashMLA", 900, _GPU + "dsa_rows_gpu.py", needs=sglang),
+        _tests("dsa_rows", "656-byte rows read by FlashMLA", 900, TESTS + "dsa_rows_gpu.py", needs=sglang),
         *server_steps(machine, options),
     ]  # fmt: skip
     for name in ("", "dsa_", "hybrid_") if options.thorough else ():
-        file, needs = f"{_GPU}{name}server_gpu.py", (*sglang, "plugin", "transformers")
+        file, needs = f"{TESTS}{name}server_gpu.py", (*sglang, "plugin", "transformers")
         what = "graphs, MTP, mixed batches, host hits of servers"
         steps.append(_tests(f"{name}server", what, 3 * 3600, file, needs=needs))
     return steps

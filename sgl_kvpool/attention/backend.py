@@ -18,6 +18,7 @@ from sgl_kvpool.attention.layers import check_layers
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.pool.row_pool import RowPool
+from sgl_kvpool.refusal import Refusal
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -49,12 +50,12 @@ class KVPoolMLABackend(AttentionBackend):
         super().__init__()
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
-            raise ValueError(
+            raise Refusal(
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         if torch.device(model_runner.device).type != "cpu":
-            raise ValueError(
+            raise Refusal(
                 f"this is the CPU's part of attention backend {KVPOOL_BACKEND}, and the device is "
                 f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )

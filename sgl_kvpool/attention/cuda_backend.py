@@ -48,6 +48,7 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.write_rows import RowsToWrite
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.pool.row_pool import RowPool
+from sgl_kvpool.refusal import Refusal
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -95,7 +96,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     ):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
-            raise ValueError(
+            raise Refusal(
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )

@@ -24,6 +24,7 @@ __all__ = [
     "MAX_SPLITS",
     "DecodeConfig",
     "TileConfig",
+    "config_of_tile",
     "decode_config",
     "partial_elements",
     "table",
@@ -152,8 +153,13 @@ def decode_config(
         With the number of splits whose programs keep most of the device busy in up to `MAX_ROUNDS` rounds,
         the smallest of several; no more than `MAX_SPLITS` and than the bound has blocks for.
     """
-    tile = tile_config(fmt.layout, heads * queries_per_list)
-    tiles = -(-heads * queries_per_list // tile.pairs)
+    pairs = heads * queries_per_list
+    return config_of_tile(tile_config(fmt.layout, pairs), pairs, lists, max_rows, sm_count)
+
+
+def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_count: int) -> DecodeConfig:
+    """As `decode_config`, with a tile that the table need not have; `pairs` are those of a list."""
+    tiles = -(-pairs // tile.pairs)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
     most = max(1, min(MAX_SPLITS, -(-blocks // MIN_BLOCKS)))

@@ -8,6 +8,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inne
 
 from sgl_kvpool.attention.cuda_backend import KVPoolMLACudaBackend
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -39,7 +40,7 @@ class KVPoolMultiStepDraftBackend:
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int):
         if topk != 1:
-            raise ValueError(
+            raise Refusal(
                 f"--speculative-eagle-topk {topk}: attention backend {KVPOOL_BACKEND} attends one draft per "
                 "step, not a tree; use --speculative-eagle-topk 1"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -62,18 +63,18 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
             # On a CPU nothing chooses between the two forms, so that the other one cannot be meant.
             problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
         if problem:
-            raise ValueError(_text(model, name, problem, where))
+            raise Refusal(_text(model, name, problem, where))
     if multi_head and len(scales) > 1:
         # FlashInfer's call is planned once per batch, with the scale.
-        raise ValueError(
+        raise Refusal(
             f"{type(model).__name__} has absorbed attention layers of softmax scales {sorted(scales)}, and "
             f"attention backend {KVPOOL_BACKEND} takes one for all; serve the model without --kv-cache-layout"
         )
     for name, other in model.named_modules():
         if getattr(other, "learnable_sink_param", None) is not None:
-            raise ValueError(_text(model, name, "has an attention sink", where))
+            raise Refusal(_text(model, name, "has an attention sink", where))
     if not attentions and pool.row_pool.layer_num:  # a pipeline stage of a hybrid model may have none
-        raise ValueError(
+        raise Refusal(
             f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
             "without --kv-cache-layout"
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 
 __all__ = [
     "DSA_BACKEND",
@@ -191,7 +192,7 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
         backends = (backends,)
     unable = [name for name in dict.fromkeys(backends) if not can_read(name, layout, arrangement)]
     if unable:
-        raise ValueError(
+        raise Refusal(
             f"attention backend {', '.join(unable)} cannot read {arrangement} rows of KV cache layout "
             f"{layout}; those that can: {', '.join(readers(layout, arrangement)) or 'none'}"
         )

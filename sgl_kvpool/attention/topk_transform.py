@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sizes import whole_number
 
 __all__ = [
@@ -45,7 +46,7 @@ class TopkTransform(Enum):
     RAGGED = "ragged"
 
 
-class UnsupportedCombination(ValueError):
+class UnsupportedCombination(Refusal):
     """Layout, implementations and mode of which a kernel would be handed what it cannot read.
 
     Attributes

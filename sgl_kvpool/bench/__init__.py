@@ -12,6 +12,8 @@ BENCHMARKS = {
     "codec": "sgl_kvpool.bench.codec",
     "attention": "sgl_kvpool.bench.attention.program",
     "transfer": "sgl_kvpool.bench.transfer",
+    "rates": "sgl_kvpool.bench.rates.program",
+    "tiles": "sgl_kvpool.bench.tiles.program",
 }
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.bench.outputs import require_writable
+from sgl_kvpool.bench.outputs import machine, require_writable
 from sgl_kvpool.codec import decode_rows, encode_rows, gather_rows, store_rows
 
 __all__ = ["main"]
@@ -38,6 +37,14 @@ CPU_GATES = {("fp4", "gather"): 0.08, ("fp8_block_scale", "gather"): 0.04, ("fp8
 GPU_TARGET, GPU_TARGETS = 0.80, {("fp4", "encode"): 0.40, ("fp4", "store"): 0.40}
 
 Run = Callable[[int], Any]
+
+#: What is printed about the columns of the table.
+COLUMNS = """\
+encode, decode: values to rows and back; store, gather: the same into and out of scattered rows of a pool
+GB/s:   bytes read and written per second, rows and their bf16 values together
+copy:   GB/s of a plain copy of as many bytes, measured in turn with it
+ratio:  GB/s to copy; 0.1 is a tenth of a copy's speed
+target: least ratio; on a CPU --check fails below it, on a GPU it is only reported"""
 
 
 def operations(fmt: RowFormat, tokens: int, device: str, sets: int) -> dict[str, Run]:
@@ -128,33 +135,29 @@ def measure(device: str, layout: MLAKVCacheLayout, tokens: int, rounds: int) -> 
     return results
 
 
-def machine() -> dict[str, Any]:
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1] for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0].strip() if names else model
-    found: dict[str, Any] = {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-        found["cuda"] = torch.version.cuda
-    return found
+def print_head() -> None:
+    print(f"{'device':6} {'layout':15} {'operation':9} {'GB/s':>8} {'copy':>8} {'ratio':>6} {'target':>6}")
 
 
-def print_table(results: list[dict]) -> None:
-    print(f"{'device':6} {'layout':16} {'operation':9} {'GB/s':>9} {'copy':>9} {'ratio':>7} {'target':>7}")
+def print_rows(results: list[dict]) -> None:
     for r in results:
-        target = "" if r["target"] is None else f"{r['target']:7.2f}"
+        target = "" if r["target"] is None else f"{r['target']:.2f}"
         verdict = {None: "", True: "ok", False: "MISSED"}[r["passed"]]
         print(
-            f"{r['device']:6} {r['layout']:16} {r['operation']:9} {r['gb_per_s']:9.2f} "
-            f"{r['copy_gb_per_s']:9.2f} {r['ratio_to_copy']:7.3f} {target:>7} {verdict}"
+            f"{r['device']:6} {r['layout']:15} {r['operation']:9} {r['gb_per_s']:8.2f} "
+            f"{r['copy_gb_per_s']:8.2f} {r['ratio_to_copy']:6.3f} {target:>6} {verdict}",
+            flush=True,
         )
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Measure, print, write; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=__doc__.splitlines()[0],
+        epilog=f"The table that is printed:\n{COLUMNS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds on the CPU")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a CPU gate is missed")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (1)")
@@ -165,14 +168,17 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     require_writable(parser, arguments.json)
 
-    results = []
-    for layout in MLAKVCacheLayout:
-        results += measure("cpu", layout, *((16384, 3) if arguments.quick else (65536, 7)))
+    cases = [("cpu", *((16384, 3) if arguments.quick else (65536, 7)))]
     if torch.cuda.is_available():
-        for tokens in (65536,) if arguments.quick else (65536, 262144):
-            for layout in MLAKVCacheLayout:
-                results += measure("cuda", layout, tokens, 50)
-    print_table(results)
+        cases += [("cuda", tokens, 50) for tokens in ((65536,) if arguments.quick else (65536, 262144))]
+    print(f"{COLUMNS}\n\nabout {'10 seconds' if arguments.quick else 'a minute'} on an idle CPU")
+    print_head()
+    results = []
+    for device, tokens, rounds in cases:
+        for layout in MLAKVCacheLayout:
+            measured = measure(device, layout, tokens, rounds)
+            print_rows(measured)
+            results += measured
 
     missed = [r for r in results if r["gate"] and not r["passed"]]
     report = {

@@ -1,14 +1,17 @@
-"""Where results of a benchmark go, and the commit that they are of."""
+"""Where results of a benchmark go, and what they are of: commit and machine."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-__all__ = ["commit", "require_writable"]
+__all__ = ["Report", "commit", "machine", "replace_file", "require_writable"]
 
 #: Folder that has this package in it: the root of a checkout, or where packages are installed.
 _ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +35,22 @@ def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> No
             path.open("a").close()
         except OSError as error:
             parser.error(f"{path} cannot be written ({error.strerror}); name a file that can")
+
+
+def machine() -> dict[str, Any]:
+    """Processor and number of cores, and the GPU that torch sees, if any."""
+    import torch
+
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1] for line in info.read_text().splitlines() if "model name" in line]
+        model = names[0].strip() if names else model
+    found: dict[str, Any] = {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 @cache
@@ -59,3 +78,50 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+class Report:
+    """Results that are written whenever there is one more, so that a program may be ended at any time.
+
+    Parameters
+    ----------
+    path : Path or None
+        A JSON file, replaced at once each time. None keeps the results in memory.
+    facts : dict
+        What the file holds beside "results".
+    goes_on : bool
+        Whether to begin with the results that the file holds.
+    """
+
+    def __init__(self, path: Path | None, facts: dict[str, Any], goes_on: bool = False) -> None:
+        self.path, self.facts = path, facts
+        self.rows: list[dict[str, Any]] = []
+        if goes_on and path is not None and path.exists() and path.stat().st_size:
+            self.rows = json.loads(path.read_text("utf-8"))["results"]
+        self._jobs = {_key(row["job"]) for row in self.rows}
+
+    def has(self, job: Any) -> bool:
+        """Whether there is a row whose "job" is this one."""
+        return _key(job) in self._jobs
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row, whose "job" says what was measured, and write the file."""
+        self._jobs.add(_key(row["job"]))
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew, for facts that have changed."""
+        if self.path is not None:
+            replace_file(self.path, json.dumps({**self.facts, "results": self.rows}, indent=1) + "\n")
+
+
+def _key(job: Any) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new one, and never a part."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, "utf-8")
+    beside.replace(path)

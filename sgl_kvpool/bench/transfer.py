@@ -1,6 +1,7 @@
 """Transfers of pages between a pool and a host tier: the plan, and the engines that carry it out.
 
     sgl-kvpool bench transfer [--device cpu|cuda] [--quick] [--check] [--json PATH] [--plot PATH]
+    sgl-kvpool bench transfer --draw results.json --plot results.png
 
 On a GPU: engines staged, copy_engine and kernel beside SGLang's backends, as ratios to a pinned copy in the
 same run; see transfer_gpu.py. The rest is about the CPU.
@@ -10,17 +11,18 @@ arrangement of the pool the rate of the `cpu` engine to and from a page-major ho
 peers in the same run: torch's contiguous copy of as many bytes, which is the limit, and torch's copies of the
 same scattered pages. `--check` fails below 70 % of the former for page-sized runs, and above 1 ms for the
 plan. Then, for each pair of layouts, the rate of the engine that encodes and decodes, beside torch's.
+transfer_report.py prints and draws what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ import torch
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.bench import transfer_gpu
-from sgl_kvpool.bench.outputs import require_writable
+from sgl_kvpool.bench import transfer_report as shown
+from sgl_kvpool.bench.outputs import machine, replace_file, require_writable
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
 from sgl_kvpool.cross_layer import LayerPages
 from sgl_kvpool.host.conversion import RowConversion, narrower_layouts
@@ -42,9 +45,14 @@ from sgl_kvpool.page_runs import PageRuns
 
 __all__ = ["caches", "main"]
 
-SCHEMA = 3
+SCHEMA = 4
 LAYERS, PAGE_SIZE = 61, 64
-RATE_LIMIT, PLAN_LIMIT_MS = 0.7, 1.0
+#: Pages of two layers that are encoded and decoded: torch, the peer, is slow.
+CONVERTED_PAGES = 8
+#: Bytes of a pool, and rounds.
+FULL, QUICK = (1 << 30, 24), (200 << 20, 4)
+#: Bytes of a pool that is large enough to tell how long a larger one takes.
+PROBE_BYTES = 64 << 20
 
 
 def caches(
@@ -143,13 +151,14 @@ def measure_engine(
         "copy_gb_per_s": round(source[0].nbytes / statistics.median(times["copy"]) / 1e9, 2),
         **{f"{name}_of_copy": ratio("copy", name) for name in engines},
         **{f"{name}_of_torch": ratio(f"torch_{name}", name) for name in engines},
+        "round_s": round(sum(map(statistics.median, times.values())), 4),
     }
 
 
 def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, rounds: int) -> dict:
     """Rates of the `cpu` engine with another layout on the host, beside torch's; bytes of the device."""
     own = layout.row_format(512, 64)
-    other, pages, layers = own.in_layout(host_layout), 8, 2
+    other, pages, layers = own.in_layout(host_layout), CONVERTED_PAGES, 2
     device = caches(KVArrangement.LAYER_MAJOR, pages, PAGE_SIZE * own.row_bytes, layer_count=layers)
     (group,) = device.groups
     memory = torch.ones(pages, layers * PAGE_SIZE * other.row_bytes, dtype=torch.uint8)
@@ -196,116 +205,127 @@ def measure_gpu(quick: bool, save: Callable[[dict], object]) -> list[str]:
     return missed
 
 
-def draw(results: list[dict], path: Path) -> bool:
-    """Bars of both directions, the copy as a line; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4))
-    places = np.arange(len(results))
-    for shift, name in ((-0.2, "to_host"), (0.2, "to_device")):
-        axes.bar(
-            places + shift, [row[f"{name}_of_copy"] for row in results], 0.4, label=name.replace("_", " ")
-        )
-    axes.axhline(1, color="black", linewidth=1, label="torch copy")
-    axes.axhline(RATE_LIMIT, color="grey", linestyle="--", linewidth=1, label="target, page-sized runs")
-    axes.set_xticks(places, [f"{r['layout']}\n{r['arrangement']}" for r in results], rotation=60, fontsize=8)
-    axes.set_ylabel("rate, contiguous copy = 1")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
+def estimated_seconds(pool_bytes: int, rounds: int) -> float:
+    """About how long `measure_cpu` takes here, from two rounds of a small pool and of one pair of layouts."""
+    began = time.perf_counter()
+    probe = measure_engine(MLAKVCacheLayout.BF16, KVArrangement.LAYER_MAJOR, PROBE_BYTES, 1)
+    memory_s = time.perf_counter() - began - 2 * probe["round_s"]
+    shape_s = (memory_s + (rounds + 1) * probe["round_s"]) * pool_bytes / PROBE_BYTES
+    began = time.perf_counter()
+    measure_conversion(*conversions()[0], 1)
+    conversion_s = (time.perf_counter() - began) * (rounds + 1) / 2
+    return len(shapes()) * shape_s + len(conversions()) * conversion_s
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Measure, print, write; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+def shapes() -> list[tuple[MLAKVCacheLayout, KVArrangement]]:
+    """Layouts and arrangements of pools."""
+    return [(layout, each) for layout in MLAKVCacheLayout for each in KVArrangement.of_rows()]
+
+
+def conversions() -> list[tuple[MLAKVCacheLayout, MLAKVCacheLayout]]:
+    """Layouts of pool and host tier."""
+    return [
+        (layout, host) for layout in MLAKVCacheLayout for host in narrower_layouts(layout.row_format(512, 64))
+    ]
+
+
+def measure_cpu(quick: bool) -> dict[str, Any]:
+    """All that is measured on a CPU, each line printed as soon as it is known."""
+    pool_bytes, rounds = QUICK if quick else FULL
+    estimate_s = estimated_seconds(pool_bytes, rounds)
+    duration = f"{estimate_s:.0f} s" if estimate_s < 90 else f"{estimate_s / 60:.0f} minutes"
+    print(
+        f"{len(shapes())} pools and {len(conversions())} pairs of layouts: about {duration} here, up to "
+        f"{4 * pool_bytes / 1e9:.1f} GB of memory\n"
+        f"\n{shown.COLUMNS}\n",
+        flush=True,
+    )
+    plan = measure_plan(rounds)
+    print(f"{shown.plan_line(plan)}\n\n{shown.heading()}", flush=True)
+    engine_rows, conversion_rows = [], []
+    for layout, arrangement in shapes():
+        engine_rows.append(measure_engine(layout, arrangement, pool_bytes, rounds))
+        print(shown.engine_line(engine_rows[-1]), flush=True)
+    for layout, host_layout in conversions():
+        conversion_rows.append(measure_conversion(layout, host_layout, rounds))
+        print(shown.conversion_line(conversion_rows[-1]), flush=True)
+    return {
+        "limits": {"rate_of_copy": shown.RATE_LIMIT, "plan_ms": shown.PLAN_LIMIT_MS},
+        "plan": plan,
+        "cpu_engine": engine_rows,
+        "conversions": conversion_rows,
+    }
+
+
+def facts(quick: bool) -> dict[str, Any]:
+    """What this is measured with."""
+    return {
+        "schema": SCHEMA,
+        "script": "scripts/bench_transfer.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "quick": quick,
+        "layers": LAYERS,
+        "page_size_tokens": PAGE_SIZE,
+    }
+
+
+def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    """The command line; `draw` becomes the report that is to be drawn."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=__doc__.splitlines()[0],
+        epilog=f"The table that is printed on a CPU:\n{shown.COLUMNS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="fewer pages and rounds")
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw them here (PNG)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="whose transfers")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing; draw these results")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="whose transfers (cpu)")
     arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if arguments.draw is not None:
+        if arguments.plot is None:
+            parser.error("--draw needs --plot, the picture's name")
+        try:
+            report = json.loads(arguments.draw.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--draw {arguments.draw} cannot be read: {error}")
+        if report.get("schema") != SCHEMA or "cpu_engine" not in report:
+            parser.error(f"--draw {arguments.draw} has no results of a CPU in schema {SCHEMA}; measure again")
+        arguments.draw = report
+    elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     if arguments.device == "cuda" and arguments.plot:
         parser.error("--plot draws what is measured on the CPU")
+    if arguments.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'sgl-kvpool[bench]'")
     require_writable(parser, arguments.json, arguments.plot)
-    pool_bytes, rounds = (200 << 20, 4) if arguments.quick else (1 << 30, 24)
+    return arguments
 
-    facts = {
-        "schema": SCHEMA,
-        "script": "scripts/bench_transfer.py",
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "layers": LAYERS,
-        "page_size_tokens": PAGE_SIZE,
-    }
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Measure, print, write; returns the exit status."""
+    arguments = parse(argv, prog)
+    if arguments.draw is not None:
+        shown.draw(arguments.draw, arguments.plot)
+        return 0
+    report = facts(arguments.quick)
+
+    def save(found: dict) -> None:
+        if arguments.json:
+            replace_file(arguments.json, json.dumps({**report, **found}, indent=1) + "\n")
+
     if arguments.device == "cuda":
-
-        def save(report: dict) -> None:
-            if arguments.json:
-                arguments.json.write_text(json.dumps({**facts, **report}, indent=1) + "\n")
-
         missed = measure_gpu(arguments.quick, save)
-        print(f"missed: {', '.join(missed) or 'nothing'}")
-        return int(arguments.check and bool(missed))
-
-    plan = measure_plan(rounds)
-    print(f"{plan['descriptors']} descriptors of {plan['pages']} pages: {plan['ms']} ms")
-    results = []
-    print(f"{'':16} {'':12} {'':>10} {'of a contiguous copy':>20} {'of torch, the same pages':>25}")
-    print(
-        f"{'layout':16} {'arrangement':12} {'run bytes':>10} {'to host':>9} {'to device':>10} "
-        f"{'to host':>14} {'to device':>10}"
-    )
-    for layout in MLAKVCacheLayout:
-        for arrangement in KVArrangement.of_rows():
-            row = measure_engine(layout, arrangement, pool_bytes, rounds)
-            results.append(row)
-            print(
-                f"{row['layout']:16} {row['arrangement']:12} {row['run_bytes']:10} "
-                f"{row['to_host_of_copy']:9.2f} {row['to_device_of_copy']:10.2f} "
-                f"{row['to_host_of_torch']:14.2f} {row['to_device_of_torch']:10.2f}",
-                flush=True,
-            )
-    conversions = [
-        measure_conversion(layout, host, rounds)
-        for layout in MLAKVCacheLayout
-        for host in narrower_layouts(layout.row_format(512, 64))
-    ]
-    for row in conversions:
-        print(
-            f"{row['layout']:16} as {row['host_layout']:16} {row['to_host_gb_per_s']:6.2f} GB/s out "
-            f"({row['to_host_of_torch']:.1f} of torch) {row['to_device_gb_per_s']:6.2f} GB/s back "
-            f"({row['to_device_of_torch']:.1f})"
-        )
-    if arguments.json:
-        report = {
-            **facts,
-            "limits": {"rate_of_copy": RATE_LIMIT, "plan_ms": PLAN_LIMIT_MS},
-            "plan": plan,
-            "cpu_engine": results,
-            "conversions": conversions,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.plot and not draw(results, arguments.plot):
-        print(f"{arguments.plot} not drawn: matplotlib is not installed")
-    missed = [
-        f"{row['layout']} {row['arrangement']}"
-        for row in results
-        # Token-major rows go to and from page-major pages one by one.
-        if row["arrangement"] != KVArrangement.TOKEN_MAJOR.value
-        and min(row["to_host_of_copy"], row["to_device_of_copy"]) < RATE_LIMIT
-    ]
-    if plan["ms"] > PLAN_LIMIT_MS:
-        missed.append("plan")
-    if arguments.check and missed:
-        print(f"missed: {', '.join(missed)}")
-        return 1
-    return 0
+    else:
+        report |= measure_cpu(arguments.quick)
+        missed = shown.missed(report)
+        save({})
+        if arguments.plot:
+            shown.draw(report, arguments.plot)
+    print(f"missed: {', '.join(missed) or 'nothing'}")
+    return int(arguments.check and bool(missed))

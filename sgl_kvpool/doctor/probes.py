@@ -88,7 +88,7 @@ def packages() -> Finding:
 
 def plugin() -> Finding:
     """Whether SGLang will load the plugin, and what the environment asks of it."""
-    from sgl_kvpool.sglang_plugin.record import OPTIONS
+    from sgl_kvpool.sglang_plugin.record import OPTIONS, environment_problems
 
     finding = Finding()
     found = importlib.metadata.entry_points(group=_GROUP, name=env.PLUGIN)
@@ -107,19 +107,9 @@ def plugin() -> Finding:
     problem = env.plugin_list_problem()
     if problem:
         finding.problems.append(problem)
+    finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
+    finding.problems += environment_problems()
     options = {option.env: option for option in OPTIONS}
-    for name in (*options, env.PREFILL_READS_ROWS, env.FIX_TOPK, env.ALLOW_UNTESTED, env.CHECK_FINITE):
-        value = env.text(name)
-        if value is None:
-            continue
-        finding.facts[name] = value
-        try:
-            if name in options:
-                options[name].exported()
-            else:
-                env.flag(name)
-        except ValueError as error:
-            finding.problems.append(str(error))
     asked = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
     if env.KV_CACHE_LAYOUT not in asked:
         finding.notes += [

@@ -12,6 +12,7 @@ import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
+from sgl_kvpool.refusal import use
 
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
 
@@ -61,7 +62,7 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
         reason = "the host tier would hold fewer tokens, and none better"
     return (
         f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
-        f"{device.row_bytes}: {reason}; use one of: {', '.join(['same', *map(str, able)])}"
+        f"{device.row_bytes}: {reason}; {use(['same', *map(str, able)])}"
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.host.jobs import RegisteredPieces
+from sgl_kvpool.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ _SHRINKING = (0, 2, 4, 6)
 _PROGRESS_SECONDS = 10.0
 
 
-class HostTierTooLarge(ValueError):
+class HostTierTooLarge(Refusal):
     """A host tier that does not fit into memory."""
 
 

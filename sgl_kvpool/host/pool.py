@@ -30,6 +30,7 @@ from sgl_kvpool.host.lanes import make_lanes
 from sgl_kvpool.host.moved_pages import MovedPagesPool, kv_group
 from sgl_kvpool.host.stored_pages import storage_format_tag
 from sgl_kvpool.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         if other:
             raise TypeError(f"{type(self).__name__} is for pools with a layout, not {', '.join(other)}")
         if layout not in HOST_LABELS:
-            raise ValueError(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
         tags = [pool.row_format.tag for pool in pools]
         if len(set(tags)) > 1 or any(draft.layer_num != 1 for draft in draft_pools):
             raise ValueError(
@@ -119,7 +120,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
         problem = host_layout_problem(kv_pool.row_format, host_layout)
         if problem is not None:
-            raise ValueError(f"--kv-host-layout {host_layout} does not work: {problem}")
+            raise Refusal(f"--kv-host-layout {host_layout} does not work: {problem}")
         self._device_rows = kv_pool.row_format
         self.row_format = self._device_rows.in_layout(host_layout)
         self._io_backend = io_backend

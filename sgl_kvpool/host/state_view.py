@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference
+from sgl_kvpool.refusal import Refusal
 
 __all__ = ["STATE_FORMAT_VERSION", "StateView"]
 
@@ -62,7 +63,7 @@ class StateView:
             group = view.group("state")
             extra = sorted({layer.part for layer in group.layers if layer.layer_id is None})
             if extra:
-                raise ValueError(
+                raise Refusal(
                     f"{type(pool).__name__} keeps {', '.join(extra)} beside the states of its layers, which "
                     "the host tier does not carry; leave out --enable-hierarchical-cache or --kv-cache-layout"
                 )

@@ -24,6 +24,7 @@ from sgl_kvpool.host.page_buffer import staged_state_bytes
 from sgl_kvpool.host.page_view import packed_view
 from sgl_kvpool.host.plan import TransferPlan
 from sgl_kvpool.host.state_view import StateView
+from sgl_kvpool.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         allocator_type: str = "default",
     ) -> None:
         if layout not in HOST_LABELS:
-            raise ValueError(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
         pools = (mamba_pool, *draft_pools)
         self._view = StateView.of(pools)
         self._device_views = [self._view.caches]

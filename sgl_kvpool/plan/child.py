@@ -2,7 +2,7 @@
 
 SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are a
 process's own. Input: one JSON object, with `machine` and `servers`. Output: one JSON line for
-each server, in their order.
+each server, in their order; what cannot be read ends it, since no other server would be read either.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
 #: Modules whose functions decide; all have to be there before the GPU is described.
@@ -39,19 +40,41 @@ def main() -> int:
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         sys.exit(problem)
     load_plugins()
-    from sgl_kvpool.plan.gpu import DescribedGPU, describe
     from sgl_kvpool.plan.sizing import Machine, ServerRequest
 
     machine = Machine(**request["machine"])
-    describe(DescribedGPU(machine.gpu_gib, machine.gpu_count))
+    enough: dict[tuple[Any, ...], str] = {}
     for server in request["servers"]:
         wanted = ServerRequest(server["model_path"], server["layout"], tuple(server["arguments"]))
-        print(_in_a_fork(wanted, machine), file=answers, flush=True)
+        answer = _in_a_fork(wanted, machine)
+        if "too_heavy" in answer:
+            # Asked once: the weights are those of every layout.
+            ranks = answer["too_heavy"]
+            key = (wanted.model_path, *ranks.values())
+            if key not in enough:
+                enough[key] = _enough(wanted, machine, **ranks)
+            answer = {"refused": f"{answer['refused']}; {enough[key]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        if "unreadable" in answer:
+            break
     return 0
 
 
-def _in_a_fork(wanted: Any, machine: Any) -> str:
-    """What the fork wrote, or that it ended without a word."""
+def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
+    """How many GPUs a server starts on that does not on `tp_size`, in words; SGLang is asked, in forks."""
+    groups = tp_size // attention_ranks  # of DP attention
+    for ranks in range(attention_ranks + 1, heads + 1):
+        count = groups * ranks
+        if heads % ranks or machine.weights_gib / count >= machine.gpu_gib:
+            continue
+        more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
+        if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
+            return f"{count} GPUs do (--tp {count}{', more than a node of eight has' if count > 8 else ''})"
+    return f"no number of GPUs does whose ranks of attention divide the {heads} heads"
+
+
+def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
+    """What the fork answered, or that it ended without a word."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -72,17 +95,23 @@ def _in_a_fork(wanted: Any, machine: Any) -> str:
     _, status = os.waitpid(pid, 0)
     if status or not text:
         ended = os.waitstatus_to_exitcode(status)
-        return json.dumps({"failed": f"the process that sized it ended with status {ended}"})
-    return text
+        return {"failed": f"the process that sized it ended with status {ended}"}
+    return json.loads(text)
 
 
 def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
     """Sizes of a server, or why SGLang would not start it, or cannot read what it was told to."""
     from sgl_kvpool.attention.topk_transform import UnsupportedCombination
+    from sgl_kvpool.plan.gpu import DescribedGPU, describe
+    from sgl_kvpool.plan.plannable import IncompleteConfig, TooHeavy
     from sgl_kvpool.plan.sizing import size_server
 
+    describe(DescribedGPU(machine.gpu_gib, machine.gpu_count))
     try:
         return size_server(wanted, machine)
+    except TooHeavy as error:
+        ranks = {"attention_ranks": error.attention_ranks, "heads": error.heads, "tp_size": error.tp_size}
+        return {"refused": str(error), "too_heavy": ranks}
     except UnsupportedCombination as error:
         if error.instead is None:
             return {"refused": str(error)}
@@ -94,8 +123,8 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         if flags & {word.partition("=")[0] for word in wanted.arguments}:
             return {"refused": str(error)}  # of what the user named, or of what was tried already
         return {"refused": str(error), "instead": named}
-    except OSError as error:
-        # No such model, or no network to look it up: a reason for no layout.
+    except (OSError, IncompleteConfig) as error:
+        # No such model, no network to look it up, no sizes in it: a reason for no layout.
         traceback.print_exc()
         return {"unreadable": str(error)}
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:

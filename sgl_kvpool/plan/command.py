@@ -31,6 +31,9 @@ _OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-p
          "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
          "--enable-hierarchical-cache")  # fmt: skip
 
+#: A checkpoint that SGLang reads the configuration of, besides the model's.
+_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-gb",
-        type=_positive,
+        type=_gpu_gib,
         required=True,
         metavar="N",
         help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
@@ -69,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
     parser.add_argument(
         "--host-gb",
-        type=_positive,
+        type=_host_gb,
         metavar="N",
         help="memory for a host tier on each node, all ranks together, in GB (1e9 bytes)",
     )
@@ -81,13 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights-gb",
-        type=_not_negative,
+        type=_gib,
         metavar="N",
         help="GiB of all weights, a draft's among them (the folders' safetensors files; else 0)",
     )
     parser.add_argument(
         "--taken-gb",
-        type=_not_negative,
+        type=_gib,
         default=TAKEN_GIB,
         metavar="N",
         help=f"memory of a GPU in GiB that is taken before the weights are loaded ({TAKEN_GIB:g})",
@@ -125,9 +128,11 @@ def run(arguments: argparse.Namespace) -> int:
         "drafts_included": arguments.weights_gb is not None,
     }
     candidates = _candidates(arguments.host_gb is not None)
-    print("asking SGLang; a minute ...", file=sys.stderr, flush=True)
-    with model.sglang_path() as path:
-        servers = [_request(path, each, arguments) for each in candidates]
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(model.sglang_path())
+        others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
+        servers = [_request(path, each, arguments, others) for each in candidates]
+        print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
         answers = _ask_again(machine, servers, ask(machine, servers))
     plan = Plan.of(
         model=model.launch_path,
@@ -187,17 +192,17 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    lines, last = said.splitlines(), "\n".join(complaints.splitlines()[-15:])
-    if process.returncode or len(lines) != len(servers):
-        raise RuntimeError(
-            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
-        )
-    answers = [json.loads(line) for line in lines]
+    last = "\n".join(complaints.splitlines()[-15:])
+    answers = [] if process.returncode else [json.loads(line) for line in said.splitlines()]
     for answer in answers:
-        if "unreadable" in answer:
+        if "unreadable" in answer:  # for any server, and so the last answer
             raise OSError(answer["unreadable"])
         if "failed" in answer:
             raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
+    if len(answers) != len(servers):
+        raise RuntimeError(
+            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
+        )
     return answers
 
 
@@ -219,10 +224,26 @@ def _ask_again(
     return found
 
 
-def _request(model_path: str, candidate: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
+def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
+    """Arguments of a server with a folder for the name of a draft on Hugging Face; see `sglang_path`."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag, draft = (name, value) if equals else (before, word)
+        if flag in _DRAFT and not Path(draft).exists():
+            folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+            yield f"{name}={folder}" if equals else folder
+        else:
+            yield word
+        before = word
+
+
+def _request(
+    model_path: str, candidate: Candidate, arguments: argparse.Namespace, others: Sequence[str]
+) -> dict[str, Any]:
     # The size of a host tier changes nothing on the device; which one fits is known afterwards.
     host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
-    words = candidate.arguments(arguments.tp, arguments.server_arguments, host_gb)
+    words = candidate.arguments(arguments.tp, others, host_gb)
     return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
 
 
@@ -270,28 +291,32 @@ def _names_in(file: Path) -> list[str]:
     return ["--" + str(name).replace("_", "-") for name in found]
 
 
-def _number(text: str) -> float:
+def _number(text: str, what: str, limit: float, *, least: float | None = None) -> float:
+    """A number up to `limit`, from `least` or, without it, above 0; the error says what it is of."""
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value < 1e6:  # NaN too
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to a million")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
+    if not (value > 0 if least is None else least <= value) or value > limit:  # NaN is neither
+        above = "above 0" if least is None else f"of {least:g} or more"
+        raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
     return value
 
 
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return value
+def _gpu_gib(text: str) -> float:
+    # nvidia-smi shows MiB: 81559 is an H100.
+    return _number(text, "the memory of one GPU in GiB (MiB divided by 1024)", 1000)
 
 
-def _not_negative(text: str) -> float:
-    return _number(text)
+def _host_gb(text: str) -> float:
+    return _number(text, "memory of one node in GB", 1e5)
+
+
+def _gib(text: str) -> float:
+    return _number(text, "memory in GiB", 1e5, least=0)
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)

@@ -2,12 +2,76 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.sglang_plugin.models import model_name
 
-__all__ = ["check_drafts", "check_heads", "check_plannable", "has_own_draft"]
+__all__ = [
+    "IncompleteConfig",
+    "TooHeavy",
+    "check_drafts",
+    "check_geometry",
+    "check_heads",
+    "check_plannable",
+    "check_weights",
+    "has_own_draft",
+]
+
+#: Fields of config.json that sizes follow from, each under the names that it has. Where one is missing,
+#: transformers puts the value of one model of the family, such as a latent of 512.
+_GEOMETRY = (
+    ("kv_lora_rank",),
+    ("qk_rope_head_dim",),
+    ("num_attention_heads",),
+    ("num_hidden_layers", "num_layers", "n_layers"),
+)
+
+
+class IncompleteConfig(ValueError):
+    """A config.json that does not say what is planned; a reason for no layout."""
+
+
+class TooHeavy(ValueError):
+    """Weights that leave a GPU no memory for rows.
+
+    Attributes
+    ----------
+    tp_size : int
+    attention_ranks, heads : int
+        Ranks that share the heads of attention; another number of them has to divide the heads too.
+    """
+
+    def __init__(self, reason: str, tp_size: int, attention_ranks: int, heads: int):
+        super().__init__(reason)
+        self.tp_size = tp_size
+        self.attention_ranks = attention_ranks
+        self.heads = heads
+
+
+def check_geometry(model_config: Any, folder: Path) -> None:
+    """IncompleteConfig if config.json leaves out what the size of a cache follows from."""
+    file = folder / "config.json"
+    if not file.is_file():  # of a format, or from a place, that SGLang knows
+        return
+    given = set(_keys(json.loads(file.read_text(encoding="utf-8", errors="replace"))))
+    missing = [names[0] for names in _GEOMETRY if not given.intersection(names)]
+    if missing:
+        raise IncompleteConfig(
+            f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}: sizes of the cache "
+            "follow from it, and another model's would be planned; take the config.json of the checkpoint"
+        )
+
+
+def _keys(config: Any) -> Iterator[str]:
+    """Names of all fields that have a value, those of configurations inside it included."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            if value is not None:
+                yield name
+            yield from _keys(value)
 
 
 def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
@@ -50,6 +114,45 @@ def check_heads(model_config: Any) -> None:
             f"{ranks} ranks of attention do not divide the {heads} heads of {model_name(model_config)}; give "
             "--tp a divisor of them"
         )
+
+
+def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: float, model_config: Any) -> None:
+    """TooHeavy, a ValueError, if no memory is left for rows; SGLang names a fraction, which may be above 1.
+
+    Parameters
+    ----------
+    weights_gib : float
+        Of all ranks together, a draft's included.
+    machine : Machine
+    tp_size : int
+    fraction : float
+        --mem-fraction-static: the part of the memory before loading that weights and rows may take.
+    model_config : ModelConfig
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    free_gib, rank_gib = machine.gpu_gib - machine.taken_gib, weights_gib / tp_size
+    if fraction <= 0:
+        raise ValueError(
+            f"--gpu-gb {machine.gpu_gib:g} is less than SGLang keeps of a GPU beside weights and rows: it "
+            f"would take --mem-fraction-static {fraction:g}; give a larger one"
+        )
+    if rank_gib < free_gib * fraction:
+        return
+    what = (
+        f"{round(weights_gib, 1):g} GiB of weights do not fit {tp_size} x {machine.gpu_gib:g} GiB: each GPU "
+        f"would hold {rank_gib:.1f} GiB of them"
+    )
+    if rank_gib >= free_gib:
+        why = f"and has {free_gib:g} GiB before they are loaded (--taken-gb {machine.taken_gib:g})"
+    else:
+        why = (
+            f"and --mem-fraction-static {fraction:g} gives weights and rows {free_gib * fraction:.1f} GiB "
+            f"together; above {rank_gib / free_gib:.3f} it would leave less than {free_gib - rank_gib:.1f} "
+            "GiB for all else"
+        )
+    ranks = get_parallel().attn_tp_size
+    raise TooHeavy(f"{what}, {why}", tp_size, ranks, model_config.num_attention_heads)
 
 
 def check_drafts(view: Any, configurator: Any) -> None:

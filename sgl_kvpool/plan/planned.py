@@ -45,6 +45,8 @@ class PlannedServer:
         On the host. Requests in whole pages; those of hybrid models take a slot each.
     hicache_size_gb : int
         Of a rank, in units of 1e9 bytes; 0 without a host tier.
+    host_index_bytes : int
+        Of a token on the host, index keys and a draft's own pool, which --hicache-size does not count.
     workspace_bytes : int
         Of a rank, taken before the pool.
     """
@@ -65,6 +67,7 @@ class PlannedServer:
     host_slots: int = 0
     host_requests: int = 0
     hicache_size_gb: int = 0
+    host_index_bytes: int = 0
     workspace_bytes: int = 0
 
     @property
@@ -83,6 +86,9 @@ class Plan:
     ----------
     attention_copies : int
         With DP attention: how often the ranks together hold the attention weights. Else 1.
+    row_copies : int
+        Ranks that hold the rows of one cache, each all of them.
+    ranks_per_node : int
     draft_weights_gib : float or None
         Of a draft model of its own, counted besides the machine's `weights_gib`; 0 if they are not known,
         None if there is none or they are among the others.
@@ -98,6 +104,8 @@ class Plan:
     context_tokens: int
     mem_fraction_static: float
     attention_copies: int
+    row_copies: int
+    ranks_per_node: int
     draft_weights_gib: float | None
     servers: list[PlannedServer]
 
@@ -135,6 +143,8 @@ class Plan:
             context_tokens=context_tokens,
             mem_fraction_static=sized[0]["mem_fraction_static"] if sized else 0.0,
             attention_copies=sized[0]["attention_copies"] if sized else 1,
+            row_copies=sized[0]["row_copies"] if sized else 1,
+            ranks_per_node=sized[0]["ranks_per_node"] if sized else tp_size,
             draft_weights_gib=sized[0]["draft_weights_gib"] if sized else None,
             servers=[
                 _planned(candidate, answer, model, tp_size, host_gb, context_tokens, others)
@@ -167,13 +177,14 @@ def _planned(
     request_tokens = -(-context_tokens // page_size) * page_size
     fitting = answer["tokens"] // request_tokens
     most = answer["max_running_requests"]
-    size_gb, held, kept_requests = 0, HostTokens(0, 0, 0), 0
+    size_gb, held, kept_requests, index_bytes = 0, HostTokens(0, 0, 0), 0, 0
     if host_gb is not None and answer["host"] is not None:
         kept = HostBytes(**answer["host"], device_tokens=answer["tokens"], device_slots=answer["state_slots"])
         size_gb = largest_whole_gb(kept, host_gb / answer["ranks_per_node"], page_size)
         if size_gb:
             held = host_tokens(kept, size_gb, page_size)
             kept_requests = held.tokens // request_tokens
+            index_bytes = kept.page_token_bytes - kept.token_bytes
             if kept.has_states:
                 kept_requests = min(kept_requests, held.slots)
     return PlannedServer(
@@ -192,6 +203,7 @@ def _planned(
         host_slots=held.slots * caches,
         host_requests=kept_requests * caches,
         hicache_size_gb=size_gb,
+        host_index_bytes=index_bytes,
         workspace_bytes=answer["workspace_bytes"],
     )
 

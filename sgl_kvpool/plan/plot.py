@@ -24,6 +24,10 @@ def check_plot(path: Path) -> None:
         path.unlink()
 
 
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
+
+
 def draw(plan: Plan, path: Path) -> None:
     """Draw tokens per layout, on device and host, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,7 +48,7 @@ def draw(plan: Plan, path: Path) -> None:
         height=height,
         label="device",
     )
-    axes.bar_label(bars, [f"{server.requests} requests" for server in servers], padding=3, fontsize=8)
+    axes.bar_label(bars, [_requests(server.requests) for server in servers], padding=3, fontsize=8)
     if has_host:
         axes.barh(
             [place + height / 2 for place in places],

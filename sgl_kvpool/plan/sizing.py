@@ -14,7 +14,14 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import weights_gib
-from sgl_kvpool.plan.plannable import check_drafts, check_heads, check_plannable, has_own_draft
+from sgl_kvpool.plan.plannable import (
+    check_drafts,
+    check_geometry,
+    check_heads,
+    check_plannable,
+    check_weights,
+    has_own_draft,
+)
 from sgl_kvpool.sglang_plugin.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
 
@@ -99,14 +106,18 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     view = resolving_view(server_args)
     model_config = model_config_of(server_args)
     check_plannable(server_args, view, model_config)
+    check_geometry(model_config, Path(request.model_path))
     check_heads(model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
     # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
     ranks = view.tp_size * view.dp_size
     configurator = _configurator(server_args, view, model_config)
+    caches = configurator.attn_dp_size * view.dp_size
     check_drafts(view, configurator)
     draft_gib = None if machine.drafts_included else _draft_weights_gib(view)
-    config, available_bytes = _sized(configurator, machine, draft_gib or 0.0, view.tp_size)
+    all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
+    check_weights(all_weights_gib, machine, view.tp_size, view.mem_fraction_static, model_config)
+    config, available_bytes = _sized(configurator, machine, all_weights_gib / view.tp_size)
     sizes = _pool_configurator(configurator)
     attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
     states = configurator.mambaish_config
@@ -126,7 +137,9 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "mem_fraction_static": view.mem_fraction_static,
         "kv_cache_dtype": view.kv_cache_dtype,
         # Schedulers that have a cache of their own, each of `tokens`.
-        "caches": configurator.attn_dp_size * view.dp_size,
+        "caches": caches,
+        # Ranks that hold the rows of one cache, each all of them.
+        "row_copies": ranks // caches,
         "attention_copies": configurator.attn_dp_size,
         # Of a draft model of its own that `weights_gib` does not have: 0 where it is not known.
         "draft_weights_gib": draft_gib,
@@ -205,7 +218,7 @@ def _draft_weights_gib(view: Any) -> float | None:
     return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
 
 
-def _sized(configurator: Any, machine: Machine, draft_gib: float, tp_size: int) -> tuple[Any, int]:
+def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:
     """SGLang's MemoryPoolConfig, and the bytes for rows that it was made from."""
     from types import SimpleNamespace
 
@@ -213,7 +226,7 @@ def _sized(configurator: Any, machine: Machine, draft_gib: float, tp_size: int) 
     from sglang.srt.runtime_context import get_parallel
 
     free_gib = machine.gpu_gib - machine.taken_gib
-    left_gib = free_gib - (machine.weights_gib + draft_gib) / tp_size
+    left_gib = free_gib - rank_weights_gib
     kv_cache_configurator.get_available_gpu_memory = lambda *_, **__: left_gib
     found: list[int] = []
     from_budget = type(configurator).config_from_budget

@@ -18,6 +18,7 @@ from sglang.srt.utils.async_probe import maybe_detect_oob
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.pool.cross_layer_rows import CrossLayerRows
+from sgl_kvpool.refusal import Refusal
 
 __all__ = ["ArrangedMLATokenToKVPool", "RowWriteLoc"]
 
@@ -48,7 +49,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
             return
         slots = self.size + self.page_size  # the first page holds the slot that padded tokens write to
         if slots % self.page_size:
-            raise ValueError(
+            raise Refusal(
                 f"a pool of {self.size} tokens is no whole number of pages of {self.page_size}, which "
                 f"{self.kv_cache_arrangement} needs; make --max-total-tokens a multiple of --page-size"
             )

@@ -19,6 +19,7 @@ from sgl_kvpool.attention.readers import DSA_BACKEND
 from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE, SPARSE_BF16, check_combination
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.refusal import Refusal
 
 __all__ = ["LayoutDSATokenToKVPool"]
 
@@ -58,12 +59,12 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
     def _check_readers(self, readers: Sequence[str]) -> None:
         others = sorted({name for name in readers if name != DSA_BACKEND})
         if others:
-            raise ValueError(
+            raise Refusal(
                 f"attention backend {', '.join(others)} does not read pools of models with sparse attention; "
                 f"leave it out, SGLang takes {DSA_BACKEND}"
             )
         if self.kv_cache_arrangement is not KVArrangement.LAYER_MAJOR:
-            raise ValueError(
+            raise Refusal(
                 f"rows of models with sparse attention are layer_major, not {self.kv_cache_arrangement}: "
                 "SGLang's DSA kernels take rows without others between them; leave out "
                 "--kv-cache-arrangement"
@@ -77,7 +78,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         expected = row.row_bytes if scaled else row.head_dim
         wanted = self.kv_cache_layout.is_packed and self.kv_cache_layout.is_read_by_sglang_dsa
         if scaled != wanted or self._sglang_row_values != expected:
-            raise ValueError(
+            raise Refusal(
                 f"SGLang's DSA implementations read rows of {self._sglang_row_values} "
                 f"{'bytes' if scaled else 'values'}, and those of KV cache layout {self.kv_cache_layout} are "
                 "others; name others with --dsa-prefill-backend and --dsa-decode-backend, or leave them out"

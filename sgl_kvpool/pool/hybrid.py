@@ -20,6 +20,7 @@ from sgl_kvpool.pool.dsa import LayoutDSATokenToKVPool
 from sgl_kvpool.pool.k_scales import checked_k_scales
 from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.pool.row_pool import RowPool
+from sgl_kvpool.refusal import Refusal
 
 __all__ = ["LayoutHybridLinearKVPool"]
 
@@ -61,7 +62,7 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     ):
         layout = MLAKVCacheLayout.parse(kv_cache_layout)
         if not use_mla:
-            raise ValueError(
+            raise Refusal(
                 f"KV cache layout {layout} stores rows of multi-head latent attention (MLA), which this "
                 "hybrid model does not use; serve it without --kv-cache-layout"
             )
@@ -69,18 +70,18 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         stock = (None, DSATokenToKVPool if use_dsa else MLATokenToKVPool)
         if full_kv_pool is not None or full_kv_pool_class not in stock:
             brought = full_kv_pool_class if full_kv_pool is None else type(full_kv_pool)
-            raise ValueError(
+            raise Refusal(
                 f"a {getattr(brought, '__name__', brought)} was given for the rows of layout {layout}, which "
                 "cannot store them; leave --kv-cache-layout out"
             )
         layer_ids = list(full_attention_layer_ids)
         places = {layer_id: place for place, layer_id in enumerate(layer_ids)}
         if len(places) < len(layer_ids):
-            raise ValueError(f"full_attention_layer_ids {layer_ids} has a layer twice")
+            raise Refusal(f"full_attention_layer_ids {layer_ids} has a layer twice")
         scales = checked_k_scales(k_scales)  # here, where layers have the model's numbers
         others = sorted(set(scales) - set(places))
         if others:
-            raise ValueError(
+            raise Refusal(
                 f"k_scales has layers {others}, and only {sorted(places)} have rows; the checkpoint's KV "
                 "scales are damaged"
             )

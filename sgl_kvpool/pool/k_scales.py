@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sgl_kvpool.refusal import Refusal
+
 if TYPE_CHECKING:
     from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
 
@@ -25,14 +27,14 @@ def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
     checked = {}
     for layer_id, k_scale in (k_scales or {}).items():
         if not isinstance(layer_id, int):
-            raise ValueError(f"k_scales has a key {layer_id!r}; keys are model layer ids (int)")
+            raise Refusal(f"k_scales has a key {layer_id!r}; keys are model layer ids (int)")
         try:
             checked[layer_id] = float(k_scale)
             stored = torch.tensor(checked[layer_id], dtype=torch.float32).item()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"k_scale={k_scale!r} of layer {layer_id} is no number") from error
+            raise Refusal(f"k_scale={k_scale!r} of layer {layer_id} is no number") from error
         if not 0.0 < stored < float("inf"):
-            raise ValueError(
+            raise Refusal(
                 f"k_scale={k_scale} of layer {layer_id} is not finite and positive in float32; "
                 "the checkpoint's KV scales are damaged, or choose a layout that uses none"
             )

@@ -24,6 +24,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
 from sgl_kvpool.pool.k_scales import checked_k_scales
 from sgl_kvpool.pool.row_pool import RowPool
+from sgl_kvpool.refusal import Refusal
 
 __all__ = ["LayoutMLATokenToKVPool"]
 
@@ -94,13 +95,13 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
 
     def _create_buffers(self) -> None:
         if self.use_dsa != self.serves_dsa:
-            raise ValueError(
+            raise Refusal(
                 f"{type(self).__name__} serves models {'with' if self.serves_dsa else 'without'} sparse "
                 "attention (DSA); LayoutMLATokenToKVPool is for dense MLA, LayoutDSATokenToKVPool for DSA"
             )
         shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
         if self.dtype != shown:
-            raise ValueError(
+            raise Refusal(
                 f"layout {self.kv_cache_layout} is shown to SGLang as {shown}, but the pool was built "
                 f"with {self.dtype}; leave --kv-cache-dtype and --speculative-draft-kv-cache-dtype unset"
             )

@@ -12,11 +12,15 @@ import multiprocessing
 import sys
 
 from sgl_kvpool import env
-from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, Option
+from sgl_kvpool.refusal import Refusal, line
+from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, Option, environment_problems
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["register"]
+
+#: Of what a line on stderr lists; more of them are read in a report.
+_SHOWN_PROBLEMS = 3
 
 
 def register() -> None:
@@ -25,28 +29,31 @@ def register() -> None:
     Raises
     ------
     SystemExit
-        A layout or an arrangement was asked for and this SGLang cannot serve it. SGLang logs and swallows
-        every other exception of a plugin, and would go on with a pool of another layout.
+        The environment has a variable that begins as ours do and is wrong, or something was asked for that
+        this SGLang cannot serve. SGLang logs and swallows every other exception of a plugin, and would go on
+        with a pool of another layout.
     """
     try:
         _install()
+    except Refusal as refusal:
+        raise SystemExit(line(refusal)) from refusal
     except Exception as error:  # whatever it is, SGLang would log it and serve without the layout
         asked = _asked_for()
         if asked:
-            text = f"sgl-kvpool: {asked} was asked for, but the plugin failed: {error!r}"
-            raise SystemExit(text) from error
+            raise SystemExit(line(f"{asked} was asked for, but the plugin failed: {error!r}")) from error
         raise
 
 
 def _install() -> None:
     from sgl_kvpool.sglang_plugin import seams
 
+    problem, wrong = seams.version_problem(), environment_problems()
+    if wrong and (problem is not None or not _is_a_program()):
+        raise Refusal("; ".join(wrong))
     asked = _asked_for()
-    fixes_topk = env.flag(env.FIX_TOPK)
-    problem = seams.version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         if asked:
-            raise SystemExit(f"sgl-kvpool: {asked} was asked for, but {problem}")
+            raise Refusal(f"{asked} was asked for, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
         _warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
@@ -63,12 +70,13 @@ def _install() -> None:
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
     if _exported(LAYOUT):
-        from sgl_kvpool.sglang_plugin import pools
+        from sgl_kvpool.sglang_plugin import pools, startup
 
         stop_if(seams.check(seams.SCHEDULER))
         pools.install()
+        startup.install()
         stop_if(seams.check(seams.SCHEDULER, applied=True))
-    elif fixes_topk:
+    elif env.is_asked(env.FIX_TOPK):
         from sgl_kvpool.sglang_plugin import dsa
 
         stop_if(seams.check(seams.SPARSE_ATTENTION))
@@ -76,14 +84,22 @@ def _install() -> None:
         stop_if(seams.check(seams.SPARSE_ATTENTION, applied=True))
 
 
+def _is_a_program() -> bool:
+    """Whether this process called `Engine(...)` itself: what is wrong is then an exception of that call."""
+    return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
+
+
 def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
-    """Stop the process if seams do not hold; where nothing was asked for, say so and return True."""
+    """Refuse to go on if seams do not hold; where nothing was asked for, say so and return True."""
     if not problems:
         return False
-    text = "sgl-kvpool: this SGLang differs where the plugin takes hold:\n  " + "\n  ".join(problems)
+    shown, more = problems[:_SHOWN_PROBLEMS], len(problems) - _SHOWN_PROBLEMS
+    text = "this SGLang differs where the plugin takes hold: " + "; ".join(shown)
+    if more > 0:
+        text += f"; and {more} more, which `sgl-kvpool doctor` lists"
     if fatal:
-        raise SystemExit(text)
-    _warn(text)
+        raise Refusal(text)
+    _warn(line(text))
     return True
 
 
@@ -104,7 +120,9 @@ def _asked_for() -> str | None:
         ]
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
-    return f"the top-k fix ({env.FIX_TOPK})" if env.is_asked(env.FIX_TOPK) else None
+    # Another SGLang is put up with for the sake of what else was asked for, if anything.
+    wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_asked(name))
+    return next((f"{name}={env.text(name)}" for name in wishes), None)
 
 
 def _exported(option: Option) -> bool:

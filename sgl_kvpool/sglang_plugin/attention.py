@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import seams
 
 __all__ = ["create_backend", "install", "name_lists", "register_names"]
@@ -101,7 +102,7 @@ def _wrap_for_model(original, runner, full_attn_backend):
 def _require_mla(runner: Any) -> None:
     if runner.is_draft_worker and not runner.use_mla_backend:
         name = (getattr(runner.model_config.hf_config, "architectures", None) or ["the draft model"])[0]
-        raise ValueError(
+        raise Refusal(
             f"{name}, the draft model, does not use multi-head latent attention (MLA), and attention backend "
             f"{KVPOOL_BACKEND} reads MLA pools; name one for the draft with "
             "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"

@@ -23,6 +23,7 @@ from sgl_kvpool.attention.readers import (
     suggestions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import device_name, model_name
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
 
@@ -188,7 +189,7 @@ def check_named(
         if backend is None:
             _check_reader("--attention-backend", common, layout, arrangement, phase)
     if common is not None and not can_read(common, layout, arrangement):
-        raise ValueError(_unreadable("--attention-backend", common, layout, arrangement, None))
+        raise Refusal(_unreadable("--attention-backend", common, layout, arrangement, None))
 
 
 def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
@@ -201,26 +202,25 @@ def _check_reader(
     flag: str, backend: str | None, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str
 ) -> None:
     if backend is not None and not can_read(backend, layout, arrangement, phase):
-        raise ValueError(_unreadable(flag, backend, layout, arrangement, phase))
+        raise Refusal(_unreadable(flag, backend, layout, arrangement, phase))
 
 
 def _unreadable(
     flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str | None
 ) -> str:
     """Text of the error for a backend that cannot read a layout or its arrangement, or not without a copy."""
-    able = ", ".join(readers(layout, arrangement, phase))
+    able = use(readers(layout, arrangement, phase))
     if casts_pool(backend, layout, phase):
         return (
             f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
-            f"with {LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or use one "
-            f"of: {able}"
+            f"with {LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or {able}"
         )
     if can_read(backend, layout, phase=phase):
         return (
             f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
-            f"{obstacle(arrangement)}; leave out one of the two, or use one of: {able}"
+            f"{obstacle(arrangement)}; leave out one of the two, or {able}"
         )
-    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or use one of: {able}"
+    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}"
 
 
 def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
@@ -229,7 +229,7 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     for phase, backend in zip(PHASES, in_use, strict=True):
         _check_reader(f"the {phase} attention backend", backend, layout, arrangement, phase)
     if env.flag(env.PREFILL_READS_ROWS) and in_use[0] != KVPOOL_BACKEND:
-        raise ValueError(
+        raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {in_use[0]}; leave "
             f"it out, or use --attention-backend {KVPOOL_BACKEND}"
         )
@@ -254,9 +254,9 @@ def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: An
     if device in KVPOOL_DEVICES:
         return
     stock = suggestions(layout, view.device, arrangement)
-    raise ValueError(
-        f"attention backend {KVPOOL_BACKEND} runs on --device {' and '.join(KVPOOL_DEVICES)} of NVIDIA only, "
-        f"and the device is {device}; "
+    raise Refusal(
+        f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
+        f"{device}; "
         + (
             f"name a stock one with --attention-backend ({', '.join(stock)}) or use one of those"
             if stock
@@ -286,7 +286,7 @@ def check_model(model_config: Any, view: Any) -> None:
     if getattr(model_config.hf_text_config, "llama_4_scaling", None):
         # Of Mistral-Large-3. SGLang leaves it to the backends of a list that ours is in, and hands the factor
         # to TensorRT-LLM's alone (forward_mla.py:726).
-        raise ValueError(
+        raise Refusal(
             f"{model_name(model_config)} scales queries by their position (llama_4_scaling), which attention "
             f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or on Blackwell bf16 "
             "with --attention-backend trtllm_mla, which is"
@@ -295,13 +295,13 @@ def check_model(model_config: Any, view: Any) -> None:
         return
     rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
     if rank > MAX_LATENT_RANK:
-        raise ValueError(
+        raise Refusal(
             f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
             f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or bf16 with a stock "
             "--attention-backend"
         )
     if dtype not in ("bfloat16", "float16"):
-        raise ValueError(
+        raise Refusal(
             f"--dtype {dtype} does not work with attention backend {KVPOOL_BACKEND} on CUDA, whose kernels "
             "multiply 16-bit numbers; use --dtype bfloat16 or float16"
         )
@@ -313,7 +313,7 @@ def _check_features(features: tuple[BackendFeature, ...], view: Any) -> None:
         if view.device not in feature.devices or not feature.in_use(value):
             continue
         plain = value is True or not isinstance(value, int | str)
-        raise ValueError(
+        raise Refusal(
             f"{feature.flag if plain else f'{feature.flag} {value}'} does not work with attention backend "
             f"{KVPOOL_BACKEND}: {feature.reason}; leave it out"
         )
@@ -327,32 +327,32 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
     ours = [name == KVPOOL_BACKEND for name in in_use]
     if not any(ours):
         if draft == KVPOOL_BACKEND:
-            raise ValueError(
+            raise Refusal(
                 f"--speculative-draft-attention-backend {draft} is not used beside the attention backend "
                 f"{in_use[1]} of the target; leave it out, or use --attention-backend {KVPOOL_BACKEND}"
             )
         return
     flag = f"--speculative-algorithm {algorithm}"
     if view.device == "cpu":
-        raise ValueError(
+        raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND} on a CPU, where it computes "
             "neither the steps of a draft nor their verification; leave it out, or serve on a GPU"
         )
     name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
     if name not in SPECULATIVE_ALGORITHMS:
         reason = _UNSHOWN_ALGORITHMS.get(name, "nothing is known of what it attends")
-        raise ValueError(
-            f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or use "
-            f"one of: {', '.join(SPECULATIVE_ALGORITHMS)}, NEXTN"
+        raise Refusal(
+            f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
+            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}"
         )
     if not all(ours):
-        raise ValueError(
+        raise Refusal(
             f"{flag} needs one attention backend for all phases, which is the draft's too, and here prefill "
             f"has {in_use[0]} and decode {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
         )
     topk = view.speculative_eagle_topk
     if topk not in (None, 1):
-        raise ValueError(
+        raise Refusal(
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
             "verifies chains, and the masks of trees are not computed; use --speculative-eagle-topk 1"
         )

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.record import LAYOUT, layout_of
 
@@ -88,7 +89,7 @@ def rows_name(pools: list[Any]) -> str:
     if not scales:
         return name
     if get_parallel().pp_size > 1:
-        raise ValueError(
+        raise Refusal(
             f"--disaggregation-mode with --pp-size {get_parallel().pp_size} does not work with {LAYOUT.flag} "
             f"{pools[0].kv_cache_layout} and a checkpoint whose k_scale is not 1: every stage has scales of "
             "its own, and SGLang compares those of one stage; use --pp-size 1, or "

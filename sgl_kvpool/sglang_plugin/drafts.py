@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 
 __all__ = ["OwnDraft", "own_draft", "packed_layers", "without_drafts"]
@@ -120,7 +121,7 @@ def _check_backend(draft: OwnDraft) -> None:
     from sglang.srt.runtime_context import get_spec
 
     if get_spec().speculative_draft_attention_backend is None:
-        raise ValueError(
+        raise Refusal(
             f"{model_name(draft.config)}, the draft model, does not use multi-head latent attention (MLA), "
             "and SGLang would attend it as its target, by sparse attention (DSA); name a backend with "
             "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"

@@ -23,9 +23,11 @@ from sgl_kvpool.attention.topk_transform import (
     nearest_pair,
 )
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import refusals
 from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
+from sgl_kvpool.sglang_plugin.refusals import BACKEND_FIELDS, flag_of
 
 __all__ = [
     "check_draft_backend",
@@ -42,7 +44,6 @@ __all__ = [
 
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
-_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 
 #: What our readers are not used with: (field, flag, in use, reason).
@@ -51,10 +52,6 @@ _READER_FEATURES = (
     ("enable_prefill_cp", "--enable-prefill-cp", bool, "it does not gather the rows of other ranks"),
     ("attn_cp_size", "--attn-cp-size", lambda size: (size or 1) > 1, "it does not gather the rows of others"),
 )
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 # -------------------------------------------------------------------- before SGLang resolves
@@ -89,19 +86,19 @@ def prepare(
     name = model_name(model_config)
     device = device_name(resolving_view(server_args))
     if device != "cuda":
-        raise ValueError(
-            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on GPUs of NVIDIA "
+        raise Refusal(
+            f"{LAYOUT.flag} {layout} serves models with sparse attention, such as {name}, on NVIDIA GPUs "
             f"only, and the device is {device}; serve it without {LAYOUT.flag}"
         )
     if arrangement is not KVArrangement.LAYER_MAJOR:
-        raise ValueError(
+        raise Refusal(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
             "take rows without those of other layers between them; leave it out"
         )
-    for field in _BACKEND_FIELDS:
+    for field in BACKEND_FIELDS:
         value = getattr(server_args, field)
         if value is not None:
-            _check_backend(f"{_flag(field)} {value}", value, name)
+            _check_backend(f"{flag_of(field)} {value}", value, name)
     if server_args.speculative_draft_model_path in (None, server_args.model_path):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
     refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
@@ -113,7 +110,7 @@ def prepare(
         value = getattr(server_args, field)
         if value not in (None, SPARSE_BF16):
             raise UnsupportedCombination(
-                f"{_flag(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out: "
+                f"{flag_of(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out: "
                 f"{SPARSE_BF16} is taken for prefill, over decoded rows, and {KVPOOL_DECODE} for decode, "
                 f"which SGLang knows as {SPARSE_BF16} too"
             )
@@ -134,7 +131,7 @@ def check_draft_backend(backend: str | None, name: str) -> None:
 def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it out") -> None:
     """Refuse an attention backend, called `what`, that is none for the model of this name."""
     if backend not in _NAMES:
-        raise ValueError(
+        raise Refusal(
             f"{what} does not attend what {name} selects (it has sparse attention, DSA); {remedy}, "
             f"SGLang takes {DSA_BACKEND}"
         )
@@ -148,26 +145,26 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
     name, rank = model_name(model_config), model_config.kv_lora_rank
     row_bytes = row_format_of(model_config, layout).row_bytes
     if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
-        raise ValueError(
+        raise Refusal(
             f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
             f"{KVPOOL_DECODE} attends up to kv_lora_rank {MAX_LATENT_RANK} and multiples of "
             f"{POOL_ALIGN_BYTES} bytes; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
     if model_config.dtype != torch.bfloat16:
-        raise ValueError(
+        raise Refusal(
             f"--dtype {str(model_config.dtype).removeprefix('torch.')} does not work with {LAYOUT.flag} "
             f"{layout} and sparse attention, whose kernels multiply bfloat16; use --dtype bfloat16"
         )
     capability = torch.cuda.get_device_capability()
     if capability < (9, 0):
-        raise ValueError(
+        raise Refusal(
             f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
             f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
     # SGLang looks at the one when it resolves arguments and at the other when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
-        raise ValueError(
+        raise Refusal(
             f"{name} has learnable attention sinks, which are not computed over rows of {LAYOUT.flag} "
             f"{layout}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
@@ -196,25 +193,25 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 
     name = model_name(model_config)
     if env.flag(env.PREFILL_READS_ROWS):
-        raise ValueError(
+        raise Refusal(
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
     for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
         # One phase named, SGLang fills in the other.
-        remedy = f"leave out {', '.join(map(_flag, _BACKEND_FIELDS))}"
+        remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
         _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
     _check_modes(layout, model_config, view)
     if not layout.is_read_by_sglang_dsa:
         for field, flag, in_use, reason in _READER_FEATURES:
             if in_use(getattr(view, field)):
-                raise ValueError(
+                raise Refusal(
                     f"{flag} does not work with {LAYOUT.flag} {layout}: {reason}; leave out one of the two"
                 )
     for field in _IMPLEMENTATION_FIELDS:
         name = getattr(view, field)
         if layout in IMPLEMENTATIONS[name].copied:
-            raise ValueError(
-                f"{_flag(field)} {name} would quantise the whole pool of a layer in every call with "
+            raise Refusal(
+                f"{flag_of(field)} {name} would quantise the whole pool of a layer in every call with "
                 f"{LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out"
             )
 
@@ -222,7 +219,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 def check_stock(model_config: Any, view: Any) -> None:
     """As `check_resolved` for SGLang's own pool, with KVPOOL_FIX_TOPK=1 alone."""
     if view.use_ray:
-        raise ValueError(
+        raise Refusal(
             f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "
             "out one of the two"
         )
@@ -239,7 +236,7 @@ def _check_modes(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None
         if value not in IMPLEMENTATIONS:
             pair = view.dsa_prefill_backend, view.dsa_decode_backend
             raise UnsupportedCombination(
-                f"{_flag(field)} {value} is not for GPUs of NVIDIA; {nearest_pair(layout, *pair)}"
+                f"{flag_of(field)} {value} is not for NVIDIA GPUs; {nearest_pair(layout, *pair)}"
             )
     check_pair(
         layout,

@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import ranks, seams, state_tier
 
 __all__ = ["install"]
@@ -99,7 +100,7 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     if _ours(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
         if storage_backend == "file" and name_bytes > _NAME_BYTES:
-            raise ValueError(
+            raise Refusal(
                 f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
                 f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
             )

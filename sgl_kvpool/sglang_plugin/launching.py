@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from sgl_kvpool import env
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import seams, startup
 from sgl_kvpool.sglang_plugin.record import (
     ARRANGEMENT,
     HOST_LAYOUT,
@@ -31,7 +28,7 @@ def install() -> None:
     from sgl_kvpool.sglang_plugin import stop_if
 
     stop_if(seams.check(seams.LAUNCHER))
-    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER)
+    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER if seam.hooked)
     seams.wrap(launch, _launch_scheduler_processes)
     seams.wrap(engine_info, _get_server_info)
     seams.wrap(info, build_server_info)
@@ -41,31 +38,28 @@ def install() -> None:
     stop_if(seams.check(seams.LAUNCHER, applied=True))
 
 
-@contextmanager
-def _told_to_children(layout: MLAKVCacheLayout | None) -> Iterator[None]:
-    """Export the layout for the time of a spawn; a second Engine in this process must not see it."""
-    before = os.environ.pop(env.CHILD_LAYOUT, None)
-    if layout is not None:
-        os.environ[env.CHILD_LAYOUT] = layout.value
-    try:
-        yield
-    finally:
-        os.environ.pop(env.CHILD_LAYOUT, None)
-        if before is not None:
-            os.environ[env.CHILD_LAYOUT] = before
-
-
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
-    """Tell the schedulers whether to hook the pools."""
-    with _told_to_children(layout_of(server_args)):
-        return original(cls, server_args, *args, **kwargs)
+    """Tell the schedulers whether to hook the pools, and where to leave what they are refused for."""
+    layout = layout_of(server_args)
+    if layout is None:
+        with env.told_to_children(env.CHILD_LAYOUT, None):
+            return original(cls, server_args, *args, **kwargs)
+    path = startup.refusal_path(server_args)
+    with (
+        env.told_to_children(env.CHILD_LAYOUT, layout.value),
+        env.told_to_children(env.CHILD_REFUSAL, path),
+    ):
+        launched, processes = original(cls, server_args, *args, **kwargs)
+    if path is not None:
+        startup.relay(launched, processes, path, server_args)
+    return launched, processes
 
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
     """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
     layout = layout_of(server_args)
     if layout is not None:
-        raise ValueError(
+        raise Refusal(
             f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
             "use sglang.Engine, or leave out the layout"
         )

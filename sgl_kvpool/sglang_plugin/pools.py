@@ -10,6 +10,7 @@ from sgl_kvpool import metrics
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import attention, budget, disaggregation, dsa, host_tier, seams
 from sgl_kvpool.sglang_plugin.attention_rules import backends_in_use, check_draft
 from sgl_kvpool.sglang_plugin.configurator import asked_arrangement, asked_layout
@@ -56,7 +57,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     if kind != ("dsa" if sparse else "mla"):
         return pool_class
     if pool_class is not default:
-        raise ValueError(
+        raise Refusal(
             f"this platform brings its own MLA pool ({pool_class.__name__}), which cannot store "
             f"--kv-cache-layout {layout}; leave the argument out"
         )
@@ -104,7 +105,7 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
     from sglang.srt.runtime_context import get_spec
 
     if sparse != is_dsa(model_config_of(configurator.server_args)):
-        raise ValueError(
+        raise Refusal(
             f"{model_name(configurator.model_config)}, the draft model, {'has' if sparse else 'has no'} "
             f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: SGLang is shown their "
             "pools differently; leave out --kv-cache-layout, or use a draft of the target's kind"
@@ -149,7 +150,7 @@ def _checked_k_scales(
     stock = sorted({name for name in readers if name != KVPOOL_BACKEND})
     if scaled and stock:
         ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
-        raise ValueError(
+        raise Refusal(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
             f"{', '.join(stock)} does not apply it to what it reads in both prefill and decode; use "
             f"{ours}--kv-cache-layout bf16"
@@ -186,7 +187,7 @@ def collect_k_scales(model: Any) -> dict[int, float]:
             continue
         value = float(module.k_scale_float)
         if k_scales.setdefault(module.layer_id, value) != value:
-            raise ValueError(
+            raise Refusal(
                 f"two attention modules of layer {module.layer_id} have k_scale "
                 f"{k_scales[module.layer_id]} and {value} ({name}); the checkpoint's KV scales are damaged"
             )

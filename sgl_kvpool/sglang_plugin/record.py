@@ -13,6 +13,7 @@ from sgl_kvpool import env
 from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.host.labels import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
 
 __all__ = [
     "ARRANGEMENT",
@@ -24,12 +25,17 @@ __all__ = [
     "Option",
     "arrangement_of",
     "choose_arrangement",
+    "environment_problems",
+    "from_command_line",
     "host_tier_of",
+    "is_from_command_line",
     "layout_of",
 ]
 
 #: Not asked for: SGLang as it is, or our choice.
 AUTO = "auto"
+#: Attribute of a record that was parsed from a command line.
+_COMMAND_LINE = "_kvpool_command_line"
 
 #: Names of the options that some record of this process was asked for by flag or keyword.
 _asked: set[str] = set()
@@ -79,13 +85,11 @@ class Option:
         """All values of the argument."""
         return (self.default, *self.values)
 
-    def keyword(self, value: Any) -> str | None:
-        """Value of the Engine keyword as a plain string; ValueError for one that is no choice."""
-        if value is None:
-            return None
-        if value not in self.choices:
-            raise ValueError(f"{self.name}={value!r} is not one of: {', '.join(self.choices)}")
-        return str(value)
+    def taken(self, value: Any, given: str) -> str | None:
+        """A value as a plain string, None for none; Refusal for one that is no choice, `given` so."""
+        if value is not None and value not in self.choices:
+            raise Refusal(f"{given} is not a {self.words}; choose one of: {', '.join(self.choices)}")
+        return None if value is None else str(value)
 
     def remember(self, server_args: Any, value: str | None) -> None:
         """Keep what the user wrote on the record."""
@@ -94,26 +98,22 @@ class Option:
             _asked.add(self.name)
 
     def exported(self) -> str | None:
-        """What the environment says, None for nothing; ValueError for what is no choice."""
+        """What the environment says, None for nothing; Refusal for what is no choice."""
         value = env.text(self.env)
-        if value is not None and value not in self.choices:
-            raise ValueError(
-                f"{self.env}={value!r} is not a {self.words}; choose one of: {', '.join(self.choices)}"
-            )
-        return value
+        return self.taken(value, f"{self.env}={value!r}")
 
     def requested(self, server_args: Any) -> str:
-        """What flag or keyword and environment say together; ValueError if they contradict each other."""
+        """What flag or keyword and environment say together; Refusal if they contradict each other."""
         written = getattr(server_args, self.attribute, None)
         exported = self.exported()
         if written is not None and exported is not None and written != exported:
-            raise ValueError(
+            raise Refusal(
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
                 f"{exported!r} in the environment ({self.env}); give one of them, or the same"
             )
         if exported is None and self.name in _asked and self.attribute not in vars(server_args):
             # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
-            raise ValueError(
+            raise Refusal(
                 f"this ServerArgs does not say whether it was asked for a {self.words}, and another one of "
                 f"this process was; if it is a copy, use copy.deepcopy, and say which with {self.env}="
                 f"{'|'.join(self.choices)}"
@@ -153,6 +153,27 @@ HOST_ENGINE = Option(
     f"'{AUTO}' (as without the argument) is chosen when the server starts.",
 )
 OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE)
+
+
+def environment_problems() -> list[str]:
+    """A line for each variable of the environment that no process with the plugin goes on with."""
+    found = env.problems()
+    for option in OPTIONS:
+        try:
+            option.exported()
+        except Refusal as refusal:
+            found.append(str(refusal))
+    return found
+
+
+def from_command_line(server_args: Any) -> None:
+    """Note that a record was parsed from a command line."""
+    setattr(server_args, _COMMAND_LINE, True)
+
+
+def is_from_command_line(server_args: Any) -> bool:
+    """Whether a record was parsed from a command line, and not made by a program."""
+    return getattr(server_args, _COMMAND_LINE, False)
 
 
 def layout_of(server_args: Any) -> MLAKVCacheLayout | None:

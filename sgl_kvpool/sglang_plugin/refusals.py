@@ -18,10 +18,12 @@ from sgl_kvpool.host.labels import (
     HostTierOptions,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 
 __all__ = [
+    "BACKEND_FIELDS",
     "FEATURES",
     "Feature",
     "check_dtype",
@@ -29,8 +31,19 @@ __all__ = [
     "check_host_model",
     "check_host_tier",
     "check_model",
+    "check_without_tier",
+    "flag_of",
     "has_host_tier",
 ]
+
+
+#: Fields of SGLang's ServerArgs that name an attention backend of the target.
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def flag_of(field: str) -> str:
+    """A field of SGLang's ServerArgs as on the command line."""
+    return "--" + field.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) 
         f"{member}: {', '.join(member.accepted_kv_cache_dtypes(is_dsa=is_dsa))}"
         for member in MLAKVCacheLayout
     )
-    raise ValueError(
+    raise Refusal(
         f"--kv-cache-dtype {kv_cache_dtype} contradicts --kv-cache-layout {layout}; leave it out, or use "
         f"what each layout accepts ({table})"
     )
@@ -154,7 +167,7 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         value = getattr(view, feature.field)
         if refused and feature.in_use(value):
             text = feature.flag if value is True else f"{feature.flag} {value}"
-            raise ValueError(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
+            raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
 def has_host_tier(view: Any) -> bool:
@@ -164,40 +177,46 @@ def has_host_tier(view: Any) -> bool:
     return view.enable_hierarchical_cache or offloads
 
 
+def check_without_tier(options: HostTierOptions, view: Any) -> None:
+    """Refuse a store, or what was asked for of a host tier, where there is none."""
+    flag = "--enable-hierarchical-cache"
+    for option, value in ((HOST_LAYOUT, options.layout), (HOST_ENGINE, options.engine)):
+        if value != option.default:
+            raise Refusal(
+                f"{option.flag} {value} (or {option.env}) does nothing without {flag}; add that, or leave "
+                "it out"
+            )
+    # A decode server may use the store without a tier.
+    if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
+        raise Refusal(
+            f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "
+            "that, or leave it out"
+        )
+
+
 def check_host_tier(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
 ) -> None:
     """Refuse what a host tier cannot be used with, and a store or options without one."""
-    flag = "--enable-hierarchical-cache"
     if not has_host_tier(view):
-        for option, value in ((HOST_LAYOUT, options.layout), (HOST_ENGINE, options.engine)):
-            if value != option.default:
-                raise ValueError(
-                    f"{option.flag} {value} (or {option.env}) does nothing without {flag}; add that, or "
-                    "leave it out"
-                )
-        # A decode server may use the store without a tier.
-        if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
-            raise ValueError(
-                f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "
-                "that, or leave it out"
-            )
+        check_without_tier(options, view)
         return
+    flag = "--enable-hierarchical-cache"
     if not view.enable_hierarchical_cache:
         flag = "--disaggregation-decode-enable-offload-kvcache"
     able = {"cpu": (CPU_ENGINE,), "cuda": GPU_ENGINE_NAMES}.get(view.device, ())
     if not able:
-        raise ValueError(
+        raise Refusal(
             f"{flag} does not work with {LAYOUT.flag} {layout} on {view.device}: sgl-kvpool has engines for "
             "cpu and cuda; leave it out"
         )
     if options.engine != HOST_ENGINE.default and options.engine not in able:
-        raise ValueError(
-            f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}; leave it out, or use one "
-            f"of: {', '.join(able)}"
+        raise Refusal(
+            f"{HOST_ENGINE.flag} {options.engine} does not work on {view.device}; leave it out, or "
+            f"{use(able)}"
         )
     if options.engine == "copy_engine" and options.host_layout(layout) is not layout:
-        raise ValueError(
+        raise Refusal(
             f"{HOST_ENGINE.flag} copy_engine copies rows as they are, and {HOST_LAYOUT.flag} "
             f"{options.layout} changes them; use staged, which encodes into a buffer from which the copy "
             "engine takes them, or kernel"
@@ -208,15 +227,6 @@ def check_host_tier(
 
 def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
     """Refuse values of SGLang's arguments that our host tier does not take."""
-    ratio, size, page_size = view.hicache_ratio, view.hicache_size, view.page_size
-    if not size and ratio is not None and not 0 < ratio < float("inf"):
-        raise ValueError(
-            f"--hicache-ratio {ratio} is no number of host tokens per token of the pool; give one above 0"
-        )
-    if size < 0:
-        raise ValueError(f"--hicache-size {size} is no number of GB; give one above 0, or leave it out")
-    if page_size is not None and page_size < 1:
-        raise ValueError(f"--page-size {page_size} is no number of tokens; leave it out for 64")
     for option, value, taken, reason in (
         (
             "--hicache-mem-layout",
@@ -227,9 +237,9 @@ def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
         ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS, "that is SGLang's for Ascend"),
     ):
         if value not in taken:
-            raise ValueError(
-                f"{option} {value} does not work with {LAYOUT.flag} {layout}: {reason}; leave it out, or use "
-                f"one of: {', '.join(taken)}"
+            raise Refusal(
+                f"{option} {value} does not work with {LAYOUT.flag} {layout}: {reason}; leave it out, or "
+                f"{use(taken)}"
             )
 
 
@@ -250,7 +260,7 @@ def check_host_model(
     if ours and is_hybrid(model_config):
         _check_states(layout, model_config, view)
     if ours and get_dsa_index_kpool_compress(model_config.hf_config):
-        raise ValueError(
+        raise Refusal(
             f"{model_name(model_config)} has compressed index keys, whose tails are in no page of a host "
             f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's "
             f"own tier with {LAYOUT.flag} {layout}, or --enable-hierarchical-cache"
@@ -258,7 +268,7 @@ def check_host_model(
     rows = row_format_of(model_config, layout)
     problem = host_layout_problem(rows, options.host_layout(layout))
     if problem is not None:
-        raise ValueError(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
+        raise Refusal(f"{HOST_LAYOUT.flag} {options.layout} does not work: {problem}")
 
 
 def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
@@ -271,7 +281,7 @@ def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> Non
         ("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec"),
     ):
         if getattr(view, field):
-            raise ValueError(
+            raise Refusal(
                 f"{replay} does not work with {flag} and {LAYOUT.flag} {layout}: a state that comes back "
                 "from the host would meet the tokens that the slot's former owner was to replay; leave out "
                 f"one of the two, {remedy}"
@@ -280,7 +290,7 @@ def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> Non
     for rank in range(view.pp_size):
         stage = range(*get_pp_indices(layers, rank, view.pp_size))
         if not 0 < len(with_rows.intersection(stage)) < len(stage):
-            raise ValueError(
+            raise Refusal(
                 f"--pp-size {view.pp_size} gives layers {stage.start} to {stage.stop - 1} of "
                 f"{model_name(model_config)} a stage of their own, which has no rows or no states for "
                 f"{flag}; use fewer stages, {remedy}"
@@ -294,18 +304,18 @@ def check_model(layout: MLAKVCacheLayout, model_config: Any) -> None:
     name = model_name(model_config)
     remedy = "serve it without --kv-cache-layout"
     if model_config.attention_arch != AttentionArch.MLA:
-        raise ValueError(
+        raise Refusal(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and {name} "
             f"uses {model_config.attention_arch.name}; {remedy}"
         )
     with_rows = layers_with_rows(model_config)
     if with_rows is not None and not with_rows:
-        raise ValueError(
+        raise Refusal(
             f"--kv-cache-layout {layout} stores rows of multi-head latent attention (MLA), and all "
             f"{model_config.num_hidden_layers} layers of {name} keep states instead; {remedy}"
         )
     if model_config.is_hybrid_swa:
-        raise ValueError(
+        raise Refusal(
             f"{name} mixes MLA with sliding windows, which --kv-cache-layout {layout} does not support; "
             f"{remedy}"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
+from sgl_kvpool.sglang_plugin.argument_rules import NUMBERS
 from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.refusals import FEATURES
 from sgl_kvpool.sglang_plugin.seam import Seam
@@ -17,6 +18,7 @@ __all__ = [
     "DISAGGREGATION",
     "HOST_TIER",
     "LAUNCHER",
+    "MODEL",
     "SCHEDULER",
     "SERVER_ARGS",
     "SPARSE_ATTENTION",
@@ -53,6 +55,8 @@ FIELDS = (
     *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
     *("mamba_radix_cache_strategy", "mamba_track_interval", "pp_size"),
     *("enable_linear_replayssm", "enable_linear_replayssm_spec"),
+    *(number.field for number in NUMBERS),
+    "ep_join_mode",
 )
 
 #: Used in every process that loads plugins.
@@ -73,10 +77,15 @@ SERVER_ARGS = (
     Seam(f"{_HOOK}.overrides.attention_backends_of", ("cfg",), hooked=False),
     Seam(f"{_HOOK}.overrides.model_config_of", ("server_args",), hooked=False),
     Seam(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
+    Seam(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
+)
+
+#: Used where arguments are resolved for a model. Not imported before: it takes longer than all that a refusal
+#: of arguments alone needs.
+MODEL = (
     Seam("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
     Seam("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
-    Seam(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
     Seam(
         "sglang.srt.distributed.utils.get_pp_indices",
         ("num_hidden_layers", "pp_rank", "pp_size"),
@@ -92,6 +101,12 @@ LAUNCHER = (
         ("server_args", "port_args", "run_scheduler_process_func"),
     ),
     Seam("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
+    Seam(
+        "sglang.srt.entrypoints.engine.SchedulerInitResult.__dataclass_fields__",
+        hooked=False,
+        members=("wait_for_ready",),
+    ),
+    Seam("sglang.srt.runtime_context.num_dp_ranks_of", ("cfg",), hooked=False),
     Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
 )
 
@@ -199,6 +214,7 @@ _DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
 
 #: Used in the scheduler processes of such a server.
 SCHEDULER = (
+    Seam("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
     Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
     Seam(
         f"{_KVC}._build_hybrid_linear_kv_pool",

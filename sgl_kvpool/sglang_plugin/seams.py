@@ -18,6 +18,7 @@ from sgl_kvpool.sglang_plugin.seam_list import (
     DISAGGREGATION,
     HOST_TIER,
     LAUNCHER,
+    MODEL,
     SCHEDULER,
     SERVER_ARGS,
     SPARSE_ATTENTION,
@@ -31,6 +32,7 @@ __all__ = [
     "DISAGGREGATION",
     "HOST_TIER",
     "LAUNCHER",
+    "MODEL",
     "SCHEDULER",
     "SERVER_ARGS",
     "SPARSE_ATTENTION",
@@ -80,7 +82,7 @@ def check(seams: Iterable[Seam], *, applied: bool = False) -> list[str]:
     Parameters
     ----------
     seams
-        Of `SERVER_ARGS`, `LAUNCHER`, `SCHEDULER`. Looking at one imports its module.
+        Of `SERVER_ARGS`, `MODEL`, `LAUNCHER`, `SCHEDULER`. Looking at one imports its module.
     applied : bool
         Also demand that hooked seams are wrapped by now, and that collections hold what we add to them.
     """

@@ -7,14 +7,24 @@ Decisions are declared in SGLang's own resolution steps.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
-from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import attention_rules, dsa_rules, launching, refusals, seams
+from sgl_kvpool.refusal import Refusal, say_alone
+from sgl_kvpool.sglang_plugin import argument_rules, attention_rules, dsa_rules, launching, refusals, seams
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
-from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, arrangement_of, host_tier_of, layout_of
+from sgl_kvpool.sglang_plugin.record import (
+    LAYOUT,
+    OPTIONS,
+    arrangement_of,
+    from_command_line,
+    host_tier_of,
+    is_from_command_line,
+    layout_of,
+)
 
 __all__ = ["install", "require_decided"]
 
@@ -47,8 +57,9 @@ def install() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    for step, hook in zip(seams.STEPS, (_decide, _check_model, _choose_backend, _finish), strict=True):
-        register_resolution_hook(step)(hook)
+    steps = (_before(_decide), _before(_check_model), _before(_choose_backend), _after(_finish))
+    for name, step in zip(seams.STEPS, steps, strict=True):
+        register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
     # The ways to ask come last: whatever fails before leaves the arguments unknown, never ignored.
     seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
@@ -66,7 +77,9 @@ def _add_cli_args(original, parser):
         parser.add_argument(
             option.flag,
             dest=option.name,
-            choices=option.choices,
+            # Not as `choices`: argparse prints the usage of all of SGLang's arguments before it says which is
+            # wrong.
+            metavar=f"{{{','.join(option.choices)}}}",
             default=None,
             help=f"[sgl-kvpool] {option.help} Also {option.env}.",
         )
@@ -74,9 +87,24 @@ def _add_cli_args(original, parser):
 
 def _from_cli_args(original, cls, args):
     server_args = original(cls, args)
-    for option in OPTIONS:
-        option.remember(server_args, getattr(args, option.name, None))
+    from_command_line(server_args)
+    with _said_alone(server_args):
+        for option in OPTIONS:
+            value = getattr(args, option.name, None)
+            option.remember(server_args, option.taken(value, f"{option.flag} {value}"))
+        argument_rules.check(server_args)
     return server_args
+
+
+@contextmanager
+def _said_alone(server_args: Any) -> Iterator[None]:
+    """Make a refusal of what a command line asked for the last line that it prints."""
+    try:
+        yield
+    except Refusal as refusal:
+        if is_from_command_line(server_args):
+            say_alone(refusal)
+        raise
 
 
 def _load_plugins(original):
@@ -101,10 +129,11 @@ def _engine_server_args(previous):
     """`ServerArgs(**kwargs)` that also takes our keywords."""
 
     def build(**kwargs):
-        values = {option: option.keyword(kwargs.pop(option.name, None)) for option in OPTIONS}
+        values = {option: kwargs.pop(option.name, None) for option in OPTIONS}
         server_args = previous(**kwargs)
         for option, value in values.items():
-            option.remember(server_args, value)
+            option.remember(server_args, option.taken(value, f"{option.name}={value!r}"))
+        argument_rules.check(server_args)
         return server_args
 
     setattr(build, _EXTENDED, True)
@@ -114,94 +143,88 @@ def _engine_server_args(previous):
 # -------------------------------------------------------------------- resolution steps
 
 
-def _decide(server_args, previous):
-    """First step: fix layout and arrangement."""
-    requested = {option: option.requested(server_args) for option in OPTIONS}
-    for option, value in requested.items():
+def _before(rule):
+    """The step of SGLang behind a rule of ours."""
+
+    def step(server_args, previous):
+        with _said_alone(server_args):
+            rule(server_args)
+        previous(server_args)
+
+    return step
+
+
+def _after(rule):
+    """The step of SGLang before a rule of ours."""
+
+    def step(server_args, previous):
+        previous(server_args)
+        with _said_alone(server_args):
+            rule(server_args)
+
+    return step
+
+
+def _decide(server_args):
+    """Before the first step: fix layout and arrangement."""
+    for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
-    layout = layout_of(server_args)
-    for option, value in requested.items():
-        if layout is None and option is not LAYOUT and value != option.default:
-            raise ValueError(
-                f"{option.flag} {value} (or {option.env}) is about pools of sgl-kvpool, and this server has "
-                f"none without a layout; leave it out, or add {LAYOUT.flag} {MLAKVCacheLayout.BF16}, which "
-                "keeps SGLang's rows"
-            )
-    if layout is not None:
-        # A value that is neither yes nor no is an error now, not in a scheduler.
-        for name in (env.PREFILL_READS_ROWS, env.CHECK_FINITE, env.FIX_TOPK):
-            env.flag(name)
-        refusals.check_features(layout, arrangement_of(server_args), server_args)
-    previous(server_args)
+    if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
+        from sgl_kvpool.sglang_plugin import stop_if
+
+        stop_if(seams.check(seams.MODEL))
 
 
-def _check_model(server_args, previous):
+def _check_model(server_args):
     """Before SGLang adjusts anything to the model: it must be one whose rows we store.
 
     Fixes the `kv_cache_dtype` that SGLang is shown, for sparse attention its implementations, and otherwise
     the page size that a host tier has unless the user names one.
     """
     layout = layout_of(server_args)
-    if layout is not None:
-        from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+    if layout is None:
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
-        model_config = model_config_of(server_args)
-        refusals.check_model(layout, model_config)
-        if is_dsa(model_config):
-            declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
-        else:
-            refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
-            declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
-            view = resolving_view(server_args)
-            sized = view.page_size is not None or keeps_states_by_token(model_config, view)
-            if refusals.has_host_tier(view) and not sized:
-                # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
-                declared["page_size"] = host_tier_page_size(model_config, view)
-        # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
-        declare_resolution(server_args, _SOURCE, **declared)
-    previous(server_args)
+    model_config = model_config_of(server_args)
+    refusals.check_model(layout, model_config)
+    if is_dsa(model_config):
+        declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
+    else:
+        refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
+        declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
+        view = resolving_view(server_args)
+        sized = view.page_size is not None or keeps_states_by_token(model_config, view)
+        if refusals.has_host_tier(view) and not sized:
+            # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
+            declared["page_size"] = host_tier_page_size(model_config, view)
+    # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
+    declare_resolution(server_args, _SOURCE, **declared)
 
 
-def _choose_backend(server_args, previous):
+def _choose_backend(server_args):
     """Before SGLang picks an attention backend: ours for every phase the user named none for, if it is due.
 
     Decided from the record's fields, which hold what the user wrote; by now the resolving view already
     holds SGLang's defaults for the platform.
     """
+    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
+    if layout is None:
+        return
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
-    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
-    named = {
-        "--attention-backend": server_args.attention_backend,
-        "--prefill-attention-backend": server_args.prefill_attention_backend,
-        "--decode-attention-backend": server_args.decode_attention_backend,
-    }
-    if layout is None:
-        draft = {"--speculative-draft-attention-backend": server_args.speculative_draft_attention_backend}
-        for flag, backend in (named | draft).items():
-            if backend == KVPOOL_BACKEND:
-                raise ValueError(
-                    f"{flag} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
-                    f"({', '.join(LAYOUT.values)})"
-                )
-        previous(server_args)
-        return
     if is_dsa(model_config_of(server_args)):
-        previous(server_args)  # SGLang has one backend for sparse attention
-        return
-    common, *phases = named.values()
+        return  # SGLang has one backend for sparse attention
+    common, *phases = (getattr(server_args, field) for field in refusals.BACKEND_FIELDS)
     attention_rules.check_named(layout, arrangement, common, *phases)
     view = resolving_view(server_args)
     if common is None and None in phases:
-        if attention_rules.is_chosen(layout, arrangement, view.device):
-            declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
-        else:
-            previous(server_args)  # SGLang's choice, which the last step looks at
-            return
+        if not attention_rules.is_chosen(layout, arrangement, view.device):
+            return  # SGLang's choice, which the last step looks at
+        declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     attention_rules.check_backends(layout, arrangement, view)
     if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
         _disable_cuda_graphs(server_args, declare_resolution, view)
-    previous(server_args)
 
 
 def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
@@ -213,9 +236,8 @@ def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
         declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
 
 
-def _finish(server_args, previous):
-    """Last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
-    previous(server_args)
+def _finish(server_args):
+    """Behind the last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None and not env.flag(env.FIX_TOPK):
         return
@@ -228,6 +250,7 @@ def _finish(server_args, previous):
             dsa_rules.check_stock(model_config, view)
         return
     refusals.check_features(layout, arrangement, view)
+    argument_rules.check_page(view)
     refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if refusals.has_host_tier(view):
         refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
@@ -238,7 +261,7 @@ def _finish(server_args, previous):
         attention_rules.check_model(model_config, view)
     shown = layout.sglang_kv_cache_dtype(is_dsa=sparse)
     if view.kv_cache_dtype != shown:
-        raise ValueError(
+        raise Refusal(
             f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
             f"{shown}; another plugin or model rule changed it"
         )

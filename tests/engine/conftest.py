@@ -175,6 +175,25 @@ def engines(model_path, folder):
     return json.loads(done.stdout.rpartition("\n@@@")[2])
 
 
+def refused(model_path, folder):
+    """A server whose scheduler finds that there is not the memory for its host tier."""
+    folder.mkdir()
+    env = {**os.environ, **clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sgl_kvpool.demo.models"
+    arguments = [*cpu_arguments(model_path, free_port()), LAYOUT, "fp4"]
+    arguments += ["--enable-hierarchical-cache", "--hicache-size", str(10**6)]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        env=env,
+    )
+    return {"status": done.returncode, "log": done.stdout}
+
+
 def demo(model_path, folder):
     """The command a new user types, for all layouts; what it prints, and demo.json."""
     folder.mkdir()
@@ -278,6 +297,7 @@ JOBS = {
     "engines": engines,
     "killed": killed,
     "printed": printed,
+    "refused": refused,
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
     **hybrid_servers.JOBS,

@@ -1,4 +1,7 @@
-"""Two Engines one after the other in one process: the second must not know of the first one's layout."""
+"""Engines one after the other in one process.
+
+The first is refused by its scheduler, and the program goes on; the last must not know of another's layout.
+"""
 
 import json
 import os
@@ -18,10 +21,24 @@ PROMPT = TEXT[:60]
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
+def refused(sglang, model_path):
+    """What an Engine raises for a host tier that nobody has the memory for."""
+    try:
+        sglang.Engine(
+            model_path=model_path,
+            **ARGUMENTS,
+            kv_cache_layout="fp4",
+            enable_hierarchical_cache=True,
+            hicache_size=10**6,
+        )
+    except ValueError as error:
+        return {"type": type(error).__name__, "text": str(error)}
+
+
 def main(model_path):
     import sglang
 
-    answers = []
+    answers = [{"refused": refused(sglang, model_path)}]
     ours = {"kv_cache_layout": "fp4", "kv_cache_arrangement": "page_major", "page_size": 8}
     for extra in (ours, {"attention_backend": "torch_native"}):
         engine = sglang.Engine(model_path=model_path, **ARGUMENTS, **extra)

@@ -210,8 +210,30 @@ def test_a_stock_backend_that_takes_strides_reads_token_major_rows(record):
 
 
 @pytest.mark.engine("engines")
+def test_an_engine_raises_what_its_scheduler_refuses(record):
+    """Instead of ending the program by a signal; the Engines of the other tests come after it."""
+    refused = record("engines")[0]["refused"]
+    assert refused["type"] == "Refusal"
+    assert refused["text"].startswith("the host tier needs 1000000.00 GB for ")
+    assert refused["text"].endswith("or leave out --enable-hierarchical-cache")
+
+
+@pytest.mark.engine("refused")
+def test_a_server_says_what_its_scheduler_refuses_in_one_line(record):
+    refused = record("refused")
+    assert refused["status"] == 1
+    *before, last = refused["log"].splitlines()
+    assert last.startswith("sgl-kvpool: the host tier needs 1000000.00 GB for ")
+    assert last.endswith("or leave out --enable-hierarchical-cache")
+    assert "Traceback" not in refused["log"]
+    assert "Received sigquit" not in refused["log"]
+    # After the model was loaded: SGLang's own log, and what it adds to its error, come before.
+    assert any("sgl-kvpool: KV cache layout fp4" in text for text in before)
+
+
+@pytest.mark.engine("engines")
 def test_engine_keyword_and_a_second_engine_without_it(record):
-    first, second = record("engines")
+    _, first, second = record("engines")
     assert first["layout"] == "fp4"
     assert first["arrangement"] == "page_major"
     assert second["arrangement"] is None
@@ -224,5 +246,5 @@ def test_engine_keyword_and_a_second_engine_without_it(record):
 
 @pytest.mark.engine("engines", "disabled")
 def test_the_second_engine_is_stock(record):
-    _, second = record("engines")
+    *_, second = record("engines")
     assert second["output_ids"] == record("disabled")["first"][1]["output_ids"]

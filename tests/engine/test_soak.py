@@ -24,6 +24,7 @@ def test_nothing_is_left_and_every_output_is_a_cold_runs(record, leg):
 def test_the_minute_was_one_of_pressure(leg):
     """Without this, the test above would be content with a server that nobody asked."""
     assert leg["traffic_seconds"] >= 59
+    assert leg["too_few"] == []
     assert leg["answers_complete"] >= 20
     assert leg["answers_given_up"] >= 2
     assert leg["outputs"]["outputs"] >= 20

@@ -1,9 +1,12 @@
 """The command `sgl-kvpool plan`: what is asked for, what is printed; a run from the shell to a picture."""
 
+import contextlib
 import itertools
 import json
+import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +19,11 @@ from sgl_kvpool.named_model import find_model
 from sgl_kvpool.plan import command, report
 from sgl_kvpool.plan.command import Candidate
 from sgl_kvpool.plan.planned import Plan
+from sgl_kvpool.plan.plot import draw
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 V32 = str(CONFIGS / "deepseek_v32.json")
+NO_GPU = "is not the memory of one GPU in GiB (MiB divided by 1024); give a number above 0, at most 1000"
 
 
 @pytest.mark.parametrize(
@@ -26,23 +31,31 @@ V32 = str(CONFIGS / "deepseek_v32.json")
     [
         (["--model", V32], "--gpu-gb"),
         (["--gpu-gb", "80"], "--model"),
-        (["--model", V32, "--gpu-gb", "0"], "'0' is not above 0"),
-        (["--model", V32, "--gpu-gb", "-5"], "expected one argument|is not from 0"),
-        (["--model", V32, "--gpu-gb=-5"], "'-5' is not from 0"),
-        (["--model", V32, "--gpu-gb", "nan"], "'nan' is not from 0"),
-        (["--model", V32, "--gpu-gb", "inf"], "'inf' is not from 0"),
-        (["--model", V32, "--gpu-gb", "80", "--tp", "0"], "'0' is not a whole number above 0"),
-        (["--model", V32, "--gpu-gb", "80", "--tp", "1.5"], "'1.5' is not a whole number"),
-        (["--model", V32, "--gpu-gb", "80", "--context", "-1"], "expected one argument|whole number"),
+        (["--model", V32, "--gpu-gb", "0"], f"--gpu-gb: 0 {NO_GPU}"),
+        (["--model", V32, "--gpu-gb", "-5"], f"--gpu-gb: -5 {NO_GPU}"),
+        (["--model", V32, "--gpu-gb=-5"], f"--gpu-gb: -5 {NO_GPU}"),
+        (["--model", V32, "--gpu-gb", "81559"], f"--gpu-gb: 81559 {NO_GPU}"),  # nvidia-smi's of an H100
+        (["--model", V32, "--gpu-gb", "nan"], f"--gpu-gb: nan {NO_GPU}"),
+        (["--model", V32, "--gpu-gb", "inf"], f"--gpu-gb: inf {NO_GPU}"),
+        (["--model", V32, "--gpu-gb", "80 GB"], "--gpu-gb: '80 GB' is not a number; give the memory of one"),
+        (
+            ["--model", V32, "--gpu-gb", "80", "--host-gb", "0"],
+            "--host-gb: 0 is not memory of one node in GB",
+        ),
+        (
+            ["--model", V32, "--gpu-gb", "80", "--weights-gb", "-1"],
+            "--weights-gb: -1 is not memory in GiB; give a number of 0 or more, at most 100000",
+        ),
+        (["--model", V32, "--gpu-gb", "80", "--tp", "0"], "--tp: 0 is not a whole number above 0"),
+        (["--model", V32, "--gpu-gb", "80", "--tp", "1.5"], "--tp: 1.5 is not a whole number"),
+        (["--model", V32, "--gpu-gb", "80", "--context", "-1"], "--context: -1 is not a whole number"),
     ],
 )
 def test_numbers_that_make_no_sense(argv, message, capsys):
-    import re
-
     with pytest.raises(SystemExit) as ended:
         main(["plan", *argv])
     assert ended.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +126,7 @@ def answer(tokens=100_000, most=2048, **changes):
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
         "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
-        "attention_copies": 1, "draft_weights_gib": None, "asked_running_requests": None,
+        "attention_copies": 1, "row_copies": 8, "draft_weights_gib": None, "asked_running_requests": None,
         "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
         "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
                   "kv_lora_rank": 512, "qk_rope_head_dim": 64, "context_len": 131072},
@@ -183,6 +196,7 @@ def test_requests_on_the_host():
     made = plan((Candidate("fp4"), answer(host=rows, caches=8)), host_gb=8.0, context=600)
     assert made.servers[0].host_requests == 8 * (tokens // 640)
     assert report.text(made).splitlines()[6].split()[-1] == str(8 * (tokens // 640))
+    assert "--hicache-size 1: GB of the 1 GB that each rank" in report.text(made)
     states = {"token_bytes": 100, "index_bytes": 0, "slot_bytes": 1 << 24}
     hybrid = answer(host=states, tokens=100_000, state_slots=35)
     [server] = plan((Candidate("fp4"), hybrid), host_gb=8.0, context=64).servers
@@ -208,7 +222,9 @@ def test_reasons_are_printed_without_a_picture(tmp_path, capsys, monkeypatch):
     argv = ["plan", "--model", V32, "--gpu-gb", "80", "--plot", str(tmp_path / "a.png")]
     assert main(argv) == 2
     said = capsys.readouterr()
-    assert "fp4: refused: why" in said.out
+    assert said.out.count("why") == 1
+    assert "no server starts, with a layout or without: why" in said.out
+    assert "mem-fraction-static" not in said.out
     assert "nothing to draw" in said.err
 
 
@@ -279,21 +295,125 @@ def test_too_little_for_a_host_tier():
 
 
 def test_every_server_refused():
-    made = plan((Candidate(None), {"refused": "one"}), (Candidate("fp4"), {"refused": "two"}))
+    refused = [(Candidate(layout), {"refused": "two"}) for layout in ("fp8", "fp4")]
+    made = plan((Candidate(None), {"refused": "one"}), *refused)
     shown = report.text(made)
-    assert "fp4: refused: two" in shown
+    assert "fp8; fp4: refused: two" in shown
     assert "SGLang as it is: refused: one" in shown
     assert "to start one" not in shown
 
 
-def test_a_model_that_cannot_be_read_is_said_once(tmp_path, capsys, monkeypatch):
-    """Here a name on Hugging Face without network; SGLang would say it for each layout."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert main(["plan", "--model", "nobody/no-such-model", "--gpu-gb", "80"]) == 2
+def test_what_the_ranks_hold_is_explained():
+    """Rows are the same on 8 ranks; index keys lie beside the rows, which --hicache-size alone counts."""
+    host = {"token_bytes": 25376, "index_bytes": 8052, "slot_bytes": 0}
+    wide = {**host, "token_bytes": 70272}
+    servers = (
+        (Candidate("bf16"), answer(host=wide)),
+        (Candidate("fp4"), answer(host=host)),
+        (Candidate("bf16", "fp4"), answer(host=host)),
+    )
+    shown = report.text(plan(*servers, host_gb=1000.0))
+    assert "the 8 ranks of a cache hold the same rows, each all of them, on its GPU and in its host" in shown
+    # 125 GB of a rank: 70272 of 78324 bytes are rows, 25376 of 33428.
+    sizes = "--hicache-size 112 with bf16 rows on the host, 94 with fp4 rows on the host: GB of the 125 GB"
+    assert sizes in shown
+    assert "counts rows alone: 8052 bytes per token" in shown
+    assert "host tokens include copies of the device's" in shown
+    assert "adds little" not in shown
+    assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=10.0))
+    alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
+    assert "same rows" not in alone
+    assert "host" not in alone
+
+
+def test_one_request_is_no_plural(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    labels = []
+    monkeypatch.setattr(Axes, "bar_label", lambda axes, bars, texts, **_: labels.extend(texts))
+    made = plan((Candidate("bf16"), answer(tokens=1024)), (Candidate("fp4"), answer(tokens=2048)))
+    draw(made, tmp_path / "plan.png")
+    assert labels == ["1 request", "2 requests"]
+
+
+# ------------------------------------------------- a name on Hugging Face
+
+#: The command, with another limit of the time that Hugging Face has.
+WITH_LIMIT = (
+    "import sys; from sgl_kvpool import cli, named_model; named_model.FETCH_LIMIT_S = {}; sys.exit({})"
+)
+
+
+def hugging_face(home, limit_s, code="cli.main()", arguments=(), **environment):
+    """A process that asks a Hugging Face whose cache is `home`."""
+    program = [sys.executable, "-c", WITH_LIMIT.format(limit_s, code), *arguments]
+    environment = {**os.environ, "HF_HOME": str(home), **environment}
+    return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=100)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "silent", "offline"])
+def test_a_name_that_cannot_be_looked_up(where, tmp_path):
+    """SGLang would try for minutes, once for each layout."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        port = silent.getsockname()[1]
+        environment = {
+            "nowhere": {"HF_ENDPOINT": "https://no-such-name.invalid"},
+            "silent": {"HF_ENDPOINT": f"http://127.0.0.1:{port}"},
+            "offline": {"HF_HUB_OFFLINE": "1"},
+        }[where]
+        began = time.monotonic()
+        arguments = ["plan", "--model", "nobody/no-such-model", "--gpu-gb", "80"]
+        done = hugging_face(tmp_path, 3, arguments=arguments, **environment)
+    assert time.monotonic() - began < 60  # of which imports take most on a busy machine
+    assert (done.returncode, done.stdout) == (2, "")
+    first, last = done.stderr.splitlines()
+    assert first == "fetching config.json of nobody/no-such-model from Hugging Face, 3 s at most ..."
+    assert (
+        "config.json of nobody/no-such-model is neither to be had from Hugging Face nor in its cache" in last
+    )
+    assert ("no answer in 3 s" in last) == (where == "silent")
+
+
+def test_a_name_that_was_looked_up_before(tmp_path):
+    repository = tmp_path / "hub" / "models--nobody--cached"
+    snapshot = repository / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(Path(V32).read_text())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    code = "print(named_model.find_model(sys.argv[1]).sglang_path().__enter__())"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = hugging_face(tmp_path, 1, code, ["nobody/cached"], HF_ENDPOINT=endpoint)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{snapshot}\n"
+
+
+def test_names_of_drafts_are_looked_up_too(tmp_path):
+    """And the target's own name is one checkpoint with it."""
+    (tmp_path / "config.json").write_text("{}")
+    here = str(tmp_path)
+    flag = "--speculative-draft-model-path"
+    with contextlib.ExitStack() as stack:
+
+        def given(*words):
+            return list(command._drafts_here(words, "M/N", "/cache/M/N", stack))
+
+        assert given("--page-size", "64", flag, "M/N") == ["--page-size", "64", flag, "/cache/M/N"]
+        assert given(f"{flag}=M/N", "--x", "M/N") == [f"{flag}=/cache/M/N", "--x", "M/N"]
+        assert given(flag, here) == [flag, here]
+        with pytest.raises(ValueError, match="not/a/draft does not exist"):
+            given(flag, "not/a/draft")
+
+
+def test_a_config_without_a_latent_is_refused_by_name(tmp_path, capsys):
+    config = json.loads((CONFIGS / "kimi_k2.json").read_text())
+    del config["kv_lora_rank"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "140"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.count("sgl-kvpool: ") == 1
+    assert "config.json of DeepseekV3ForCausalLM lacks kv_lora_rank" in said.err.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

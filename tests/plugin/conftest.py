@@ -1,10 +1,33 @@
 """Small checkpoints' configurations, and SGLang's argument resolution with the plugin loaded."""
 
 import json
+import os
 
+import forks
 import pytest
 from hybrid_configs import HYBRIDS
 from managers import bootstrap, manager_of, no_groups  # noqa: F401  # fixtures
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory):
+    """`launcher.run(code)`: a process that has imported what SGLang's commands import before plugins."""
+    ours = ("KVPOOL", "TRITON_INTERPRET")
+    environment = {name: v for name, v in os.environ.items() if not any(word in name for word in ours)}
+    # The first of the modules that load plugins.
+    folder = tmp_path_factory.mktemp("launcher")
+    with forks.after_importing("sglang.srt.plugins", output=folder, environment=environment) as process:
+        process.environment = environment
+        yield process
+
+
+@pytest.fixture
+def other_sglang(tmp_path):
+    """A folder that makes Python's metadata say that SGLang 0.6.1 is installed."""
+    info = tmp_path / "sglang-0.6.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

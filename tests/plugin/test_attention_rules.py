@@ -133,7 +133,7 @@ def test_rocm_calls_its_device_cuda(serve, monkeypatch):
     from sgl_kvpool.sglang_plugin import models
 
     monkeypatch.setattr(models, "is_rocm", lambda: True)
-    with pytest.raises(ValueError, match="of NVIDIA only, and the device is ROCm"):
+    with pytest.raises(ValueError, match="runs on NVIDIA GPUs and on CPUs only, and the device is ROCm"):
         serve("cuda", "fp4")
 
 

@@ -150,7 +150,7 @@ def test_what_our_kernel_does_not_compute(serve, argv, more, message):
 
 
 def test_names_of_other_hardware(serve, monkeypatch):
-    text = "--dsa-decode-backend aiter is not for GPUs of NVIDIA; use --dsa-prefill-backend flashmla_sparse "
+    text = "--dsa-decode-backend aiter is not for NVIDIA GPUs; use --dsa-prefill-backend flashmla_sparse "
     with pytest.raises(ValueError, match=text):
         serve("fp8_block_scale", *pair("flashmla_sparse", "aiter"))
     monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")
@@ -174,7 +174,7 @@ def test_rows_that_prefill_does_not_read(serve, monkeypatch):
 
 def test_not_on_a_cpu(resolve, checkpoints):
     """Before SGLang asks for a GPU that is not there."""
-    with pytest.raises(ValueError, match="GPUs of NVIDIA only, and the device is cpu"):
+    with pytest.raises(ValueError, match="on NVIDIA GPUs only, and the device is cpu"):
         resolve(checkpoints["dsa"], "--kv-cache-layout", "fp4")
 
 

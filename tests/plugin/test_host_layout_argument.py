@@ -22,10 +22,11 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
     if narrower:
         assert options(arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)) == (host, "auto")
         return
-    able = ", ".join(["same", *(h for h in HOST_LAYOUTS[1:] if ROW_BYTES[h] < ROW_BYTES[layout])])
+    able = ["same", *(h for h in HOST_LAYOUTS[1:] if ROW_BYTES[h] < ROW_BYTES[layout])]
+    remedy = "use same" if len(able) == 1 else f"use one of: {', '.join(able)}"
     text = (
         f"^--kv-host-layout {host} does not work: its rows have {ROW_BYTES[host]} bytes, those of layout "
-        f"{layout} on the device {ROW_BYTES[layout]}: .*use one of: {able}$"
+        f"{layout} on the device {ROW_BYTES[layout]}: .*; {remedy}$"
     )
     with pytest.raises(ValueError, match=text):
         arranged(None, HICACHE, "--kv-host-layout", host, layout=layout)
@@ -116,6 +117,6 @@ def test_rows_of_sparse_models_that_are_not_converted(
     if not refused:
         assert resolve(checkpoints[model], *argv, device="cuda").enable_hierarchical_cache
         return
-    text = "--kv-host-layout fp4 does not work: .*264: .*multiple of 16 bytes.*one of: same"
+    text = "--kv-host-layout fp4 does not work: .*264: .*multiple of 16 bytes.*; use same$"
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints[model], *argv, device="cuda")

@@ -163,7 +163,7 @@ def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(layout, arrangement):
 def test_engines_and_devices():
     for engine in ("staged", "copy_engine", "kernel"):
         on_a_gpu("fp4", engine=engine)
-        text = f"^--kv-host-engine {engine} does not work on cpu; leave it out, or use one of: cpu$"
+        text = f"^--kv-host-engine {engine} does not work on cpu; leave it out, or use cpu$"
         with pytest.raises(ValueError, match=text):
             on_a_gpu("fp4", engine=engine, device="cpu")
     on_a_gpu("fp4", engine="cpu", device="cpu")

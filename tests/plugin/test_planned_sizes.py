@@ -46,6 +46,8 @@ OTHERS = {
     "no page": ("kimi_k2", "fp4", ["--tp-size", "8", "--page-size", "0"]),
     "parts": ("kimi_k2", None, ["--tp-size", "8", "--dcp-size", "2"]),
     "too heavy": ("kimi_k2", "fp4", ["--tp-size", "2"]),
+    "too heavy, DP attention": ("kimi_k2", None, ["--tp-size=2", "--dp-size=2", "--enable-dp-attention"]),
+    "small part": ("kimi_k2", None, ["--tp-size", "8", "--mem-fraction-static", "0.2"]),
     "unknown": ("kimi_k2", "fp4", ["--no-such-flag", "3"]),
     "mha": ("mha", None, []),
     "mha with a layout": ("mha", "fp4", []),
@@ -222,6 +224,7 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     found = planned[name]
     assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
+    assert found["row_copies"] == 8 // caches
     free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
     left = free - MACHINE["weights_gib"] / tp_size - free * (1 - found["mem_fraction_static"])
     assert abs(found["available_bytes"] - left * 2**30) <= 64
@@ -237,7 +240,13 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("all and more", "--mem-fraction-static 1.5 is more than a GPU has"),
         ("no page", "--page-size 0 is no number of tokens"),
         ("parts", "--dcp-size 2: ranks that keep parts"),
-        ("too heavy", "leave no GPU memory for the KV cache"),
+        # 4 ranks hold 75 GiB each; 2 x 3 would not divide 64 heads, 3 not be a multiple of two groups.
+        ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
+        ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs do (--tp 4)"),
+        ("too heavy, DP attention", "; 4 GPUs do (--tp 4)"),
+        # 37.5 GiB of a rank, of 0.2 x 137.4; a half of that fits. 37.5 / 137.4 is 0.273.
+        ("small part", "--mem-fraction-static 0.2 gives weights and rows 27.5 GiB together; above 0.273 it"),
+        ("small part", "; 16 GPUs do (--tp 16, more than a node of eight has)"),
         ("unknown", "unrecognized arguments: --no-such-flag 3"),
         ("mha", "no multi-head latent attention"),
         ("mha with a layout", "LlamaForCausalLM uses MHA"),
@@ -255,6 +264,27 @@ def test_a_configuration_that_lacks_something(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match="sizing ended with TypeError: .* Fields that config.json lacks"):
         ask(MACHINE, [{"model_path": str(tmp_path), "layout": None, "arguments": []}])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("removed", ["kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers"])
+def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
+    """transformers would put DeepSeek-V3's, such as a latent of 512."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sgl_kvpool.plan.plannable import IncompleteConfig, check_geometry
+
+    config = json.loads((CONFIGS / f"{model}.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    model_config = ModelConfig(str(tmp_path))
+    check_geometry(model_config, tmp_path)
+    file.write_text(json.dumps({"text_config": config}))
+    check_geometry(model_config, tmp_path)  # of a model that sees images too
+    for lacking in ({**config, removed: None}, {k: v for k, v in config.items() if k != removed}):
+        file.write_text(json.dumps(lacking))
+        with pytest.raises(IncompleteConfig, match=f"{config['architectures'][0]} lacks {removed}: sizes of"):
+            check_geometry(model_config, tmp_path)
 
 
 def test_answers_are_plain_json(planned):

@@ -1,6 +1,5 @@
 """The seams in the installed SGLang, and what happens on another one."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,12 @@ LOAD = "import sys; sys.argv = {argv!r}; from sglang.srt.plugins import load_plu
 
 
 @pytest.fixture(scope="module")
-def importing(tmp_path_factory):
-    """Processes that have begun to import what `run` and `run_in_scheduler` fork from."""
-    env = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
-
-    def begin(name, *modules):
-        return forks.after_importing(*modules, output=tmp_path_factory.mktemp(name), environment=env)
-
-    # The first of the modules that `LOAD` imports; a scheduler has imported the pools before.
-    with (
-        begin("process", "sglang.srt.plugins") as process,
-        begin("scheduler", "sglang.srt.mem_cache.memory_pool", "sglang.srt.plugins") as scheduler,
-    ):
-        yield {"process": process, "scheduler": scheduler}
+def scheduler(tmp_path_factory, launcher):
+    """As `launcher`, after the imports of a scheduler's process."""
+    modules = ("sglang.srt.managers.scheduler", "sglang.srt.plugins")
+    folder = tmp_path_factory.mktemp("scheduler")
+    with forks.after_importing(*modules, output=folder, environment=launcher.environment) as process:
+        yield process
 
 
 def runner(process):
@@ -40,27 +32,18 @@ def runner(process):
 
 
 @pytest.fixture
-def run(importing):
+def run(launcher):
     """`run(code)`: in a process of its own, as SGLang's first."""
-    return runner(importing["process"])
+    return runner(launcher)
 
 
 @pytest.fixture
-def run_in_scheduler(importing):
-    """`run_in_scheduler(code)`: in a process of its own that has imported the pools."""
-    return runner(importing["scheduler"])
+def run_in_scheduler(scheduler):
+    """`run_in_scheduler(code)`: in a process of its own, as SGLang's schedulers."""
+    return runner(scheduler)
 
 
-@pytest.fixture
-def other_sglang(tmp_path):
-    """A folder that makes Python's metadata say that SGLang 0.6.1 is installed."""
-    info = tmp_path / "sglang-0.6.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    return tmp_path
-
-
-@pytest.mark.usefixtures("importing")  # which goes on meanwhile
+@pytest.mark.usefixtures("launcher", "scheduler")  # which import meanwhile
 def test_all_seams_hold_in_this_sglang():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "check_seams.py"],
@@ -154,6 +137,16 @@ def test_a_scheduler_stops_if_a_seam_is_gone(run_in_scheduler):
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
 
 
+def test_of_many_problems_the_first_are_in_the_line():
+    from sgl_kvpool.refusal import Refusal
+    from sgl_kvpool.sglang_plugin import stop_if
+
+    with pytest.raises(Refusal, match="takes hold: a; b; c; and 2 more, which `sgl-kvpool doctor` lists$"):
+        stop_if([*"abcde"])
+    with pytest.raises(Refusal, match="takes hold: a; b; c$"):
+        stop_if([*"abc"])
+
+
 def test_a_step_or_field_that_is_gone_is_named():
     from sgl_kvpool.sglang_plugin.seams import Seam, check
 
@@ -219,14 +212,14 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     )
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 33 3 False\n"
+    assert done.stdout == "0 34 3 False\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
     # The five on sparse attention alone.
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
-    assert done.stdout == "0 28 3 False\n", done.stderr
+    assert done.stdout == "0 29 3 False\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
-    assert done.stdout == "0 33 3 False\n", done.stderr
+    assert done.stdout == "0 34 3 False\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -252,7 +245,7 @@ def test_a_fix_that_cannot_be_had_stops_a_scheduler(run_in_scheduler, breakage, 
 def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
     done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, KVPOOL_FIX_TOPK="1")
     assert done.returncode == 1
-    assert "the top-k fix (KVPOOL_FIX_TOPK) was asked for, but SGLang 0.6.1 is not" in done.stderr
+    assert "KVPOOL_FIX_TOPK=1 was asked for, but SGLang 0.6.1 is not" in done.stderr
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):

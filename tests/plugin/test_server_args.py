@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,12 +74,14 @@ def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
         resolve(checkpoints["mla"], "--kv-cache-layout", written)
 
 
-def test_unknown_names(resolve, checkpoints, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
+def test_unknown_names(resolve, checkpoints, monkeypatch, tmp_path):
+    text = "is not a KV cache layout; choose one of: auto, bf16, fp8, fp8_block_scale, fp4$"
+    with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
         resolve(checkpoints["mla"], "--kv-cache-layout", "int4")
-    message = capsys.readouterr().err
-    assert "'int4'" in message
-    assert "fp8_block_scale" in message
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-cache-layout: int4\n")
+    with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
+        resolve(checkpoints["mla"], "--config", str(config))
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "int4")
     with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4"):
         resolve(checkpoints["mla"])
@@ -224,12 +227,13 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
     args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     args.resolve_once()
     assert asked(args) == "fp4"
-    with pytest.raises(ValueError, match="kv_cache_layout='int4' is not one of: auto, bf16"):
+    with pytest.raises(
+        ValueError, match="kv_cache_layout='int4' is not a KV cache layout; choose one of: auto"
+    ):
         Engine.server_args_class(model_path="dummy", kv_cache_layout="int4")
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "fp8")
-    both = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     with pytest.raises(ValueError, match="'fp4' as argument.*kv_cache_layout=.*'fp8' in the environment"):
-        both.resolve_once()
+        Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
     monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT")
     plain = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu")
     plain.resolve_once()
@@ -243,15 +247,16 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
     seen = []
 
     def spawn(cls, server_args, *args, **kwargs):
-        seen.append(os.environ.get(env.CHILD_LAYOUT))
+        seen.append((os.environ.get(env.CHILD_LAYOUT), env.CHILD_REFUSAL in os.environ))
+        return SimpleNamespace(wait_for_ready=None), []
 
     packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     plain = resolve(checkpoints["mla"])
     _launch_scheduler_processes(spawn, object, packed, None, None)
-    assert env.CHILD_LAYOUT not in os.environ
+    assert not {env.CHILD_LAYOUT, env.CHILD_REFUSAL} & set(os.environ)
     monkeypatch.setenv(env.CHILD_LAYOUT, "left over")
     _launch_scheduler_processes(spawn, object, plain, None, None)
-    assert seen == ["fp4", None]
+    assert seen == [("fp4", True), (None, False)]
     assert os.environ[env.CHILD_LAYOUT] == "left over"
 
 
@@ -302,9 +307,9 @@ def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
     resolve, checkpoints, monkeypatch, name
 ):
     monkeypatch.setenv(name, "maybe")
-    with pytest.raises(ValueError, match=f"{name}='maybe' is neither"):
-        resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
-    resolve(checkpoints["mla"])  # nothing was asked for
+    for argv in (("--kv-cache-layout", "fp4"), ()):  # a variable of ours is a request by itself
+        with pytest.raises(ValueError, match=f"^{name}='maybe' is neither"):
+            resolve(checkpoints["mla"], *argv)
 
 
 def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeypatch):

@@ -31,7 +31,7 @@ from hybrid_rows import (
     written_by,
 )
 
-pytestmark = pytest.mark.usefixtures("published")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 
 
 # -------------------------------------------------------------------- writing

@@ -150,6 +150,7 @@ def test_compressed_index_keys_are_refused():
     assert (group.num_pages, group.layer(2, "indexer").runs.size_bytes) == (3, 8448)
 
 
+@pytest.mark.slow
 def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view(fresh):
     """D4: nothing is remembered between views."""
     program = """

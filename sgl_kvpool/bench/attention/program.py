@@ -35,7 +35,7 @@ from sgl_kvpool.bench.attention.device import CpuDevice, CudaDevice
 from sgl_kvpool.bench.attention.measure import Bench, run
 from sgl_kvpool.bench.attention.peers import runners
 from sgl_kvpool.bench.attention.report import add_ratios, draw, print_ratios, print_table, targets
-from sgl_kvpool.bench.outputs import commit, require_writable
+from sgl_kvpool.bench.outputs import commit, replace_file, require_writable
 
 __all__ = ["main"]
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     def write(rows: list[dict]) -> dict:
         report = report_of(bench, grid, rows, command)
         if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            replace_file(arguments.json, json.dumps(report, indent=1) + "\n")
         return report
 
     report = write(run(bench, chosen, arguments.minutes, after_workload=write))

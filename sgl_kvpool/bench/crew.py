@@ -1,0 +1,293 @@
+"""Jobs in worker processes: one that hangs or crashes costs its own result and no other's.
+
+A kernel that nobody has run may hang, may kill its process, or may leave a CUDA context in which everything
+after it fails. So each job is sent to a worker, with a time limit; a worker that hangs, dies or says that its
+context is broken is replaced by a new one.
+
+The program with the jobs calls `run_jobs`; a worker is a program that goes through `Jobs.begin`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+#: Of Linux's prctl.
+_PR_SET_PDEATHSIG = 1
+#: For a worker to end after its last job, and for a killed one to be gone: a driver may take a while to stop
+#: a kernel that hangs.
+_ENDING_S = 10.0
+#: Workers in a row that may end before their first job.
+_FAILED_STARTS = 2
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends, however it ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def cuda_is_broken() -> bool:
+    """Whether this process's CUDA context reports an error that every later call would report too."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+class Jobs:
+    """A worker's side. From then on whatever is printed goes to standard error."""
+
+    def __init__(self) -> None:
+        end_with_parent()
+        # Not 0 and 1: pytest, for one, replaces these.
+        self._jobs = os.fdopen(os.dup(0))
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def begin(self, hello: Any = None) -> Iterator[Any]:
+        """Jobs as they come; each is to be answered before the next is asked for.
+
+        Parameters
+        ----------
+        hello : object, optional
+            Told to the program that sends the jobs, as JSON.
+        """
+        self._tell({"hello": hello})
+        for line in self._jobs:
+            yield json.loads(line)
+
+    def answer(self, value: Any, *, usable: bool = True) -> None:
+        """Send a job's result; a worker that is not `usable` any more ends here."""
+        self._tell({"value": value, "usable": usable})
+        if not usable:
+            os._exit(0)  # a broken CUDA context raises in destructors
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes
+    ----------
+    job : object
+    value : object
+        The worker's answer; None if there is none.
+    failure : str
+        Why there is no answer: the worker hung or died. Empty if there is one.
+    seconds : float
+    """
+
+    job: Any
+    value: Any
+    failure: str
+    seconds: float
+
+
+class _Ended(Exception):
+    """A worker that has ended, or was ended at a time limit; the message says how."""
+
+
+class _Worker:
+    """A worker process."""
+
+    def __init__(self, command: Sequence[str], start_limit_s: float) -> None:
+        # The worker imports this package too, from where it was imported here.
+        paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._buffer = b""
+        self.hello = self._read(start_limit_s, "before its first job")["hello"]
+
+    def run(self, job: Any, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; what it said before, or how it ended, is read below
+        return self._read(limit_s, "")
+
+    def close(self) -> None:
+        """Tell it that there are no more jobs."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # a job that was sent to a worker that had ended
+            self._process.stdin.close()
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._process.stdout.close()
+
+    def _read(self, limit_s: float, when: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                self._kill()
+                raise _Ended(f"hung: killed after {limit_s:g} s {when}".rstrip())
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise _Ended(f"its process {self._how_it_ended()} {when}".rstrip())
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _kill(self) -> None:
+        self._process.kill()
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            print(f"process {self._process.pid} has not ended {_ENDING_S:g} s after SIGKILL", file=sys.stderr)
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:  # it has closed its output, for whatever reason
+            self._kill()
+            return "closed its output"
+        if status >= 0:
+            return f"ended with exit status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+
+
+class _Crew:
+    """Workers, one per thread, and the jobs that are left."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
+        start_limit_s: float,
+        job_limit_s: float,
+        ended: Callable[[Outcome], Sequence[Any] | None],
+    ) -> None:
+        self.command, self.start_limit_s, self.job_limit_s = command, start_limit_s, job_limit_s
+        self._ended, self._lock = ended, threading.Lock()
+        self._plan = jobs if callable(jobs) else None
+        self._left: deque[Any] | None = None if callable(jobs) else deque(jobs)
+        self.errors: list[BaseException] = []
+        self.reason = ""
+
+    def work(self) -> None:
+        """One thread: a worker, and another one whenever that has ended."""
+        worker, failed = None, 0
+        try:
+            while failed < _FAILED_STARTS and not self.errors and self.is_unfinished:
+                try:
+                    worker = worker or self._start()
+                except (_Ended, OSError) as error:
+                    failed, self.reason = failed + 1, f"no worker could be started: {error}"
+                    continue
+                failed = 0
+                with self._lock:
+                    if not self._left:
+                        break
+                    job = self._left.popleft()
+                worker = self._one(worker, job)
+        except BaseException as error:  # raised again by `run_jobs`, in the program's own thread
+            self.errors.append(error)
+        finally:
+            if worker is not None:
+                worker.close()
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self.command, self.start_limit_s)
+        with self._lock:
+            if self._left is None and self._plan is not None:
+                self._left = deque(self._plan(worker.hello))
+        return worker
+
+    def _one(self, worker: _Worker, job: Any) -> _Worker | None:
+        """Run a job; returns the worker if it can be used again."""
+        began = time.monotonic()
+        try:
+            answer = worker.run(job, self.job_limit_s)
+            outcome = Outcome(job, answer["value"], "", time.monotonic() - began)
+            usable = answer["usable"]
+        except _Ended as error:
+            outcome, usable = Outcome(job, None, str(error), time.monotonic() - began), False
+        with self._lock:
+            assert self._left is not None
+            self._left.extendleft(reversed(self._ended(outcome) or ()))
+        if usable:
+            return worker
+        worker.close()
+        return None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there are jobs that no worker has taken; nobody knows before the first worker's `hello`."""
+        return self._left is None or bool(self._left)
+
+
+def run_jobs(
+    command: Sequence[str],
+    jobs: Sequence[Any] | Callable[[Any], Sequence[Any]],
+    *,
+    ended: Callable[[Outcome], Sequence[Any] | None],
+    workers: int = 1,
+    start_limit_s: float = 120.0,
+    job_limit_s: float = 60.0,
+) -> str:
+    """Run jobs in worker processes.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Starts a worker, a program that goes through `Jobs.begin`.
+    jobs : sequence, or callable
+        JSON-able objects, taken in order; or a function of the first worker's `hello` that returns them.
+    ended : callable
+        Called with the `Outcome` of each job when it ends, one call at a time; what it returns are jobs that
+        come before the others.
+    workers : int
+    start_limit_s, job_limit_s : float
+        After which a worker is killed.
+
+    Returns
+    -------
+    str
+        Why jobs are left that nobody ran: no worker could be started. Empty if all were run.
+    """
+    crew = _Crew(command, jobs, start_limit_s, job_limit_s, ended)
+    count = workers if callable(jobs) else min(workers, len(jobs))
+    threads = [threading.Thread(target=crew.work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if crew.errors:
+        raise crew.errors[0]
+    return crew.reason if crew.is_unfinished else ""

@@ -1,0 +1,157 @@
+"""Variables of the environment: those of ours, and names that begin as ours do and are not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool import env
+from sgl_kvpool.doctor import probes
+from sgl_kvpool.sglang_plugin.record import environment_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What every process of a server does first; a program would go on afterwards.
+LOAD = (
+    "import sys; sys.argv = ['x']; from sglang.srt.plugins import load_plugins; load_plugins();"
+    "print('went on')"
+)
+
+#: What a user sets, and the variable that is meant.
+WRONG_NAMES = {
+    "KVPOOL_KV_CACHE_LAYUOT": "KVPOOL_KV_CACHE_LAYOUT",
+    "KVPOOL_LAYOUT": "KVPOOL_KV_HOST_LAYOUT",
+    "KVPOOL_FIXTOPK": "KVPOOL_FIX_TOPK",
+    # Names of sgl-kvpool before its first release, and what SGLang advises to write instead of them.
+    "SGL_KVPOOL_KV_CACHE_LAYOUT": "KVPOOL_KV_CACHE_LAYOUT",
+    "SGLANG_KVPOOL_KV_CACHE_LAYOUT": "KVPOOL_KV_CACHE_LAYOUT",
+    "SGL_KVPOOL_CHECK_FINITE": "KVPOOL_CHECK_FINITE",
+    "SGLANG_KVPOOL_HOST_ENGINE": "KVPOOL_KV_HOST_ENGINE",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """`environment(name=value, ...)`: the only variables of ours that are set."""
+    import os
+
+    for name in list(os.environ):
+        if "KVPOOL_" in name:
+            monkeypatch.delenv(name)
+
+    def set_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+def test_the_table_has_every_name_that_the_package_reads():
+    """Every constant is in it, no other module spells a name by itself, and hooks.md has the same list."""
+    constants = {value for value in vars(env).values() if isinstance(value, str)}
+    assert {name for name in constants if re.fullmatch(r"KVPOOL_.+", name)} == set(env.VARIABLES)
+    for file in (ROOT / "sgl_kvpool").rglob("*.py"):
+        quoted = re.findall(r"""["'](KVPOOL_[A-Z_]+)["']""", file.read_text())
+        assert file.name == "env.py" or not set(quoted) & set(env.VARIABLES), file
+    (table,) = re.findall(r"\n## Environment\n(.*)", (ROOT / "docs" / "hooks.md").read_text(), re.DOTALL)
+    listed = re.findall(r"`(KVPOOL_[A-Z_]+)`", table)
+    assert sorted(set(listed)) == sorted(env.VARIABLES)
+
+
+@pytest.mark.parametrize(("name", "meant"), WRONG_NAMES.items())
+def test_the_nearest_name(environment, name, meant):
+    environment(**{name: "fp4"})
+    assert env.problems() == [
+        f"{name}='fp4' is not a variable of sgl-kvpool; the nearest is {meant}: set that instead, "
+        f"or unset {name}"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["KVPOOL_KV_CACHE_LAYUOT", "SGL_KVPOOL_KV_CACHE_LAYOUT", "SGLANG_KVPOOL_KV_CACHE_LAYOUT"]
+)
+def test_a_name_that_is_not_ours_stops_every_process_that_loads_the_plugin(launcher, name):
+    done = launcher.run(LOAD, **{name: "fp4"})
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith(
+        f"sgl-kvpool: {name}='fp4' is not a variable of sgl-kvpool;"
+    )
+    # SGLang copies SGL_X to SGLANG_X, which the user did not write.
+    assert done.stderr.count("is not a variable of sgl-kvpool") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_on_another_sglang_too(launcher, other_sglang):
+    done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
+    assert done.returncode == 1
+    assert "the nearest is KVPOOL_KV_CACHE_LAYOUT: set" in done.stderr.splitlines()[-1]
+    # A variable of ours is a request as well.
+    done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), KVPOOL_PREFILL_READS_ROWS="1")
+    assert done.returncode == 1
+    assert "KVPOOL_PREFILL_READS_ROWS=1 was asked for, but SGLang 0.6.1 is not" in done.stderr
+    for name, value in (("KVPOOL_PREFILL_READS_ROWS", "0"), ("KVPOOL_KV_CACHE_LAYOUT", "auto")):
+        assert launcher.run(LOAD, PYTHONPATH=str(other_sglang), **{name: value}).stdout == "went on\n"
+
+
+@pytest.mark.parametrize("name", env.FLAGS)
+def test_a_flag_that_is_neither_yes_nor_no(environment, name):
+    environment(**{name: "Perhaps"})
+    assert environment_problems() == [
+        f"{name}='Perhaps' is neither yes (1, true, yes, on) nor no (0, false, no, off)"
+    ]
+
+
+@pytest.mark.parametrize("name", env.OPTIONS)
+def test_an_option_that_has_no_such_value(environment, name):
+    environment(**{name: "int2"})
+    (problem,) = environment_problems()
+    assert problem.startswith(f"{name}='int2' is not a KV ")
+    assert "choose one of: " in problem
+
+
+def test_all_that_is_wrong_is_in_the_line(launcher):
+    done = launcher.run(LOAD, KVPOOL_KV_CACHE_LAYOUT="int2", KVPOOL_CHECK_FINTE="1", KVPOOL_FIX_TOPK="x")
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    last = done.stderr.splitlines()[-1]
+    for text in (
+        "KVPOOL_KV_CACHE_LAYOUT='int2'",
+        "the nearest is KVPOOL_CHECK_FINITE:",
+        "KVPOOL_FIX_TOPK='x'",
+    ):
+        assert text in last
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SGL_KVPOOL_KV_CACHE_LAYOUT": ""}, {"_KVPOOL_CHILD_LAYOUT": "fp4"}, {"TEST_KVPOOL_X": "1"}],
+    ids=str,
+)
+def test_what_is_no_name_of_ours_or_empty_changes_nothing(environment, variables):
+    environment(**variables)
+    assert env.problems() == []
+    assert probes.plugin().problems == []
+
+
+def test_doctor_reports_the_same(environment):
+    environment(
+        SGL_KVPOOL_KV_CACHE_LAYOUT="fp4",
+        SGLANG_KVPOOL_KV_CACHE_LAYOUT="fp4",
+        KVPOOL_KV_CACHE_ARANGEMENT="page_major",
+    )
+    found = probes.plugin()
+    old, misspelt = sorted(found.problems, key=lambda text: "ARANGEMENT" in text)
+    assert old.startswith("SGL_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable")
+    assert "the nearest is KVPOOL_KV_CACHE_LAYOUT:" in old
+    assert "the nearest is KVPOOL_KV_CACHE_ARRANGEMENT:" in misspelt
+
+
+def test_a_name_that_sglang_advises_is_the_users_own(environment):
+    """Without the name it was copied from, it is what the user wrote."""
+    environment(SGLANG_KVPOOL_KV_CACHE_LAYOUT="fp4")
+    (problem,) = env.problems()
+    assert problem.startswith("SGLANG_KVPOOL_KV_CACHE_LAYOUT='fp4'")
+    environment(SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
+    (problem,) = env.problems()
+    assert problem.startswith("SGL_KVPOOL_KV_CACHE_LAYOUT='fp4'")

@@ -1,0 +1,205 @@
+"""What the commands that start a server print when they refuse to: one line, the last, soon."""
+
+import pytest
+
+from sgl_kvpool.demo import shipped
+from sgl_kvpool.sglang_plugin import argument_rules
+
+LAYOUT = ("--kv-cache-layout", "fp4")
+#: The two that start a server.
+COMMANDS = {
+    "launch_server": "import runpy; runpy.run_module('sglang.launch_server', None, '__main__', True)",
+    "serve": "from sglang.cli.main import main; main()",
+}
+#: Of models and their kernels.
+HEAVY = ("sglang.srt.configs.model_config", "sglang.srt.layers.quantization", "sglang.srt.layers.moe")
+REPORT = f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules])); "
+
+
+@pytest.fixture
+def start(launcher):
+    """`start(*argv)`: what SGLang's command answers to arguments that it refuses."""
+
+    def run(*argv, command="launch_server", **environment):
+        words = {"launch_server": ["launch_server"], "serve": ["sglang", "serve"]}[command]
+        words += ["--model-path", str(shipped.model_path()), "--device", "cpu", *argv]
+        code = f"import sys; sys.argv = {words!r}; {REPORT} {COMMANDS[command]}"
+        return launcher.run(code, SGLANG_EXTERNAL_MODEL_PACKAGE="sgl_kvpool.demo.models", **environment)
+
+    return run
+
+
+def refused_by_arguments(done):
+    """The last line of a command that ended before it had imported models and kernels."""
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "usage:" not in done.stderr
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("sgl-kvpool: ")
+    assert not [text for text in before if "sgl-kvpool" in text or "sgl_kvpool" in text]
+    assert done.stdout.splitlines()[-1] == "[]"
+    return last.removeprefix("sgl-kvpool: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "text"),
+    [
+        (
+            ("--kv-cache-layout", "fp5"),
+            {},
+            "--kv-cache-layout fp5 is not a KV cache layout; choose one of: auto",
+        ),
+        ((), {"KVPOOL_KV_CACHE_LAYOUT": "int2"}, "KVPOOL_KV_CACHE_LAYOUT='int2' is not a KV cache layout;"),
+        (LAYOUT, {"KVPOOL_KV_CACHE_LAYOUT": "fp8"}, "the KV cache layout is 'fp4' as argument"),
+        (
+            (*LAYOUT, "--kv-host-layout", "fp4"),
+            {},
+            "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing",
+        ),
+        (
+            ("--kv-cache-arrangement", "token_major"),
+            {},
+            "--kv-cache-arrangement token_major (or KVPOOL_KV_CACHE",
+        ),
+        (
+            ("--attention-backend", "kvpool_mla"),
+            {},
+            "--attention-backend kvpool_mla reads pools of sgl-kvpool",
+        ),
+        ((*LAYOUT, "--dcp-size", "2"), {}, "--dcp-size 2 does not work with --kv-cache-layout fp4"),
+        (
+            (*LAYOUT, "--max-total-tokens", "-5"),
+            {},
+            "--max-total-tokens -5 is no number of tokens; give 1 or more",
+        ),
+        (
+            (*LAYOUT, "--page-size=-64"),
+            {},
+            "--page-size -64 is no number of tokens; give 1 or more, or leave it",
+        ),
+        (
+            (),
+            {"SGL_KVPOOL_KV_CACHE_LAYOUT": "fp4"},
+            "SGL_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable of sgl",
+        ),
+    ],
+)
+def test_what_the_arguments_say_by_themselves(start, argv, environment, text):
+    assert refused_by_arguments(start(*argv, **environment)).startswith(text)
+
+
+def test_of_the_other_command(start):
+    last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="serve"))
+    assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
+    last = refused_by_arguments(start(command="serve", KVPOOL_LAYOUTS="fp4"))
+    assert last.startswith("KVPOOL_LAYOUTS='fp4' is not a variable of sgl-kvpool")
+
+
+def test_of_a_file_of_arguments(start, tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-cache-layout: fp4\nkv-host-layout: fp4\n")
+    last = refused_by_arguments(start("--config", str(config)))
+    assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
+
+
+def test_what_the_model_says(start):
+    """Later, since its configuration is read first, and as short."""
+    done = start(*LAYOUT, "--kv-cache-dtype", "fp8_e5m2")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "sgl-kvpool: --kv-cache-dtype fp8_e5m2 contradicts --kv-cache-layout fp4; leave it"
+    )
+
+
+def test_errors_of_others_keep_their_traceback(start):
+    """SGLang's own, with a layout, and after a hook of ours was called."""
+    done = start(*LAYOUT, "--chunked-prefill-size", "100", "--page-size", "64")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert (
+        done.stderr.splitlines()[-1] == "AssertionError: chunked_prefill_size must be divisible by page_size"
+    )
+
+
+#: An Engine in a program that catches what it raises.
+PROGRAM = """
+import sglang, sys
+from sglang import Engine
+try:
+    Engine(model_path={model!r}, device='cpu', {arguments})
+except ValueError as error:
+    print('caught', error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "text"),
+    [
+        (
+            "kv_cache_layout='fp5'",
+            {},
+            "kv_cache_layout='fp5' is not a KV cache layout; choose one of: auto, bf16",
+        ),
+        (
+            "kv_cache_layout='fp4', kv_host_layout='fp4'",
+            {},
+            "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does",
+        ),
+        ("kv_cache_layout='fp4', page_size=-64", {}, "--page-size -64 is no number of tokens"),
+        (
+            "",
+            {"SGLANG_KVPOOL_KV_CACHE_LAYOUT": "fp4"},
+            "SGLANG_KVPOOL_KV_CACHE_LAYOUT='fp4' is not a variable",
+        ),
+        ("", {"KVPOOL_FIX_TOPK": "perhaps"}, "KVPOOL_FIX_TOPK='perhaps' is neither yes"),
+    ],
+)
+def test_an_engine_raises_in_its_program(launcher, arguments, environment, text):
+    code = PROGRAM.format(model=str(shipped.model_path()), arguments=arguments)
+    done = launcher.run(code, **environment)
+    assert done.returncode == 0, done.stderr
+    assert f"caught {text}" in done.stdout
+
+
+NONSENSE = {
+    "max_total_tokens": ("0", "-5"),
+    "page_size": ("0", "-64"),
+    "context_length": ("0", "-1"),
+    "max_running_requests": ("0", "-1"),
+    "mem_fraction_static": ("0", "-0.5", "1.5", "nan"),
+    "tp_size": ("0",),
+    "pp_size": ("-1",),
+    "dp_size": ("0",),
+    "speculative_num_draft_tokens": ("0",),
+    "max_mamba_cache_size": ("-1",),
+    "mamba_full_memory_ratio": ("0", "inf"),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, v) for field in NONSENSE for v in NONSENSE[field]])
+def test_numbers_that_the_pool_cannot_follow_from(resolve, checkpoints, field, value):
+    """By name; the flags are SGLang's own, or its parser would not take them."""
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(
+        ValueError, match=f"^{flag} {float(value):g}(.0)? is no .*; give .*, or leave it out$"
+    ):
+        resolve(checkpoints["mla"], *LAYOUT, f"{flag}={value}")
+
+
+def test_every_number_is_tested():
+    assert {number.field for number in argument_rules.NUMBERS} == set(NONSENSE)
+
+
+def test_without_a_layout_numbers_are_sglangs_to_judge(resolve, checkpoints):
+    resolve(checkpoints["mla"], "--max-total-tokens", "-5", "--max-running-requests", "0")
+
+
+@pytest.mark.parametrize("named", [("--page-size", "64"), ("--enable-hierarchical-cache",)])
+def test_a_pool_without_a_page(resolve, checkpoints, named):
+    """Of a size that was named, or that a host tier has."""
+    text = "^--max-total-tokens 63 is less than a page, which has 64 tokens; give at least as many"
+    with pytest.raises(ValueError, match=text):
+        resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "63", *named)
+    resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "64", *named)

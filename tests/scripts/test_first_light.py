@@ -1,0 +1,401 @@
+"""First light with real processes: steps that fail, hang or are missing, and runs that are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from h100_regression import main
+from regression.environment import ROOT, Machine
+from regression.first_light import MINUTES, FirstLight, first_light_steps
+from regression.first_light_page import page
+from regression.parsers import lines, rates, tiles
+from regression.records import Measurement, read_run
+from regression.runner import Step
+
+#: What a lent machine has: torch and what tests need, and nothing of SGLang.
+ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
+FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
+GOOD = Measurement("answer", 42.0, "s", "fact")
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+def test_it_needs_torch_alone_and_fits_into_nine_minutes():
+    steps = first_light_steps(ONLY_TORCH, on_gpu=True)
+    assert [step.name for step in steps] == [
+        *("tests-core", "rates", "tiles-16", "attention-quick", "tiles-8", "tiles-32", "codec-quick"),
+        "transfer-quick",
+    ]
+    assert [ONLY_TORCH.missing(step.needs) or step.without for step in steps] == [""] * len(steps)
+    assert all(0 < step.expected_s < step.limit_s for step in steps)
+    # What hangs is ended after at most 30 s more.
+    assert sum(step.limit_s for step in steps) <= MINUTES * 60 <= 9 * 60 - 30
+    # After four minutes there is word of every kernel, of an SM and of the tiles of 16 heads.
+    assert sum(step.expected_s for step in steps[:3]) < 4 * 60
+
+
+def test_the_tests_it_names_are_there():
+    words = first_light_steps(ONLY_TORCH, on_gpu=True)[0].command
+    names = [word.partition("::") for word in words if word.startswith("tests/gpu/")]
+    assert len(names) == 4
+    for file, _, test in names:
+        assert f"def {test}" in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize("machine", [Machine(modules=ONLY_TORCH.modules), ONLY_TORCH])
+def test_without_a_gpu_what_can_be_is_rehearsed(machine):
+    steps = first_light_steps(machine, on_gpu=False)
+    skipped = {step.name: step.without for step in steps if step.without}
+    reason = "--device cpu was asked for" if machine.gpus else "torch sees no GPU here"
+    assert skipped == {"tests-core": reason, "rates": reason}
+    for step in steps:
+        assert step.without or "cuda" not in step.command
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--first-light"], "torch sees no GPU here; --device cpu rehearses it without one"),
+        (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
+        (["--first-light", "--device", "cpu", "--only", "rate"], "no step has such a name"),
+    ],
+)
+def test_refusals(argv, why, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2  # how it is called, and what is wrong
+    assert why in printed[1]
+
+
+# --------------------------------------------------------------------------------------- the folder
+
+
+def step(name, code, *, limit_s=30.0, **more):
+    """A step that runs Python code, in which `folder` is its folder."""
+    text = "import sys; from pathlib import Path; folder = Path(sys.argv[1])\n" + textwrap.dedent(code)
+    return Step(name, name, (sys.executable, "-c", text, "{folder}"), limit_s, lines, **more)
+
+
+def good(name, **more):
+    """Writes a measurement, and counts how often it was run."""
+    line = json.dumps(GOOD.to_json()) + "\n"
+    code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
+    return step(name, code, **more)
+
+
+def bad(name, **more):
+    """Measures something that is beyond its limit."""
+    line = json.dumps(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0).to_json())
+    code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
+    return step(name, code, **more)
+
+
+def go(out, *steps, minutes=5.0, facts=FACTS):
+    """Run what is missing; (exit status, first_light.json)."""
+    light = FirstLight(out, facts, steps)
+    left = [one for one in steps if light.lacks(one.name)]
+    status = light.run(left, Machine(), time_limit_scale=1.0, minutes=minutes, say=print)
+    return status, found_in(out)
+
+
+def found_in(out):
+    found = json.loads((out / "first_light.json").read_text())
+    assert (out / "first_light.txt").read_text() == page(found)
+    return found
+
+
+def statuses(found):
+    return {one["name"]: one["status"] for one in found["steps"]}
+
+
+def runs(out, name):
+    path = out / "steps" / name / "ran"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_steps_that_fail_hang_or_are_missing(tmp_path):
+    every = (
+        good("good"),
+        step("crashes", "import os; os.kill(os.getpid(), 11)"),
+        step("hangs", "import time; time.sleep(600)", limit_s=1.0),
+        bad("wrong"),
+        step(
+            "garbage",
+            "(folder / 'measurements.jsonl').write_text('{')\n(folder / 'results.json').write_text('{')",
+        ),
+        good("elsewhere", needs=("gpu",)),
+        good("last"),
+    )
+    status, found = go(tmp_path, *every)
+    assert status == 1
+    assert statuses(found) == {
+        "good": "ok", "crashes": "failed", "hangs": "timed out", "wrong": "failed", "garbage": "failed",
+        "elsewhere": "skipped", "last": "ok",
+    }  # fmt: skip
+    text = (tmp_path / "first_light.txt").read_text()
+    assert "steps: 2 ok, 3 failed, 1 timed out, 1 skipped" in text
+    assert "crashes failed: killed by SIGSEGV" in text
+    assert "wrong failed: wrong rows: 3 rows, limit at most 0" in text
+    assert "hangs timed out: ended at its limit of 1 s" in text
+    assert "elsewhere skipped: torch sees no GPU here" in text
+    # Again: what has a result, good or bad, stays.
+    status, found = go(tmp_path, *every)
+    assert (status, runs(tmp_path, "good"), runs(tmp_path, "wrong"), runs(tmp_path, "last")) == (1, 1, 1, 1)
+    assert statuses(found)["crashes"] == "failed"
+    assert found["steps"][0]["measurements"][0]["value"] == 42.0
+    assert read_run(tmp_path / "results.jsonl").is_complete
+
+
+def test_what_time_did_not_suffice_for_is_run_the_next_time(tmp_path):
+    slow = step("slow", "import time; time.sleep(600)")
+    status, found = go(tmp_path, good("first"), slow, good("late"), minutes=1.5 / 60)
+    assert status == 1
+    assert statuses(found) == {"first": "ok", "slow": "timed out", "late": "skipped"}
+    status, found = go(tmp_path, good("first"), good("slow"), good("late"))
+    assert (status, statuses(found)) == (0, dict.fromkeys(("first", "slow", "late"), "ok"))
+    assert runs(tmp_path, "first") == 1
+
+
+def test_a_step_that_was_cut_short_keeps_what_it_found_when_the_next_run_has_no_time(tmp_path):
+    line = json.dumps(GOOD.to_json())
+    slow = step(
+        "slow",
+        f"(folder / 'measurements.jsonl').write_text({line!r})\nimport time; time.sleep(600)",
+        limit_s=2.0,
+    )
+    go(tmp_path, slow)
+    _, found = go(tmp_path, slow, minutes=1e-9)
+    assert statuses(found) == {"slow": "timed out"}
+    assert found["steps"][0]["measurements"][0]["metric"] == "answer"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted(tmp_path, number):
+    """The step that runs is ended; what was found before is written, and the rest is run the next time."""
+    slow = step("slow", f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(600)")
+    status, found = go(tmp_path, good("first"), slow, good("last"))
+    assert status == 128 + number
+    assert statuses(found) == {"first": "ok", "slow": "interrupted", "last": "skipped"}
+    assert f"slow interrupted: by {number.name}" in (tmp_path / "first_light.txt").read_text()
+    status, found = go(tmp_path, good("first"), good("slow"), good("last"))
+    assert (status, runs(tmp_path, "first")) == (0, 1)
+    assert set(statuses(found).values()) == {"ok"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("sources_sha256", "1" * 64), ("gpu", "NVIDIA H100")])
+def test_results_of_other_code_or_of_another_gpu_are_not_mixed(tmp_path, name, value):
+    go(tmp_path, good("first"))
+    with pytest.raises(ValueError, match="name another folder with --out"):
+        go(tmp_path, good("first"), facts={**FACTS, name: value})
+    assert statuses(found_in(tmp_path)) == {"first": "ok"}
+
+
+def test_a_folder_that_something_else_wrote(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"line": "step"}\n')
+    with pytest.raises(ValueError, match="does not begin with a line"):
+        go(tmp_path, good("first"))
+
+
+def test_lines_that_were_cut_off(tmp_path):
+    """A run killed between the lines of a step, and while it wrote one."""
+    go(tmp_path, good("first"), good("second"))
+    journal = tmp_path / "results.jsonl"
+    text = journal.read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(text) if '"second"' in line)
+    journal.write_text("".join(text[: at + 1]) + text[at + 1][:30])  # a measurement, half of its step's line
+    status, found = go(tmp_path, good("first"), good("second"))
+    assert (status, statuses(found)) == (0, {"first": "ok", "second": "ok"})
+    assert (runs(tmp_path, "first"), runs(tmp_path, "second")) == (1, 2)
+    assert [len(one["measurements"]) for one in found["steps"]] == [1, 1]
+    assert read_run(journal).steps["second"].measurements == (GOOD,)
+
+
+# -------------------------------------------------------------------------------------- the command
+
+SCRIPT = ROOT / "scripts" / "h100_regression.py"
+#: Two steps in this order, of which the second takes half a minute at least.
+ARGV = ["--first-light", "--device", "cpu", "--only", "codec-quick", "--only", "transfer-quick"]
+
+
+def start(out, *argv):
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *argv, "--out", out, "--time-limit-scale", "20"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def processes_of(out):
+    """Ids of living processes whose command line names a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(out).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended since
+            continue
+    return found
+
+
+def test_a_run_that_is_killed_is_gone_on_with(tmp_path):
+    """The real command: valid files and no process remain, and what was measured is not measured again."""
+    out = tmp_path / "out"
+    process = start(out, *ARGV)
+    log = out / "logs" / "transfer-quick.log"
+    for _ in range(1800):
+        if (log.is_file() and log.stat().st_size) or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert statuses(found_in(out))["codec-quick"] == "ok"
+    process.kill()
+    process.communicate(timeout=120)
+    for _ in range(200):
+        if not processes_of(out):
+            break
+        time.sleep(0.1)
+    assert not processes_of(out)
+    cut = found_in(out)
+    assert statuses(cut)["transfer-quick"] == "missing"
+    again = start(out, *ARGV[:5])  # without transfers, which take long
+    printed, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, printed
+    assert "[1/" not in printed  # nothing was left to do
+    found = found_in(out)
+    assert found["steps"] == cut["steps"]
+    assert {row["device"] for row in found["benchmarks"]["codec-quick"]["results"]} == {"cpu"}
+    assert len(found["sources_sha256"]) == 64
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def tile_row(
+    us, *, layout="fp4", heads=16, batch=64, rows=64, warps=8, programs=1, part="tile", splits=2, **more
+):
+    tile = {"pairs": heads, "block_rows": rows, "warps": warps, "stages": 1, "programs_per_sm": programs}
+    job = {
+        "part": part, "kind": "dense", "heads": heads, "batch": batch, "context": 32768,
+        "rows_per_list": 32768, "layout": layout, "tile": tile, "splits": splits,
+    }  # fmt: skip
+    return {"job": job, "status": "measured", "us": us, "graph_us": us, **more}
+
+
+def rate(what, name, status="measured", *, found=None, **job):
+    return {"job": {"what": what, **job}, "status": status, "name": name, **(found or {})}
+
+
+def rates_rows():
+    products = [
+        rate(
+            "products",
+            "m64n16k16, SS",
+            n=16,
+            kind=1,
+            sums=sums,
+            warp_groups=groups,
+            found={"clocks_per_product_of_the_sm": 16.0 / groups},
+        )
+        for sums in (1, 2)
+        for groups in (1, 2)
+    ]
+    gathers = [
+        rate(
+            "gather",
+            f"416, {per_sm} per SM",
+            row_bytes=416,
+            how=0,
+            order=2,
+            per_sm=per_sm,
+            found={"us": 700.0, "gb_per_s": 1000.0 * per_sm},
+        )
+        for per_sm in (1, 2)
+    ]
+    return [
+        rate("peaks", "peaks", found={"copy_gb_per_s": 3010.5, "matmul_tflop_per_s": 790.0}),
+        rate("instructions", "lop3", op=0, found={"instructions_per_clock_and_sm": 63.9}),
+        rate("subnormals", "bf16 subnormals", found={"A in registers": True}),
+        *products,
+        *gathers,
+        rate("gather", "576", "failed", row_bytes=576, how=0, order=2, per_sm=1, found={"reason": "hung"}),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def light(tmp_path):
+    """A run as on a GPU: what the steps wrote is there."""
+    steps = [
+        Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
+    ]
+    facts = {**FACTS, "gpu": "NVIDIA H100 80GB HBM3", "commit": "c" * 40}
+    found = FirstLight(tmp_path, facts, steps)
+    written = {
+        "rates": {"results": rates_rows()},
+        "tiles-16": {
+            "device": "cuda",
+            "results": [
+                tile_row(100.0),
+                tile_row(60.0, rows=128),
+                tile_row(51.0, rows=128, part="splits", splits=4),
+                tile_row(70.0, warps=4, programs=2),
+                {**tile_row(0, layout="fp8"), "status": "wrong", "reason": "query 0: relative error 1"},
+                tile_row(80.0, layout="fp8", rows=128),
+            ],
+        },
+    }
+    for name, report in written.items():
+        folder = tmp_path / "steps" / name
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps(report))
+    folder = tmp_path / "steps" / "tests-core"
+    folder.mkdir()
+    (folder / "tests.jsonl").write_text(
+        '{"collected": 3}\n{"test": "a.py::good", "outcome": "passed", "reason": "", "seconds": 1}\n'
+        '{"test": "a.py::bad[fp4]", "outcome": "failed", "reason": "off by 3", "seconds": 1}\n'
+    )
+    return found
+
+
+def test_the_page(light):
+    text = page(light.report())
+    assert "First light: NVIDIA H100 80GB HBM3" in text
+    assert f"commit {'c' * 40}" in text
+    assert "1 tests failed:\n    a.py::bad[fp4]: off by 3" in text
+    assert "tile: fp8, 16 pairs, 64 rows" in text
+    assert "rates: {'what': 'gather', 'row_bytes': 576" in text
+    assert "tests-core missing: it was not reached" in text
+    # The table: the fastest right tile of each layout that was measured.
+    table = text[text.index("_TABLE") : text.index("\n}\n")]
+    fp4, fp8 = (
+        table[table.index(f"_L.{name}: (") :].partition("),\n    )")[0]
+        for name in ("FP4", "FP8_NOPE_FP8_ROPE")
+    )
+    assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp4
+    assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp8
+    assert "fp4: 16 heads: 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text
+    assert "4 splits take 0.85 of the time of the rule's 2" in text
+    # Rates: each product once, and the fastest number of programs of each gather.
+    assert "lop3: 63.9 instructions" in text
+    assert "m64n16k16, SS: clocks per product of the SM 16 with 1, 8 with 2 warp groups" in text
+    assert "416, 2 per SM: 2000 GB/s" in text
+    assert "416, 1 per SM" not in text
+
+
+def test_measurements_of_rates_and_tiles(light):
+    steps = light.out / "steps"
+    found = {one.metric: one for one in rates(steps / "rates")}
+    assert len(found) == len(rates(steps / "rates")) == 3 + 1 + 4 + 2 * 2 + 1
+    assert found["lop3: instructions_per_clock_and_sm"].value == 63.9
+    assert found["m64n16k16, SS, sums 1, warp_groups 2: clocks_per_product_of_the_sm"].better == "lower"
+    assert found["measurements that failed"].passed is False
+    found = {one.metric: one for one in tiles(steps / "tiles-16")}
+    assert sum(one.kind == "kernel_time" for one in found.values()) == 5
+    # The tile that is wrong is the table's.
+    assert found["tiles of the table that are wrong or fail"].passed is False
+    assert found["other tiles that are wrong or fail"].value == 0

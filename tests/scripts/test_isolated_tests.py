@@ -1,0 +1,196 @@
+"""Tests that hang, crash or break CUDA, run by regression.isolated_tests with real pytest processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from regression.environment import on_path
+from regression.isolated_tests import breadth_first, in_order
+from regression.parsers import isolated_tests
+
+TESTS = """
+    import os, time
+    import pytest
+
+    @pytest.mark.parametrize("n", [1, 2, 3])
+    def test_good(n): pass
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_bad(n): assert n == 5, "not five"
+
+    def test_hangs(): time.sleep(600)
+
+    def test_crashes(): os.kill(os.getpid(), 11)
+
+    @pytest.mark.skip(reason="no kernel here")
+    def test_skipped(): pass
+
+    def test_broken(nothing_of_the_kind): pass
+
+    @pytest.fixture
+    def left_open():
+        yield
+        raise OSError("cannot be closed")
+
+    def test_teardown(left_open): pass
+"""
+#: A module that takes torch's part: CUDA is in use, and fails after a kernel did.
+BREAKS_CUDA = """
+    import sys, types
+
+    torch = sys.modules["torch"] = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=lambda: None)
+
+    def test_1_faults():
+        def fails():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        torch.cuda.synchronize = fails
+        fails()
+
+    def test_2_is_not_concerned():
+        torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """`project(name=code, ...)`: files of tests in a folder without any settings of pytest."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\n")
+
+    def write(**files):
+        for name, code in files.items():
+            (folder / f"{name}.py").write_text(textwrap.dedent(code))
+        return [f"{name}.py" for name in files]
+
+    write.folder = folder
+    return write
+
+
+def start(project, out, *words):
+    out.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "regression.isolated_tests", "--out", out, *words],
+        cwd=project.folder, env=on_path(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def outcomes(out):
+    path = out / "tests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["test"]: (line["outcome"], line["reason"]) for line in lines if "test" in line}
+
+
+@pytest.fixture
+def run(project, tmp_path):
+    """`run(words)`: (exit status, outcomes by test, what was printed)."""
+
+    def go(*words, out="out"):
+        process = start(project, tmp_path / out, *words)
+        printed, errors = process.communicate(timeout=300)
+        return process.returncode, outcomes(tmp_path / out), printed + errors
+
+    return go
+
+
+def test_every_way_to_end(project, run, tmp_path):
+    files = project(test_some=TESTS, test_absent="import no_such_module")
+    status, found, printed = run("--workers", "2", "--test-limit-s", "5", *files)
+    assert status == 1
+    reasons = {name.removeprefix("test_some.py::"): both for name, both in found.items()}
+    assert reasons["test_good[1]"] == reasons["test_good[2]"] == reasons["test_good[3]"] == ("passed", "")
+    assert reasons["test_bad[1]"] == ("failed", "AssertionError: not five assert 1 == 5")
+    assert reasons["test_hangs"] == ("failed", "hung: killed after 5 s")
+    assert reasons["test_crashes"] == ("failed", "its process was killed by SIGSEGV")
+    assert reasons["test_skipped"] == ("skipped", "no kernel here")
+    assert reasons["test_broken"][0] == "failed"
+    assert "fixture 'nothing_of_the_kind' not found" in reasons["test_broken"][1]
+    assert reasons["test_teardown"] == ("failed", "OSError: cannot be closed")
+    absent = ("failed", "cannot be collected: ModuleNotFoundError: No module named 'no_such_module'")
+    assert reasons["test_absent.py"] == absent
+    # The whole of a failure is in the log.
+    assert 'def test_bad(n): assert n == 5, "not five"' in printed
+    measured = {one.metric: one for one in isolated_tests(tmp_path / "out")}
+    assert {name: one.value for name, one in measured.items()} == {
+        "tests passed": 3, "tests failed": 7, "tests skipped": 1, "tests not run": 0,
+    }  # fmt: skip
+    assert measured["tests failed"].passed is False
+    assert "some: test_hangs: hung: killed after 5 s" in measured["tests failed"].note
+
+
+def test_what_has_a_result_is_not_run_again(project, run):
+    code = """
+        from pathlib import Path
+        def test_one(): Path("one").open("a").write("x")
+        def test_two(): Path("two").open("a").write("x")
+    """
+    files = project(test_counts=code)
+    assert run(*files)[0] == 0
+    lines = (project.folder.parent / "out" / "tests.jsonl").read_text().splitlines(keepends=True)
+    # As if it had been killed after the first test, while it wrote the second.
+    (project.folder.parent / "out" / "tests.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
+    status, found, _ = run(*files)
+    assert status == 0
+    ran = {name: len((project.folder / name).read_text()) for name in ("one", "two")}
+    assert sorted(ran.values()) == [1, 2]
+    assert len(found) == 2
+
+
+def test_what_breaks_cuda_fails_alone(project, run):
+    status, found, _ = run(*project(test_cuda=BREAKS_CUDA), "--workers", "1")
+    assert status == 1
+    assert {name.partition("::")[2]: outcome for name, (outcome, _) in found.items()} == {
+        "test_1_faults": "failed", "test_2_is_not_concerned": "passed",
+    }  # fmt: skip
+    assert "illegal memory access" in found["test_cuda.py::test_1_faults"][1]
+
+
+def test_without_tests(run):
+    status, found, printed = run("test_no_such_file.py")
+    assert (status, found) == (1, {})
+    assert "no worker could be started: its process ended with exit status 4 before its first job" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_what_it_found_and_no_process(project, tmp_path, number):
+    code = """
+        import os, time
+        from pathlib import Path
+        def test_quick(): pass
+        def test_slow():
+            Path("pid").write_text(str(os.getpid()))
+            time.sleep(600)
+        def test_later(): pass
+    """
+    out = tmp_path / "out"
+    process = start(project, out, *project(test_some=code), "--workers", "1")
+    pid = project.folder / "pid"
+    for _ in range(600):
+        if pid.exists() and pid.read_text():
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert outcomes(out) == {"test_some.py::test_quick": ("passed", "")}
+    counts = {one.metric: one.value for one in isolated_tests(out)}
+    assert counts["tests not run"] == 2
+    for _ in range(100):
+        try:
+            os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker lives on")
+
+
+def test_the_first_case_of_each_function_comes_first():
+    names = ["a.py::x[1]", "a.py::x[2]", "a.py::y", "b.py::x[7]", "b.py::x[8]", "b.py::x[9]"]
+    assert breadth_first(names) == [names[0], names[2], names[3], names[1], names[4], names[5]]
+    found = in_order(names, "b.py::x[8]", ["a.py"])
+    assert found == [names[4], names[3], names[5], names[0], names[2], names[1]]

@@ -1,0 +1,179 @@
+"""`scripts/soak.py` as it is typed: its options, what it says before and afterwards, and signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import soak
+import soak_checks
+from regression.processes import _processes
+
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = json.loads((ROOT / "docs" / "benchmarks" / "soak_cpu.json").read_text())["legs"]
+
+
+def session(pid):
+    """Processes of a session that still run."""
+    return [process for process, (_, leader, _) in _processes().items() if leader == pid]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_server_too(number, tmp_path):
+    """Long before it serves: who is ended does not depend on that, and this takes seconds."""
+    report = tmp_path / "soak.json"
+    command = [sys.executable, ROOT / "scripts" / "soak.py", "--legs", "fp8", "fp4", "--json", report]
+    with subprocess.Popen(
+        [*command, "--out", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Jobs in the background of a script have Ctrl-C ignored, and their children too.
+        preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
+    ) as process:
+        servers, deadline = [], time.monotonic() + 120
+        while not servers and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            servers = [
+                pid
+                for pid, (parent, leader, _) in _processes().items()
+                if parent == process.pid and leader == pid  # a server has a session of its own
+            ]
+        assert len(servers) == 1, "no server was seen"
+        process.send_signal(number)
+        printed, complaints = process.communicate(timeout=60)
+    left = session(servers[0])
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert process.returncode == 128 + number
+    assert complaints == ""
+    assert f"stopped by {number.name}; 0 of 2 servers were soaked" in printed
+    assert json.loads(report.read_text())["stopped_by"] == number.name
+
+
+def test_nohup_keeps_it_from_a_hangup():
+    code = (
+        "import os, signal; from regression.runner import signals_interrupt\n"
+        "with signals_interrupt(): os.kill(os.getpid(), signal.SIGHUP); print('here')"
+    )
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=ROOT / "scripts", env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+
+
+def test_only_what_a_server_takes_is_offered(capsys):
+    for flag, option in (("--arrangement", ARRANGEMENT), ("--host-layout", HOST_LAYOUT)):
+        for value in option.choices:
+            for leg in soak.chosen(soak.parse([flag, value])):
+                assert getattr(leg, flag[2:].replace("-", "_")) == value
+    with pytest.raises(SystemExit):
+        soak.parse(["--arrangement", "head_major"])
+    assert "invalid choice: 'head_major' (choose from " in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        soak.parse(["--help"])
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "None" not in printed
+    assert "pool size (2048; 8192 with --model)" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes 0 is not above 0"),
+        (["--minutes=-1"], "--minutes -1 is not above 0"),
+        (["--minutes", "nan"], "--minutes nan is not above 0"),
+        (["--clients", "0"], "--clients 0 is below 1"),
+    ],
+)
+def test_numbers_that_make_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        soak.parse(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "--minutes 1",
+            ["5 servers, one after", "(bf16, bf16-on-fp4, fp8, ", "12 s of traffic", "About 11 min"],
+        ),
+        (
+            "--minutes 5",
+            ["5 servers", "60 s of traffic on each", "About 24 minutes in all on two idle cores"],
+        ),
+        (
+            "--minutes 1 --legs fp4",
+            ["1 server (fp4), 60 s of traffic", "then it is started again", "5 minutes"],
+        ),
+        ("--minutes 30 --model a/b", ["360 s of traffic", "comes on top; it depends on the model"]),
+    ],
+)
+def test_how_long_it_takes_is_said_before(arguments, expected):
+    options = soak.parse(arguments.split())
+    said = soak.announcement(soak.chosen(options), options.minutes)
+    for text in expected:
+        assert text in said
+
+
+@pytest.mark.parametrize("leg", MEASURED, ids=[leg["name"] for leg in MEASURED])
+def test_a_minute_of_traffic_is_enough(leg):
+    has_store = "--hicache-storage-backend" in leg["server"]["arguments"]
+    assert soak_checks.too_few(leg, 2048, has_store=has_store) == []
+
+
+def test_what_too_few_requests_did_not_reach():
+    """The counts of 12 s on a busy machine."""
+    few = {
+        "answers_complete": 9,
+        "answers_given_up": 1,
+        "found_tokens": {"device": 48, "host": 0, "storage": 0},
+        "server_counts": {"evicted_tokens": 0},
+    }
+    assert soak_checks.too_few(few, 2048, has_store=False) == [
+        "9 answers, fewer than 20",
+        "requests given up: 1, fewer than 2",
+        "0 tokens evicted from a pool of 2048",
+        "nothing found in the host tier",
+    ]
+    assert soak_checks.too_few(few, 2048, has_store=True)[-1] == "nothing found in the store"
+    assert soak_checks.too_few({**few, "found_tokens": {}}, 2048, has_store=False)[3] == (
+        "nothing found on the device"
+    )
+
+
+def test_too_few_requests_are_said_last(monkeypatch, capsys):
+    def one(leg, *_, **__):
+        few = ["9 answers, fewer than 20"] if leg.name == "fp8" else []
+        return {"name": leg.name, "violations": [], "too_few": few}
+
+    monkeypatch.setattr(soak, "soak", one)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp8", "fp4", "--minutes", "0.4"])
+    assert soak.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 servers, one after the other (fp8, fp4), 12 s of traffic on each")
+    assert "  TOO FEW REQUESTS to mean anything: 9 answers, fewer than 20" in lines
+    assert lines[-2].startswith("TOO FEW REQUESTS to mean anything on fp8: give each server a minute")
+    assert "(--minutes 2)" in lines[-2]
+    assert lines[-1].startswith("0 violations; again: python scripts/soak.py")
+
+
+def test_one_violation_is_no_plural(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "soak", lambda leg, *_, **__: {"name": leg.name, "violations": ["x"]})
+    monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp4"])
+    assert soak.main() == 1
+    assert "\n1 violation; again: " in capsys.readouterr().out
