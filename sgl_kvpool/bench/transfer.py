@@ -189,13 +189,12 @@ def measure_gpu(quick: bool, save: Callable[[dict], object]) -> list[str]:
     counts = transfer_gpu.PAGES[:2] if quick else transfer_gpu.PAGES
     shape: dict[str, Any] = {"layers": LAYERS, "page_size": PAGE_SIZE, "page_counts": counts}
     rows = []
-    for layout in MLAKVCacheLayout:
-        pairs = [(layout, arrangement) for arrangement in KVArrangement.of_rows()]
-        pairs += [(host, KVArrangement.LAYER_MAJOR) for host in narrower_layouts(layout.row_format(512, 64))]
-        for host_layout, arrangement in pairs:
-            rows += transfer_gpu.measure_shape(gpu, caches, layout, host_layout, arrangement, **shape)
-            print(f"{layout} to {host_layout}, {arrangement}: measured", flush=True)
-            save({"device": torch.cuda.get_device_name(), "engines": rows, "ended": False})
+    cases = [(layout, layout, arrangement) for layout, arrangement in shapes()]
+    cases += [(layout, host_layout, KVArrangement.LAYER_MAJOR) for layout, host_layout in conversions()]
+    for number, (layout, host_layout, arrangement) in enumerate(cases, 1):
+        rows += transfer_gpu.measure_shape(gpu, caches, layout, host_layout, arrangement, **shape)
+        print(f"{number} of {len(cases)}: {layout} to {host_layout}, {arrangement}", flush=True)
+        save({"device": torch.cuda.get_device_name(), "engines": rows, "ended": False})
     peers = transfer_gpu.measure_peers(gpu, **shape)
     for row in (*rows, *peers):
         print(row)

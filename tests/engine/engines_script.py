@@ -1,6 +1,7 @@
 """Engines one after the other in one process.
 
-The first is refused by its scheduler, and the program goes on; the last must not know of another's layout.
+The first is refused by its scheduler, and the program goes on. The last must not know of the layout of the
+one before it.
 """
 
 import json

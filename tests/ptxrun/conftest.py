@@ -1,0 +1,96 @@
+"""Tests of compiled kernels on an emulated sm_90a; ``docs/ptxrun.md``.
+
+They run in processes of their own (`ptxrun_workers`), without Triton's interpreter, and are reported here.
+With ``TEST_PTXRUN_HERE=1`` they run in this process, as a debugger wants it.
+
+Without CI=true, `make test` runs those marked `quick`; whoever names this folder or a file in it gets all.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import ptxrun_builds
+import pytest
+from ptxrun_workers import SOCKET_VARIABLE, Answers, Workers
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parent / "attention")]
+
+
+HERE = os.environ.get("TEST_PTXRUN_HERE") == "1" or SOCKET_VARIABLE in os.environ
+ALL = os.environ.get("CI", "").lower() not in ("", "0", "false")
+if HERE:
+    # Before kernels are imported.
+    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ["TRITON_CACHE_DIR"] = str(ptxrun_builds.cache_folder() / "triton")
+
+_workers = pytest.StashKey[Workers]()
+
+
+def _ours(items):
+    return [item for item in items if item.path.is_relative_to(FOLDER)]
+
+
+def _named(config):
+    """Whether the command line names this folder or something in it."""
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    return any(path.is_relative_to(FOLDER) for path in paths)
+
+
+def pytest_configure(config):
+    if SOCKET_VARIABLE in os.environ:
+        config.pluginmanager.register(Answers(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    ours = _ours(items)
+    if shutil.which("g++") is None:
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason="needs g++, which compiles the emulator"))
+    if not (HERE or ALL or _named(config)):
+        left = [item for item in ours if not item.get_closest_marker("quick")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    session = item.session
+    if HERE or not item.path.is_relative_to(FOLDER) or item.get_closest_marker("skip"):
+        return None
+    if _workers not in session.stash:
+        items = _ours(session.items)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        session.stash[_workers] = Workers(session.config, items[items.index(item) :], environment)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in session.stash[_workers].reports(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_sessionfinish(session):
+    if _workers in session.stash:
+        session.stash[_workers].close()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_random_numbers():
+    import torch
+
+    torch.manual_seed(1234)
+
+
+@pytest.fixture
+def runs():
+    """Launches of Triton kernels: on ptxrun, with the machine's own conversions, as on an H100."""
+    import ptxrun_triton
+
+    from sgl_kvpool.codec import triton as codec_triton
+
+    found = ptxrun_triton.install()
+    found.launched.clear()
+    codec_triton._is_native = lambda device: True
+    return found

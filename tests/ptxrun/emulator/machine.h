@@ -1,0 +1,149 @@
+// A launch on one thread of the CPU: some CTAs of a cluster at a time. Every access of registers and memory
+// goes through this, and is checked.
+//
+// A handler executes one instruction for the lanes `m` of warp `w` of machine `x`; HANDLER(name) declares it.
+#pragma once
+
+#include "state.h"
+
+namespace ptxrun {
+
+#define HANDLER(name) static void name(Machine& x, Warp& w, const Inst& in, u32 m)
+
+template <class F>
+inline void lanes(u32 m, F f) {
+  if (m == ~0u)
+    for (int l = 0; l < 32; l++) f(l);
+  else
+    for (; m; m &= m - 1) f(std::countr_zero(m));
+}
+
+struct Machine {
+  Module& m;
+  Func& kernel;
+  Config c;
+  Rng rng;
+  vector<Region>& regions;
+  vector<Cta*> ctas;
+  int TW = 0;
+  u32 grid[3], block[3], cluster[3];
+  int static_shared, dynamic_shared, shared_limit;
+  const u8* params;
+  Stats stats;
+  std::map<string, Report> reports;
+  std::list<Pending>* pending = nullptr;
+  Region* last_region = nullptr;
+  u64 steps = 0;
+  std::map<u64, std::pair<Clock, Clock>> sync;
+  std::mutex* atomics;
+  Barrier cluster_bar;
+  Warp* current = nullptr;
+  const Inst* now = nullptr;
+
+  Machine(Module& mm, Func& k, Config cc, vector<Region>& r) : m(mm), kernel(k), c(cc), rng(cc.seed), regions(r) {}
+
+  // Where an instruction is, faults (which end a launch) and reports (which do not).
+  string where(const Warp& w, const Inst& in, int lane = -1);
+  [[noreturn]] void fault(const Warp& w, const Inst& in, const string& what, int lane = -1);
+  void report(const char* kind, const Warp& w, const Inst& in, const string& what, u32 other_line, int lane = -1);
+
+  int agent(int kind, const Warp& w) const { return kind * TW + w.gid; }
+
+  // registers.h
+  [[noreturn]] void bad_read(Warp& w, const Inst& in, const Op& o, u32 mask);
+  [[noreturn]] void bad_write(Warp& w, const Inst& in, const Op& o);
+  string reg_name(int r);
+  const u64* special(Warp& w, int r);
+  const u64* rd(Warp& w, const Inst& in, const Op& o, u32 mask);
+
+  const u64* rd(Warp& w, const Inst& in, int i, u32 mask) { return rd(w, in, in.o[i], mask); }
+
+  u64* wr(Warp& w, const Inst& in, const Op& o, u32 mask);
+
+  u64* wr(Warp& w, const Inst& in, int i, u32 mask) { return wr(w, in, in.o[i], mask); }
+
+  // The address of a memory operand in each lane.
+  void address(Warp& w, const Inst& in, const Op& o, u32 mask, u64* out);
+  u64 uniform(Warp& w, const Inst& in, const Op& o, u32 mask, const char* what);
+
+  // global_memory.h
+  Region* region(u64 a, u32 size);
+  u8* global(Warp& w, const Inst& in, int lane, u64 a, u32 size, bool write, bool atomic = false);
+
+  struct Place {
+    Space space;
+    u8* p;
+    Cta* cta;
+    u32 off;
+  };
+
+  u8* local(Warp& w, const Inst& in, int lane, u64 a, u32 size);
+  Place place(Warp& w, const Inst& in, int lane, Space s, u64 a, u32 size, bool write, bool atomic = false);
+  void count(const Inst& in, u64 units, u64 ideal, u64 bytes);
+
+  // shared_memory.h
+  // An address in the shared window: of this CTA, or with rank + 1 in the upper byte of a CTA of the cluster.
+  Cta* owner(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
+  Cta* owner_aligned(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
+
+  bool before(const Clock& vc, u32 clock, u32 agent) const { return clock <= vc[agent]; }
+
+  void race(Warp& w, const Inst& in, Cta* t, u32 off, const char* mine, const char* theirs, u32 line, u32 agent_,
+            int lane);
+  // `agent_` performs the access on behalf of `w`, whose clock orders it.
+  void shared_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, bool sync_access = false);
+  // Layouts of Triton may have several warps write the same value to one place: not reported.
+  static bool same_value(Cta* t, u32 b, u32 off, u32 size, const u8* data);
+  void mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock, bool async_proxy,
+                  const u8* data = nullptr);
+  void shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, const u8* data = nullptr);
+  // A read by the asynchronous proxy (wgmma, bulk copies); `vc` and `pvc` are those of the issuing warp at the issue.
+  void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock);
+  // Releases: others that acquire this are ordered behind what came before.
+  void release(Warp& w, Clock& vc, Clock& pvc);
+  void acquire(Warp& w, const Clock& vc, const Clock& pvc);
+
+  // The rest
+  void step(Warp& w);
+  void run_cluster(const u32* first);
+  void land_one();
+  void wake_barrier(Cta& t, int id);
+  void retire(Warp& w, u32 mask);
+  void land_copies(Warp& w, u32 lanes, u32 keep_groups, bool all);
+  void land(Warp& w, Copy& k);
+  void finish_wgmma(Warp& w, u32 up_to_group);
+  void arrive(Warp* w, Cta* t, u32 off, u32 n, i64 tx, const Inst& in, const Warp& by);
+  void compute_wgmma(Warp& w, WgOp& g);
+  void complete_if_ready(MBar& b);
+  void wake_mbar(Cta* t, u32 off);
+};
+
+inline string Machine::where(const Warp& w, const Inst& in, int lane) {
+  string t = fmt("kernel %s, PTX line %u, CTA (%u,%u,%u), warp %d", kernel.name.c_str(), in.line, w.cta->id[0],
+                 w.cta->id[1], w.cta->id[2], w.id);
+  if (lane >= 0) t += fmt(", thread %d", w.id * 32 + lane);
+  string l = m.lines[in.line - 1];
+  l.erase(0, l.find_first_not_of(" \t"));
+  return t + ": " + l.substr(0, 160);
+}
+
+[[noreturn]] inline void Machine::fault(const Warp& w, const Inst& in, const string& what, int lane) {
+  throw Fault(what + "\n  at " + where(w, in, lane));
+}
+
+inline void Machine::report(const char* kind, const Warp& w, const Inst& in, const string& what, u32 other_line,
+                            int lane) {
+  string key = fmt("%s %u %u ", kind, in.line, other_line);
+  auto& r = reports[key];
+  if (!r.count++) {
+    r.kind = kind;
+    r.text = what + "\n  at " + where(w, in, lane);
+    if (other_line) {
+      string l = m.lines[other_line - 1];
+      l.erase(0, l.find_first_not_of(" \t"));
+      r.text += fmt("\n  other: PTX line %u: ", other_line) + l.substr(0, 160);
+    }
+  }
+}
+
+}  // namespace ptxrun

@@ -1,0 +1,121 @@
+"""What ptxrun compiles, each once per checkout: its own library by g++, CUDA sources by nvcc.
+
+Results lie in ``.ptxrun_cache`` of the checkout (or ``TEST_PTXRUN_CACHE``), under a hash of all that they are
+made of. Several processes may ask for the same at the same time; one makes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["cache_folder", "library", "nvcc", "nvcc_ptx"]
+
+HERE = Path(__file__).resolve().parent
+_GXX = ["g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+_NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
+
+
+def cache_folder() -> Path:
+    """Ignored by git; removed by `make clean`."""
+    folder = Path(os.environ.get("TEST_PTXRUN_CACHE") or HERE.parents[1] / ".ptxrun_cache")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _alone(name: str):
+    """No other process is in here with the same name."""
+    with open(cache_folder() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _made_once(name: str, suffix: str, parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+    """The file that `make(path)` writes, made where there is none for these parts yet."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    path = cache_folder() / f"{name}-{digest.hexdigest()[:16]}{suffix}"
+    if path.exists():
+        return path
+    with _alone(path.name):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+                made = Path(scratch) / path.name
+                make(made)
+                made.rename(path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+@functools.cache
+def library() -> Path:
+    """The emulator as a shared library; half a minute of g++ where it has not been compiled yet."""
+    sources = sorted((HERE / "emulator").iterdir())
+    version = subprocess.check_output(["g++", "--version"])
+    parts = [
+        version,
+        _processor().encode(),
+        " ".join(_GXX).encode(),
+        *(path.read_bytes() for path in sources),
+    ]
+
+    def make(path: Path) -> None:
+        subprocess.run([*_GXX, "-o", path, HERE / "emulator" / "ptxrun.cpp"], check=True)
+
+    return _made_once("ptxrun", ".so", parts, make)
+
+
+@functools.cache
+def nvcc() -> str | None:
+    """The CUDA compiler of SGLang's dependencies, else that on the path; None if there is none."""
+    found = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/bin/nvcc"))
+    return str(found[0]) if found else shutil.which("nvcc")
+
+
+@functools.cache
+def nvcc_ptx(source: str, flags: Sequence[str] = (), include: Path | None = None) -> str:
+    """PTX for sm_90a of CUDA C++.
+
+    Parameters
+    ----------
+    source : str
+        Text of a .cu file.
+    flags : tuple of str
+        More arguments of nvcc.
+    include : Path, optional
+        Folder of headers; the PTX is made anew when one of its files changes.
+    """
+    compiler = nvcc()
+    if compiler is None:
+        raise FileNotFoundError("no nvcc, neither of the wheel nvidia-cuda-nvcc nor on the path")
+    headers = sorted(path for path in include.iterdir() if path.is_file()) if include else []
+    options = [*_NVCC, *flags, *(["-I", str(include)] if include else [])]
+    parts = [compiler, *options, source, *(path.name for path in headers)]
+
+    def make(path: Path) -> None:
+        text = path.with_suffix(".cu")
+        text.write_text(source)
+        subprocess.run([compiler, *options, text, "-o", path], check=True)
+
+    contents = [*(part.encode() for part in parts), *(path.read_bytes() for path in headers)]
+    return _made_once("cuda", ".ptx", contents, make).read_text()

@@ -1,0 +1,145 @@
+"""Triton kernels launched on CPU tensors as on an H100: compiled by Triton, executed by ptxrun.
+
+    runs = install()                              # before a kernel is launched; TRITON_INTERPRET must be 0
+    kernel[(grid,)](tensors and numbers, num_warps=8)
+    runs.last.stats
+
+Nothing is assembled: machine code is not executed here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import ptxrun
+
+__all__ = ["Runs", "install"]
+
+#: Shared memory that a program may have on sm_90.
+_SHARED_BYTES = 232448
+
+
+class Runs:
+    """Launches of this process.
+
+    Attributes
+    ----------
+    options : dict
+        Of `Module.launch`, for every launch.
+    launched : list of (str, Result)
+        Name of the kernel and what was found, the latest at the end.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.launched: list[tuple[str, ptxrun.Result]] = []
+        self._changes: list[Callable[[str], str]] = []
+
+    @property
+    def last(self) -> ptxrun.Result:
+        return self.launched[-1][1]
+
+    @contextmanager
+    def using(self, change: Callable[[str], str] | None = None, **options: Any):
+        """With these options for a while, and PTX texts as `change` returns them."""
+        kept, self.options = self.options, {**self.options, **options}
+        self._changes += [change] if change else []
+        try:
+            yield self
+        finally:
+            self.options = kept
+            if change:
+                self._changes.remove(change)
+
+    def module(self, ptx: str) -> ptxrun.Module:
+        for change in self._changes:
+            ptx = change(ptx)
+        return _module(ptx)
+
+
+@functools.cache
+def _module(ptx: str) -> ptxrun.Module:
+    return ptxrun.Module(ptx)
+
+
+class _Launcher:
+    """What Triton calls with a kernel's arguments."""
+
+    def __init__(self, runs: Runs, kernel: Any) -> None:
+        self.runs, self.metadata, self.ptx = runs, kernel.metadata, kernel.asm["ptx"]
+        self.kinds = list(kernel.src.signature.values())
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+        values = _flat(self.kinds, args)
+        if self.metadata.global_scratch_size or self.metadata.profile_scratch_size:
+            raise NotImplementedError("kernels with scratch memory")
+        if x * y * z == 0:
+            return
+        name, ctas = self.metadata.name, getattr(self.metadata, "num_ctas", 1)
+        result = None
+        try:
+            result = self.runs.module(self.ptx).launch(
+                name, (x * ctas, y, z), 32 * self.metadata.num_warps, values, self.metadata.shared,
+                cluster=ctas, **self.runs.options,
+            )  # fmt: skip
+        except ptxrun.PtxError as error:
+            result = error.result
+            raise
+        finally:
+            if result is not None:
+                self.runs.launched.append((name, result))
+
+
+def _flat(kinds: Any, values: Any) -> list[Any]:
+    """The arguments that are parameters of the compiled kernel; constants are none, tuples are several."""
+    flat: list[Any] = []
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple | list):
+            flat += _flat(kind, value)
+        elif kind != "constexpr":
+            flat.append(value)
+    return flat
+
+
+@functools.cache
+def install() -> Runs:
+    """Make ptxrun the active driver of Triton in this process."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import compiler
+    from triton.runtime import driver
+
+    runs = Runs()
+    target = GPUTarget("cuda", 90, 32)
+    properties = {"max_shared_mem": _SHARED_BYTES, "multiprocessor_count": 132}
+    active = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device: 0,
+        get_device_capability=lambda device=0: (9, 0),
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_interface=lambda: torch.cpu,
+        is_active=lambda: True,
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
+        launcher_cls=None,
+    )
+
+    def init_handles(self):
+        if self.module is None:
+            if self.metadata.shared > _SHARED_BYTES:
+                raise compiler.OutOfResources(self.metadata.shared, _SHARED_BYTES, "shared memory")
+            self.module = self._run = _Launcher(runs, self)
+            self.function = self.n_regs = self.n_spills = 0
+            self.n_max_threads = 1024
+
+    compiler.CompiledKernel._init_handles = init_handles
+    compiler.CompiledKernel.__del__ = lambda self: None
+    CUDABackend.make_cubin = lambda self, source, *_: b""
+    driver.set_active(active)
+    return runs
