@@ -48,4 +48,4 @@ constraints:
 	echo "$$smollm2" >> constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info .ptxrun_cache

@@ -27,6 +27,7 @@ def main() -> int:
     broken = 0
     groups = {
         "every process": seams.SERVER_ARGS,
+        "arguments of a server with a layout": seams.MODEL,
         "launcher of a server with a layout": seams.LAUNCHER,
         "scheduler of a server with a layout": seams.SCHEDULER,
     }

@@ -1,9 +1,9 @@
 """Rows on a GPU: one kernel quantises and scatters, one gathers and decodes, each in a single pass.
 
 A program handles a few tokens, a row in chunks of up to 512 values (the largest power of two that
-divides R), so every byte is read once and written once, in 16-byte accesses where the row stride
-and the base address are multiples of 16. The geometry is constexpr; strides are run-time numbers
-and row offsets are int64.
+divides R), so every byte is read once and written once, in 16-byte accesses (8 bytes for stores of
+e4m3) where the row stride and the base address are multiples of 16. The geometry is constexpr; strides
+are run-time numbers and row offsets are int64.
 
 How a segment is read and written is in ``triton_segments.py``, the arithmetic in
 ``triton_scalars.py``; this module knows rows and tokens only.

@@ -137,7 +137,10 @@ def store_values(
             x = tl.reshape(x, [ROWS, COUNT])
         else:
             x = tl.div_rn(x, tl.zeros_like(x) + k_scale)
-        tl.store(rows + (VALUES_AT + FIRST) + index, e4m3_bytes(x, NATIVE), mask=live)
+        # A thread stores the codes of the 8 values that it loads at once. For 16 of them Triton would have it
+        # load 32 bytes, in two loads of which each touches every sector of its warp's values.
+        at = tl.max_contiguous(rows + (VALUES_AT + FIRST) + index, [1, 8])
+        tl.store(at, e4m3_bytes(x, NATIVE), mask=live)
     else:
         tl.static_assert(ENCODING == "e2m1" and SCALE == "ue5m3" and BLOCK == 16)
         packed, scale_bytes = encode_e2m1_blocks(finite_fp32(bits), ROWS, COUNT)

@@ -124,7 +124,7 @@ def seams() -> Finding:
     """Whether the installed SGLang still has what we take hold of. Imports SGLang."""
     from sgl_kvpool.sglang_plugin import seams as ours
 
-    every = [*ours.SERVER_ARGS, *ours.LAUNCHER, *ours.SCHEDULER]
+    every = [*ours.SERVER_ARGS, *ours.MODEL, *ours.LAUNCHER, *ours.SCHEDULER]
     problems = ours.check(every)
     return Finding({"checked": len(every), "hold": len(every) - len(problems)}, problems)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
+from typing import NoReturn
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line
@@ -36,12 +37,19 @@ def register() -> None:
     try:
         _install()
     except Refusal as refusal:
-        raise SystemExit(line(refusal)) from refusal
+        _end(str(refusal))
     except Exception as error:  # whatever it is, SGLang would log it and serve without the layout
         asked = _asked_for()
         if asked:
-            raise SystemExit(line(f"{asked} was asked for, but the plugin failed: {error!r}")) from error
+            _end(f"{asked} was asked for, but the plugin failed: {error!r}")
         raise
+
+
+def _end(text: str) -> NoReturn:
+    from sgl_kvpool.sglang_plugin import startup
+
+    startup.leave(text)
+    raise SystemExit(1)
 
 
 def _install() -> None:

@@ -157,13 +157,13 @@ OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE)
 
 def environment_problems() -> list[str]:
     """A line for each variable of the environment that no process with the plugin goes on with."""
-    found = env.problems()
+    found = []
     for option in OPTIONS:
         try:
             option.exported()
         except Refusal as refusal:
             found.append(str(refusal))
-    return found
+    return found + env.problems()
 
 
 def from_command_line(server_args: Any) -> None:

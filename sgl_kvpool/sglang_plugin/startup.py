@@ -22,7 +22,7 @@ from sgl_kvpool.refusal import Refusal, line, say_alone
 from sgl_kvpool.sglang_plugin import seams
 from sgl_kvpool.sglang_plugin.record import is_from_command_line
 
-__all__ = ["install", "refusal_path", "relay"]
+__all__ = ["install", "leave", "refusal_path", "relay"]
 
 
 # -------------------------------------------------------------------- in the scheduler
@@ -40,7 +40,7 @@ def _init_scheduler(original, self, *args, **kwargs):
     try:
         original(self, *args, **kwargs)
     except Refusal as refusal:
-        _leave(str(refusal))
+        leave(str(refusal))
         sys.stdout.flush()
         sys.stderr.flush()
         # Not SystemExit: threads of a scheduler that is half built may keep its process from ending.
@@ -58,8 +58,8 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _leave(text: str) -> None:
-    """Hand the text of a refusal to the launcher, or say it where that would not look for it."""
+def leave(text: str) -> None:
+    """Hand the text of a refusal to the launcher; say it where no launcher listens."""
     path = env.text(env.CHILD_REFUSAL)
     if path is None:
         print(line(text), file=sys.stderr)

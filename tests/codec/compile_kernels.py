@@ -95,6 +95,7 @@ def facts(compiled, sass, usage):
         "loads": in_sass(r"\bLDG\b"),
         "loads_16_bytes": in_sass(r"\bLDG\.E\.(?:\w+\.)*128\b"),
         "stores": in_sass(r"\bSTG\b"),
+        "stores_8_bytes": in_sass(r"\bSTG\.E\.(?:\w+\.)*64\b"),
         "stores_16_bytes": in_sass(r"\bSTG\.E\.(?:\w+\.)*128\b"),
         "fma": in_ptx(r"\bfma\."),
         "flush_to_zero": in_ptx(r"\.ftz\b"),

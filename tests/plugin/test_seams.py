@@ -137,6 +137,21 @@ def test_a_scheduler_stops_if_a_seam_is_gone(run_in_scheduler):
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
 
 
+def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
+    """Of the plugin as of what its construction raises; here without a launcher that reads the file."""
+    left = tmp_path / "refusal"
+    told = {"_KVPOOL_CHILD_LAYOUT": "fp4", "_KVPOOL_CHILD_REFUSAL": str(left)}
+    code = (
+        "import sglang.srt.mem_cache.kv_cache_configurator as k;"
+        "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
+    )
+    done = run_in_scheduler(code, **told)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "_resolve_kv_pool_class: not there" in left.read_text()
+    assert "sgl-kvpool" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["refusal"]
+
+
 def test_of_many_problems_the_first_are_in_the_line():
     from sgl_kvpool.refusal import Refusal
     from sgl_kvpool.sglang_plugin import stop_if

@@ -94,3 +94,11 @@ def runs():
     found.launched.clear()
     codec_triton._is_native = lambda device: True
     return found
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Transfer kernels of fewer warps, of a number that is no power of two: they take several turns."""
+    from sgl_kvpool.host import jobs
+
+    monkeypatch.setattr(jobs, "KERNEL_BLOCKS", 3)

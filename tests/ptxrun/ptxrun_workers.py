@@ -1,4 +1,4 @@
-"""Processes that run tests for another pytest, which asks for them one by one and reports them as its own.
+"""Processes that run tests for another pytest, which asks for one after the other and reports them.
 
 Here because Triton reads TRITON_INTERPRET when kernels are imported, and gets another driver for ptxrun.
 """

@@ -94,7 +94,7 @@ def test_swizzles_and_orders(width, mn_major):
 
 
 def test_base_offsets():
-    """Without a swizzle they mean nothing (Triton sets one for m64n8); some swizzles refuse them."""
+    """Without a swizzle they mean nothing (Triton sets one for m64n8); with some they are refused."""
     product(16, False, base_offset=3)
     for width in (32, 64):
         with pytest.raises(ptxrun.PtxError, match="base offset"):

@@ -246,6 +246,12 @@ def test_minutes_for_all_together(run):
     assert "minutes were spent" in found["late"].reason
 
 
+def test_a_step_says_how_long_it_takes(run):
+    run(good("quick", expected_s=700), good("absent", expected_s=700, needs=("gpu",)))
+    assert "[1/2] quick, about 12 min ... " in run.said
+    assert "[2/2] absent ... 0 s skipped" in run.said
+
+
 def test_limits_are_scaled(run):
     found = run(step("one", "import time; time.sleep(600)", limit_s=10), time_limit_scale=0.1)["one"]
     assert found.reason == "ended at its limit of 1 s"

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from h100_regression import main
 from regression import environment
+from regression.durations import in_all, with_durations
 from regression.environment import OPTIONAL_MODULES, ROOT, Machine, facts_of
 from regression.limits import LIMITS, SCORES
 from regression.parsers import lines
 from regression.questions import Hits, found_passkey, full_hit, passkey_prompt
-from regression.records import read_run
+from regression.records import Run, StepRecord, read_run
 from regression.request import PARTS, Request
+from regression.runner import in_words
 from regression.serve import Asked
 from regression.shapes import ARRANGEMENTS, LAYOUTS, RANDOM_SHAPES
 from regression.steps import Options, all_steps, choose
@@ -213,6 +215,49 @@ def test_without_a_gpu_the_list_says_what_it_skips():
         "memory",
         "tp2",
     }
+
+
+@pytest.mark.parametrize(
+    ("machine", "options"),
+    [(EVERYTHING, {}), (EVERYTHING, {"thorough": True, "quick": True}), (NO_GPU, {"on_gpu": False})],
+)
+def test_every_step_says_how_long_it_takes(machine, options):
+    on_gpu = options.get("on_gpu", True)
+    found = with_durations(list(steps(machine, **options).values()), on_gpu=on_gpu)
+    for step in found:
+        # A limit is several times as long: nobody is to take one for the other.
+        assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
+    if options == {}:
+        assert in_all(found, on_gpu=True).startswith("71 steps, about 3 h 22 min in all (estimated)")
+
+
+def test_an_older_run_says_it_better():
+    every = list(steps(core=True).values())
+    old = Run(
+        {},
+        {"codec": StepRecord("codec", "ok", "", 33.3), "attention": StepRecord("attention", "failed", "", 5)},
+    )
+    found = {step.name: step.expected_s for step in with_durations(every, on_gpu=True, old=old)}
+    assert (found["codec"], found["attention"]) == (33.3, 750)
+    assert in_all(every[:1], on_gpu=True, old=old) == (
+        "1 steps, about 0 s in all (as in the older run); --minutes ends a run earlier"
+    )
+
+
+def test_the_list_shows_durations_and_no_limits(capsys):
+    assert main(["--core", "--list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " 45 s  dry run of the attention benchmark" in lines["attention-quick"]
+    assert "300 s" not in "".join(lines.values())
+    assert lines["6"] == "6 steps, about 4 min in all (as on two cores); --minutes ends a run earlier"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (750, "12 min"), (3600, "1 h 0 min"), (12150, "3 h 22 min")],
+)
+def test_durations_in_words(seconds, words):
+    assert in_words(seconds) == words
 
 
 def test_every_shape_and_layout_has_limits():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Problem:
     row_ids: torch.Tensor
     row_counts: torch.Tensor
     q: torch.Tensor
+    _expected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sets(self) -> int:
@@ -64,7 +65,22 @@ class Problem:
 
     def on_rows(self, pool: torch.Tensor, fmt: RowFormat) -> Problem:
         """The same lists over another pool."""
-        return replace(self, pool=pool, fmt=fmt)
+        return replace(self, pool=pool, fmt=fmt, _expected={})
+
+    def expected(self, query: int, number: int) -> torch.Tensor:
+        """What a query's result is to be with a set of lists, float64 [heads, R]; computed once."""
+        if (query, number) not in self._expected:
+            each = self.workload.queries_per_list
+            self._expected[query, number] = mla_decode_reference(
+                self.q[query : query + 1],
+                self.pool,
+                self.row_ids[number, query // each, None],
+                self.row_counts[query : query + 1],
+                self.fmt,
+                SCALE,
+                page=self.page,
+            )[0][0]
+        return self._expected[query, number]
 
     def new_out(self) -> torch.Tensor:
         """Room for a result."""
@@ -146,20 +162,12 @@ def check(problem: Problem, out: torch.Tensor, number: int) -> float:
     WrongResult
         Above `ERROR_LIMIT`, or not a number.
     """
-    queries, each = problem.workload.queries, problem.workload.queries_per_list
+    queries = problem.workload.queries
     out = out.view(queries, problem.workload.heads, -1)
     worst = 0.0
     for query in sorted({0, queries // 2, queries - 1})[:_CHECKED_QUERIES]:
-        expected, _ = mla_decode_reference(
-            problem.q[query : query + 1],
-            problem.pool,
-            problem.row_ids[number, query // each, None],
-            problem.row_counts[query : query + 1],
-            problem.fmt,
-            SCALE,
-            page=problem.page,
-        )
-        error = (out[query].double() - expected[0]).norm() / expected.norm()
+        expected = problem.expected(query, number)
+        error = (out[query].double() - expected).norm() / expected.norm()
         if not error.item() <= ERROR_LIMIT:
             raise WrongResult(f"query {query}: relative error {error.item():.3g}, limit {ERROR_LIMIT}")
         worst = max(worst, error.item())

@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   });
 }
 
-// A warp per row, a lane per block of 16 values.
+// A warp per row. A lane takes a block of 16 values of the latent, and two values of the rope: its lanes read and write
+// neighbouring words, 4 sectors of 32 bytes for a rope of 64 (a lane per block would touch 32).
 template <Latent kFrom, Latent kTo>
 __global__ void __launch_bounds__(kConvertThreads, 1)
     convert_pages_kernel(Transfer transfer, RowLayout from, RowLayout to, const float* k_scales) {
@@ -71,7 +72,9 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
       }
       if (mine) write_latent<kTo>(to_row, to, block, k_scale, largest, values);
     }
-    if (lane < from.rope_blocks()) convert_rope(from_row, from, to_row, to, lane, k_scale);
+    for (int64_t first = 2 * lane; first < from.rope_values; first += 2 * kWarp) {
+      convert_rope<uint16_t>(from_row, from, to_row, to, first, k_scale);
+    }
     if (lane == 0) clear_padding(to_row, to);
   });
 }

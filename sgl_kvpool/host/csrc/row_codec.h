@@ -207,35 +207,41 @@ KVPOOL_HD void bf16_write(uint8_t* to, const uint16_t values[kBlock]) {
   }
 }
 
-// The same where the address is a multiple of 4 and no more: a rope behind the scales of a short latent.
-KVPOOL_HD void bf16_read_words(const uint8_t* from, uint16_t values[kBlock]) {
+// The same, of an even number of values, where the address is a multiple of 4 and no more: a rope behind the scales
+// of a short latent.
+template <int kValues>
+KVPOOL_HD void bf16_read_words(const uint8_t* from, uint16_t values[kValues]) {
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock / 2; ++i) {
+  for (int i = 0; i < kValues / 2; ++i) {
     const uint32_t word = load<uint32_t>(from + 4 * i);
     values[2 * i] = static_cast<uint16_t>(word);
     values[2 * i + 1] = static_cast<uint16_t>(word >> 16);
   }
 }
 
-KVPOOL_HD void bf16_write_words(uint8_t* to, const uint16_t values[kBlock]) {
+template <int kValues>
+KVPOOL_HD void bf16_write_words(uint8_t* to, const uint16_t values[kValues]) {
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock / 2; ++i) {
+  for (int i = 0; i < kValues / 2; ++i) {
     store(to + 4 * i, values[2 * i] | static_cast<uint32_t>(values[2 * i + 1]) << 16);
   }
 }
 
-KVPOOL_HD void e4m3_decode(Bytes16 bytes, float scale, uint16_t values[kBlock]) {
-  uint8_t codes[kBlock];
+// As many values as `Bytes` has bytes.
+template <typename Bytes>
+KVPOOL_HD void e4m3_decode(Bytes bytes, float scale, uint16_t values[sizeof(Bytes)]) {
+  uint8_t codes[sizeof bytes];
   std::memcpy(codes, &bytes, sizeof bytes);
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) values[i] = bf16_bits(multiply(e4m3_value(codes[i]), scale));
+  for (size_t i = 0; i < sizeof bytes; ++i) values[i] = bf16_bits(multiply(e4m3_value(codes[i]), scale));
 }
 
-KVPOOL_HD Bytes16 e4m3_encode(const uint16_t values[kBlock], float scale) {
-  uint8_t codes[kBlock];
+template <typename Bytes>
+KVPOOL_HD Bytes e4m3_encode(const uint16_t values[sizeof(Bytes)], float scale) {
+  Bytes bytes;
+  uint8_t codes[sizeof bytes];
   KVPOOL_UNROLL
-  for (int i = 0; i < kBlock; ++i) codes[i] = e4m3_code(divide(finite_value(values[i]), scale));
-  Bytes16 bytes;
+  for (size_t i = 0; i < sizeof bytes; ++i) codes[i] = e4m3_code(divide(finite_value(values[i]), scale));
   std::memcpy(&bytes, codes, sizeof bytes);
   return bytes;
 }

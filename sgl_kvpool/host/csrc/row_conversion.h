@@ -1,5 +1,6 @@
 // Whole rows from one format into another, for nvcc and g++ alike. A row is handled in blocks of 16 values, the
-// latent's first, then the rope's. Where the parts of a row lie comes from layout.py: nothing here knows it.
+// latent's first, then the rope's; on a GPU the rope goes in pairs of values. Where the parts of a row lie comes
+// from layout.py: nothing here knows it.
 #pragma once
 
 #include "row_codec.h"
@@ -23,7 +24,6 @@ struct RowLayout {
   int64_t row_bytes;
 
   KVPOOL_HD int latent_blocks() const { return static_cast<int>(latent_values / kBlock); }
-  KVPOOL_HD int rope_blocks() const { return static_cast<int>(rope_values / kBlock); }
 };
 
 static_assert(sizeof(RowLayout) == 9 * sizeof(int64_t), "a list of nine numbers");
@@ -54,10 +54,10 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
   if constexpr (kTo == Latent::kBf16) {
     bf16_write(latent + 32 * block, values);
   } else if constexpr (kTo == Latent::kE4m3) {
-    store(latent + 16 * block, e4m3_encode(values, k_scale));
+    store(latent + 16 * block, e4m3_encode<Bytes16>(values, k_scale));
   } else if constexpr (kTo == Latent::kE4m3Tiles) {
     const float scale = tile_scale(largest);
-    store(latent + 16 * block, e4m3_encode(values, scale));
+    store(latent + 16 * block, e4m3_encode<Bytes16>(values, scale));
     if (block % (kTile / kBlock) == 0) store(scales + 4 * (block / (kTile / kBlock)), scale);
   } else {
     uint8_t scale;
@@ -66,20 +66,23 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
   }
 }
 
+// Values of the rope from `first` on, as many as `Codes`, which e4m3 is loaded and stored as, has bytes.
+template <typename Codes>
 KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row,
-                            const RowLayout& to, int block, float k_scale) {
-  uint16_t values[kBlock];
+                            const RowLayout& to, int64_t first, float k_scale) {
+  constexpr int kValues = sizeof(Codes);
+  uint16_t values[kValues];
   const uint8_t* source = from_row + from.rope_offset;
   uint8_t* target = to_row + to.rope_offset;
   if (from.rope == Rope::kBf16) {
-    bf16_read_words(source + 32 * block, values);
+    bf16_read_words<kValues>(source + 2 * first, values);
   } else {
-    e4m3_decode(load<Bytes16>(source + 16 * block), k_scale, values);
+    e4m3_decode(load<Codes>(source + first), k_scale, values);
   }
   if (to.rope == Rope::kBf16) {
-    bf16_write_words(target + 32 * block, values);
+    bf16_write_words<kValues>(target + 2 * first, values);
   } else {
-    store(target + 16 * block, e4m3_encode(values, k_scale));
+    store(target + first, e4m3_encode<Codes>(values, k_scale));
   }
 }
 
@@ -106,8 +109,8 @@ inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t*
       write_latent<kTo>(to_row, to, first + i, k_scale, largest, values[i]);
     }
   }
-  for (int block = 0; block < from.rope_blocks(); ++block) {
-    convert_rope(from_row, from, to_row, to, block, k_scale);
+  for (int64_t first = 0; first < from.rope_values; first += kBlock) {
+    convert_rope<Bytes16>(from_row, from, to_row, to, first, k_scale);
   }
   clear_padding(to_row, to);
 }

@@ -2,7 +2,8 @@
 // with streams and events that are queues. `play` carries out what was enqueued in some order that CUDA allows:
 // streams take turns at random, copies of a batch and warps of a kernel come in any order.
 //
-// A wait can be left out on purpose (`leave_out`), to see that tests notice.
+// A wait can be left out on purpose (`leave_out`), to see that tests notice. Kernels may be carried out by somebody
+// else (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled.
 
 #include <algorithm>
 #include <cstdint>
@@ -27,7 +28,10 @@ struct Step {
   bool waits = false;
 };
 
+using Kernel = void (*)(const kvpool::KernelJob*, const kvpool::Transfer*);
+
 struct Machine {
+  Kernel kernel = nullptr;  // who carries out kernels, if not this file
   std::map<int64_t, std::deque<Step>> queues;
   std::map<int64_t, int64_t> recorded, reached;  // generations by event
   int64_t next_id = 1000;
@@ -48,6 +52,10 @@ struct EmulatedSteps {
     fail_if_due();
     // As a launch does, everything but what pointers point to is taken now.
     enqueue(stream, [job, transfer] {
+      if (machine.kernel != nullptr) {
+        machine.kernel(&job, &transfer);
+        return;
+      }
       // Not a power of two, so that pieces of the emulated warps end anywhere.
       std::vector<int64_t> workers(37);
       for (size_t i = 0; i < workers.size(); ++i) workers[i] = static_cast<int64_t>(i);
@@ -190,6 +198,9 @@ void order(int64_t first, int64_t second) {
   machine.queues[second].push_back(step);
 }
 
+// Kernels from now on are calls of the function at an address; 0: this file carries them out.
+void carry_out_kernels(int64_t address) { machine.kernel = reinterpret_cast<Kernel>(address); }
+
 // Forget what a test that failed has left.
 void forget() { machine.queues.clear(); }
 
@@ -213,6 +224,7 @@ BIND(play, play)
 BIND(leave_out, leave_out)
 BIND(fail_after, fail_after)
 BIND(fill, fill)
+BIND(carry_out_kernels, carry_out_kernels)
 BIND(forget, forget)
 BIND(order, order)
 BIND(count_copies, count_copies)

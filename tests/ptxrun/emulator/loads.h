@@ -44,11 +44,9 @@ static u64 sectors(u32 m, const u64* a, u32 size) {
 }
 
 static void tally(Machine& x, const Inst& in, u32 m, const u64* a, const u32* off, bool shared, u32 size) {
-  u64 bytes = (u64)std::popcount(m) * size;
-  if (shared)
-    x.count(in, wavefronts(m, off, size), std::max<u64>(1, (bytes + 127) / 128), bytes);
-  else
-    x.count(in, sectors(m, a, size), (bytes + 31) / 32, bytes);
+  u64 bytes = (u64)std::popcount(m) * size, units = shared ? wavefronts(m, off, size) : sectors(m, a, size);
+  // Lanes that read one address need less than their bytes do.
+  x.count(in, units, std::min(units, shared ? (bytes + 127) / 128 : (bytes + 31) / 32), bytes);
 }
 
 static const u8* param_bank(Machine& x, Warp& w, const Inst& in, u64 a, u32 size) {

@@ -1,0 +1,223 @@
+"""Kernels made wrong on purpose, in the PTX text: the tests that pass with the kernels fail with these.
+
+Each case names a test, what is changed and how the test has to fail: by a fault, by a reported hazard, or by
+wrong numbers (AssertionError).
+"""
+
+import re
+from dataclasses import dataclass
+
+import ptxrun
+import ptxrun_builds
+import pytest
+import test_ptx_codec
+import test_ptx_decode
+import test_ptx_transfer
+
+from sgl_kvpool.attention.decode_config import tile_config
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+quick = pytest.mark.quick
+
+
+@dataclass
+class Change:
+    """Of the text of one kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        Other texts stay as they are.
+    pattern, replacement : str
+        As of `re.sub`.
+    which : int, optional
+        Of the matches, if not all.
+    matches : int
+        How many there were.
+    """
+
+    kernel: str
+    pattern: str
+    replacement: str = ""
+    which: int | None = None
+    matches: int = 0
+
+    def __call__(self, ptx: str) -> str:
+        if not re.search(rf"\.entry \w*{self.kernel}", ptx):
+            return ptx
+        found = list(re.finditer(self.pattern, ptx))
+        assert found, f"{self.pattern} is not in {self.kernel}"
+        self.matches = len(found)
+        for match in reversed(found if self.which is None else [found[self.which]]):
+            ptx = ptx[: match.start()] + match.expand(self.replacement) + ptx[match.end() :]
+        return ptx
+
+
+@dataclass
+class Number:
+    """The value of one of a kernel's 32-bit parameters, counted from 0."""
+
+    kernel: str
+    index: int
+    value: int
+
+    def __call__(self, ptx: str) -> str:
+        if f".entry {self.kernel}" not in ptx:
+            return ptx
+        name = re.findall(r"\.param \.[bus]32 (\w+)", ptx)[self.index]
+        load = rf"ld\.param\.[bus]32\s+(%r(d?)\d+), \[{name}\];"
+        return re.sub(load, lambda m: f"mov.b{64 if m[2] else 32} {m[1]}, {self.value};", ptx)
+
+
+def instruction(name):
+    """Pattern of a whole instruction."""
+    return rf"{name}[^;]*;"
+
+
+def decode(runs, layout, change, **options):
+    """`test_every_tile` with the smallest tile of a layout."""
+    layout = MLAKVCacheLayout(layout)
+    with runs.using(change=change, **options):
+        test_ptx_decode.test_every_tile(runs, layout, tile_config(layout, 1))
+
+
+def rows(runs, name, change, **options):
+    """`test_rows_there_and_back` of a layout's usual rows."""
+    with runs.using(change=change, **options):
+        test_ptx_codec.test_rows_there_and_back(
+            runs, name, test_ptx_codec.GEOMETRIES[0], test_ptx_codec.USUAL
+        )
+
+
+@quick
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+def test_bounds_a_row_beyond_the_pool_is_read(runs, layout):
+    """The number of rows, as large as can be."""
+    with pytest.raises(ptxrun.PtxError, match="out of all regions"):
+        decode(runs, layout, Number("decode_kernel", 0, 2**31 - 1))
+
+
+@quick
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+def test_fence_what_is_written_is_not_fenced_from_wgmma(runs, layout):
+    with pytest.raises(ptxrun.Races, match=r"without fence\.proxy\.async"):
+        decode(runs, layout, Change("decode_kernel", instruction(r"fence\.proxy\.async")))
+
+
+@quick
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+def test_race_warps_do_not_wait_for_each_other(runs, layout):
+    with pytest.raises(ptxrun.Races, match="race"):
+        decode(runs, layout, Change("decode_kernel", instruction(r"bar\.sync")), uninit_shared=0)
+
+
+@quick
+def test_value_a_bit_of_a_code_is_lost(runs):
+    """One of the masks that put e2m1 codes where bfloat16 has its exponent."""
+    mask = str(0x01C001C0)
+    with pytest.raises(AssertionError):
+        decode(runs, "fp4", Change("decode_kernel", rf"\b{mask};", f"{0x018001C0};", 0))
+
+
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+def test_every_barrier_is_needed(runs, layout):
+    """One at a time; a compiler may emit some that are not."""
+    pairs = tile_config(MLAKVCacheLayout(layout), 1).pairs
+    case = test_ptx_decode.make_case(layout, heads=pairs, counts=((150,),))
+    noticed, which, count = 0, 0, 1
+    while which < count:
+        change = Change("decode_kernel", instruction(r"bar\.sync"), which=which)
+        try:
+            with runs.using(change=change):
+                test_ptx_decode.decode(case, 2)
+        except ptxrun.PtxError:
+            noticed += 1
+        which, count = which + 1, change.matches
+    assert count > 10
+    assert noticed >= 0.9 * count
+
+
+@pytest.mark.parametrize("wait", [r"cp\.async\.wait_group", r"cp\.async\.commit_group"])
+def test_copies_that_are_not_awaited(runs, wait):
+    with pytest.raises(ptxrun.PtxError, match=r"cp\.async|never written"):
+        decode(runs, "bf16", Change("decode_kernel", instruction(wait)))
+
+
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+def test_products_that_are_not_awaited(runs, layout):
+    with pytest.raises(ptxrun.PtxError, match="in flight"):
+        decode(runs, layout, Change("decode_kernel", instruction(r"wgmma\.wait_group")))
+
+
+def test_products_without_their_fence(runs):
+    with pytest.raises(ptxrun.Races, match="without wgmma.fence"):
+        decode(runs, "fp4", Change("decode_kernel", instruction(r"wgmma\.fence")))
+
+
+def test_the_merge_does_not_wait_for_its_warps(runs):
+    with pytest.raises(ptxrun.PtxError):
+        decode(runs, "fp4", Change("merge_kernel", instruction(r"bar\.sync")))
+
+
+def test_a_reduction_leaves_lanes_out(runs):
+    """The largest score of a column: without one of the exchanges between lanes."""
+    shuffle = r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), \d+, 31, -1;"
+    with pytest.raises((AssertionError, ptxrun.PtxError)):
+        decode(runs, "fp4", Change("decode_kernel", shuffle, r"mov.b32 \1, \2;"))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp4"])
+def test_rows_beyond_the_pool_are_written(runs, name):
+    with pytest.raises(ptxrun.PtxError, match="out of all regions"):
+        rows(runs, name, Number("store_kernel", 1, 2**31 - 1))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block_scale"])
+def test_the_largest_code_is_another(runs, name):
+    """448, which values are clamped to, is one unit in the last place less."""
+    with pytest.raises(AssertionError, match="bytes differ"):
+        rows(runs, name, Change("store_kernel", "0f43E00000", "0f43C00000"))
+
+
+def test_an_encoder_rounds_once_too_often(runs):
+    """Division by the rounded reciprocal, which the encoding rules do not allow."""
+    division = r"div\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+);"
+    multiplied = r"{.reg .b32 t; rcp.rn.f32 t, \3; mul.rn.f32 \1, \2, t;}"
+    with pytest.raises(AssertionError, match="bytes differ"):
+        rows(runs, "fp4", Change("store_kernel", division, multiplied))
+
+
+def test_a_decoder_does_not_wait_for_its_warps(runs):
+    with pytest.raises(ptxrun.Races, match="race"):
+        rows(runs, "fp4", Change("gather_kernel", instruction(r"bar\.sync")), uninit_shared=0)
+
+
+CUDA = {
+    "a word is left out": (
+        ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", 0), AssertionError, ""
+    ),
+    "a word of another page": (
+        ("fp4", "fp4"), Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+4194304", 0),
+        ptxrun.PtxError, "out of all regions",
+    ),
+    "a lane per 8 bytes": (
+        ("bf16", "fp4"), Change("convert_pages", r"(st\.global\.v2\.u32\s+\[%rd\d+)", r"\1+4"),
+        ptxrun.PtxError, "misaligned",
+    ),
+    "a tile of fewer lanes": (
+        ("bf16", "fp8_block_scale"),
+        Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+)[^;]*;", r"mov.b32 \1, \2;"),
+        AssertionError, "",
+    ),
+    "a rounding that is not to even": (
+        ("bf16", "fp8_block_scale"), Change("convert_pages", "0f46800000", "0f46800001"), AssertionError, ""
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("defect", CUDA)
+def test_transfer_kernels(defect):
+    (own, other), change, error, text = CUDA[defect]
+    with pytest.raises(error, match=text):
+        test_ptx_transfer.round_trip("staged", own, other, "layer_major", 2, change=change)

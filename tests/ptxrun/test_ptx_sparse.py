@@ -1,0 +1,82 @@
+"""What models with sparse attention ask for, by the public functions, with their kernels on ptxrun."""
+
+import re
+from pathlib import Path
+
+import codec_oracle as oracle
+import pytest
+import torch
+from codec_oracle import assert_same_values, hard_rows
+from decode_cases import check, expected, make_case
+
+import sgl_kvpool
+from sgl_kvpool import codec
+from sgl_kvpool.attention import DecodeWorkspace, decode
+from sgl_kvpool.attention.decode_config import decode_config, partial_elements
+from sgl_kvpool.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+
+TOP_K, SCALE = 256, 0.06
+
+
+@pytest.fixture
+def on_ptxrun(runs, monkeypatch):
+    """The public functions take CPU tensors to the kernels, as they take those of CUDA."""
+    from sgl_kvpool.attention.decode_launch import launch
+    from sgl_kvpool.codec import triton as codec_triton
+
+    def by_kernels(q, q_rope, pool, row_ids, counts, index, fmt, scale, k_scale, queries, page, out, lse):
+        tokens, heads, _ = out.shape
+        config = decode_config(fmt, heads, queries, tokens // queries, row_ids.shape[1])
+        partial = torch.full((partial_elements(fmt, tokens, heads, config.splits),), float("nan"))
+        launch(
+            q, q_rope, pool, row_ids, counts, index, fmt, scale, k_scale, queries, page, out, lse,
+            partial, config,
+        )  # fmt: skip
+
+    monkeypatch.setattr(codec, "_backend", lambda rows: codec_triton)
+    monkeypatch.setattr(decode, "_decode_on_cpu", by_kernels)
+    return runs
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [pytest.param("fp4", 16, marks=pytest.mark.quick), ("fp8_block_scale", 8), ("fp8", 16)],
+)
+def test_decode_over_top_k(on_ptxrun, layout, heads, counted):
+    """A list per query, with -1 in the middle and at the end; without counts -1 alone says what is none."""
+    counts = ((TOP_K,), (90,), (3,), (0,))
+    case = make_case(layout, heads=heads, counts=counts, width=TOP_K, ids=torch.int32)
+    if not counted:
+        for row_ids, (count,) in zip(case.row_ids, counts, strict=True):
+            row_ids[count:] = -1
+    reader = SparseReader(
+        case.fmt, DecodeWorkspace(sparse_workspace_bytes(case.fmt, heads, TOP_K, "cpu"), "cpu")
+    )
+    rows = case.pool.unsqueeze(1)
+    found = reader.attend(case.q, rows, case.row_ids, case.row_counts if counted else None, case.scale)
+    assert [name for name, _ in on_ptxrun.launched] == ["decode_kernel", "merge_kernel"]
+    check((found, torch.from_numpy(expected(case)[1])), case)
+
+
+@pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale", "fp8"])
+def test_rows_for_an_extend(on_ptxrun, layout):
+    """Rows of slots in order, some twice, zeros for -1."""
+    fmt = oracle.row_format(layout, 512, 64)
+    rows = torch.full((50, 1, fmt.row_bytes), 0xFF, dtype=torch.uint8)
+    used, values = torch.randperm(50)[:40], hard_rows(40, 576)
+    codec.store_rows(rows.squeeze(1), used, values[:, :512], values[:, 512:], fmt)
+    slots = torch.cat([used[5:35], used[:5], used[7:9], torch.tensor([-1])]).to(torch.int32)
+    found = decoded_rows(rows, slots, fmt)
+    assert [name for name, _ in on_ptxrun.launched] == ["store_kernel", "gather_kernel"]
+    wanted = oracle.decode(rows[slots[:-1].long(), 0].numpy(), layout, 512, 64)
+    assert_same_values(found[:-1, 0], oracle.cast(wanted, torch.bfloat16))
+    assert not found[-1].any()
+
+
+def test_every_triton_kernel_runs_here():
+    """A kernel that is added needs cases in this folder."""
+    kernel = re.compile(r"@triton\.jit(?:\(.*?\))?\ndef (\w*kernel)\(")
+    files = Path(sgl_kvpool.__file__).parent.rglob("*.py")
+    found = {name for path in files for name in kernel.findall(path.read_text())}
+    assert found == {"store_kernel", "gather_kernel", "decode_kernel", "merge_kernel"}
