@@ -160,13 +160,8 @@ def errors_table() -> str:
     return "\n".join(lines)
 
 
-def demo_table() -> str:
-    """Perplexity of SmolLM2 per layout through the server, from `demo_smollm2_cpu.json`, as Markdown."""
-    return _perplexities("demo_smollm2_cpu.json", {"layout": "layout"}, token="token")
-
-
 def bytes_table() -> str:
-    """The same of the byte model, from `demo_cpu.json`."""
+    """Perplexity of the byte model per layout through the server, from `demo_cpu.json`, as Markdown."""
     return _perplexities("demo_cpu.json", {"layout": "layout"})
 
 
@@ -195,10 +190,10 @@ def host_table() -> str:
     return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
 
 
-def _perplexities(file: str, columns: dict[str, str], token: str = "byte") -> str:
+def _perplexities(file: str, columns: dict[str, str]) -> str:
     results = json.loads((BENCHMARKS / file).read_text())["results"]
     names = {layout.value for layout in MLAKVCacheLayout}
-    titles = [*columns, f"perplexity per {token}", "change", "standard error", f"same top {token}"]
+    titles = [*columns, "perplexity per byte", "change", "standard error", "same top byte"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for result in results:
         values = [result[field] for field in columns.values()]
@@ -224,7 +219,6 @@ def rope_table() -> str:
 
 TABLES = {
     "llm": llm_table,
-    "demo": demo_table,
     "errors": errors_table,
     "bytes": bytes_table,
     "host tier": host_table,

@@ -292,11 +292,15 @@ class Server:
             return answer.read()
 
     def _ask(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """The same; if no answer came because the server has ended, that is raised."""
+        """The same; if no answer came because the server has ended or hangs, that is raised."""
         try:
             return self._open(request, timeout_seconds)
         except urllib.error.HTTPError:
             raise  # an answer
+        except TimeoutError:
+            raise ServerFailed(
+                f"the server gave no answer in {timeout_seconds:.0f} s; is the machine busy?\n{self.log_tail()}"
+            ) from None
         except (urllib.error.URLError, ConnectionError, HTTPException):
             self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
             raise
