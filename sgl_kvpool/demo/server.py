@@ -298,9 +298,8 @@ class Server:
         except urllib.error.HTTPError:
             raise  # an answer
         except TimeoutError:
-            raise ServerFailed(
-                f"the server gave no answer in {timeout_seconds:.0f} s; is the machine busy?\n{self.log_tail()}"
-            ) from None
+            what = f"the server gave no answer in {timeout_seconds:.0f} s; is the machine busy?"
+            raise ServerFailed(f"{what}\n{self.log_tail()}") from None
         except (urllib.error.URLError, ConnectionError, HTTPException):
             self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
             raise
