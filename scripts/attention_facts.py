@@ -1,93 +1,243 @@
 #!/usr/bin/env python3
-"""Tables of ``docs/attention.md``: what the compiler makes of `mla_decode`, and the limits by arithmetic.
+"""What a row costs every unit of a GPU in each tile of `mla_decode`: the one model of its cost.
 
-Needs Triton and no GPU. `--write` puts the tables into the page, `--check` fails if they differ from it.
+Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its loop is counted in the machine
+code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
+
+`--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
+``sgl_kvpool/bench/attention/tile_costs.json``, and the tables made of them into ``docs/attention.md``;
+`--check` fails if these differ. `--try` counts a tile that the table does not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "attention")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("attention", "codec", "ptxrun"))]
 
+import loop_costs  # noqa: E402
 import page_tables  # noqa: E402
 
-from sgl_kvpool.attention.decode_config import decode_config, table  # noqa: E402
-from sgl_kvpool.layout import Encoding, MLAKVCacheLayout  # noqa: E402
+from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, table, tile_config  # noqa: E402
+from sgl_kvpool.bench.attention.limits import TILE_COSTS, UNITS, busiest_unit_clk  # noqa: E402
+from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "attention.md"
-#: Of an H200: bytes per second seen, bf16 products seen, SMs, clock, shared memory bytes per clock and SM.
-BYTES, FLOPS, SMS, CLOCK, SHARED = 4.3e12, 790e12, 132, 1.7e9, 128
-#: 32-bit integer operations (shifts, logic) per clock and SM.
-LANES = 64
-#: 32-bit operations per decoded value, counted in `triton_operands.py`: FP4 4 per pair and the product, and
-#: 6 per block of 16 for its scale; e4m3 9 per four values.
-OPERATIONS = {Encoding.BF16: 0.0, Encoding.E4M3: 9 / 4, Encoding.E2M1: 5 / 2 + 6 / 16}
+HEADS = (8, 16, 32, 64, 128)
+#: Bytes of rows per second that device memory gives, about 90 % of the data sheet's.
+MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
+CLOCK_HZ = 1.7e9
+#: Of an SM: registers, and shared memory with the 1 KB that every program takes of it.
+_REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 233472, 1024
+#: Blocks that ptxrun executes. The last one loads nothing ahead.
+_BLOCKS = 3
 
 
-def facts_table() -> str:
+@cache
+def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
+    """What the compiler makes of a tile, and what a row costs in it."""
     import compile_decode
     import compile_kernels
 
-    lines = [
-        "| layout | pairs | registers | spilled bytes | shared bytes | 16-byte loads | copies | wgmma |",
-        "|---|---|---|---|---|---|---|---|",
+    compiled = compile_decode.compile_decode(layout.value, tile.pairs, tile=tile)
+    sass, usage = compile_kernels.machine_code(compiled)
+    found = compile_decode.facts(compiled, sass, usage)
+    loop = loop_costs.costs(loop_costs.main_loop(sass).instructions, tile.block_rows, tile.warps)
+    through_l1 = loop.clk["shared"] + loop.clk["spills"] + loop.clk["loads"]
+    return {
+        "registers": found["registers"],
+        "spilled_bytes": found["stack_bytes"],
+        "shared_bytes": found["shared_bytes"],
+        "programs_per_sm": _programs_per_sm(found["registers"], found["shared_bytes"], tile.warps),
+        "warp_instructions_per_row": loop.warp_instructions,
+        "shared_memory_clk_per_row": through_l1 + bank_conflict_clk(compiled, layout, tile),
+        "issue_clk_per_row": loop.clk["issue"],
+        "integer_clk_per_row": loop.clk["integer"],
+        "tensor_clk_per_row": loop.clk["tensor"],
+        "draining_waits_per_block": loop.draining_waits,
+    }
+
+
+def _programs_per_sm(registers: int, shared_bytes: int, warps: int) -> int:
+    of_a_warp = -(-registers // 8) * 8 * 32
+    return min(_REGISTERS // (of_a_warp * warps), _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES))
+
+
+def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig) -> float:
+    """Passes over the banks of shared memory, per row, beyond what the bytes need; found by ptxrun."""
+    import ptxrun
+    import torch
+
+    fmt, heads, rows = layout.row_format(512, 64), tile.pairs, _BLOCKS * tile.block_rows
+    arguments = {
+        "q_ptr": torch.zeros(heads, 512, dtype=torch.bfloat16),
+        "q_rope_ptr": torch.zeros(heads, 64, dtype=torch.bfloat16),
+        "pool_ptr": torch.zeros(rows, fmt.row_bytes, dtype=torch.uint8),
+        "ids_ptr": torch.arange(rows, dtype=torch.int32),
+        "counts_ptr": torch.tensor([rows], dtype=torch.int32),
+        "list_index_ptr": torch.tensor([0], dtype=torch.int32),
+        "out_ptr": torch.zeros(heads, 512),
+        "lse_ptr": torch.zeros(heads),
+        **dict.fromkeys(["row_count", "bound"], rows),
+        **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
+        **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
+    }
+    # The strides that are left are those of tokens, lists and splits, of which there is one.
+    parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    result = ptxrun.Module(compiled.asm["ptx"]).launch(
+        block=32 * tile.warps,
+        args=[arguments.get(name, 0) for name in parameters],
+        dynamic_shared_bytes=compiled.metadata.shared,
+        **dict.fromkeys(["races", "global_races", "uninit_regs", "uninit_shared", "timing"], 0),
+    )
+    in_loop = [line for line in result.bank_conflicts() if line["count"] == _BLOCKS * tile.warps]
+    return sum(line["units"] - line["ideal"] for line in in_loop) / rows
+
+
+def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str, Any]:
+    """An object of the JSON: costs of all tiles of a list, and limits that follow from them."""
+    tiles = -(-heads // tile.pairs)
+    found = {
+        name: round(tiles * value, 2) if name.endswith("_per_row") else value
+        for name, value in tile_costs(layout, tile).items()
+    }
+    row_bytes = layout.row_format(512, 64).row_bytes
+    chip = DEFAULT_SM_COUNT * CLOCK_HZ / busiest_unit_clk(found)
+    return {
+        "layout": layout.value,
+        "kernel": f"decode_kernel: {tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
+        "heads": heads,
+        **found,
+        # Tiles of a list read the same rows at about the same time: device memory once.
+        "limit_g_rows_per_s": {
+            device: round(min(chip, rate / row_bytes) / 1e9, 2) for device, rate in MEMORY_BYTES_PER_S.items()
+        },
+    }
+
+
+def counted(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str, Any]]:
+    """Every object of the JSON for these layouts and numbers of query heads."""
+    return [costs_of(layout, count, tile_config(layout, count)) for layout in layouts for count in heads]
+
+
+def tiles_table(costs: list[dict[str, Any]]) -> str:
+    """A line per tile of the table."""
+    of = {(found["layout"], found["heads"]): found for found in costs}
+    columns = [
+        "layout",
+        "pairs",
+        "rows",
+        "warps",
+        "registers",
+        "spilled bytes",
+        "shared bytes",
+        "programs per SM",
     ]
+    columns += [
+        "warp instructions per row",
+        "waits per block",
+        *(f"{_unit(unit)}, clk/row" for unit in UNITS),
+    ]
+    lines = _head(columns)
     for layout, tile in table():
-        compiled = compile_decode.compile_decode(layout.value, tile.pairs, tile.pairs)
-        found = compile_decode.facts(compiled, *compile_kernels.machine_code(compiled))
-        lines.append(
-            f"| `{layout}` | {tile.pairs} | {found['registers']} | {found['stack_bytes']} | "
-            f"{found['shared_bytes']} | {found['loads_16_bytes']} | {found['copies_16_bytes']} | "
-            f"{found['wgmma']} |"
-        )
+        found = of[layout.value, tile.pairs]
+        names = ("registers", "spilled_bytes", "shared_bytes", "programs_per_sm")
+        cells = [f"`{layout}`", tile.pairs, tile.block_rows, tile.warps, *(found[name] for name in names)]
+        cells += [f"{found['warp_instructions_per_row']:.0f}", found["draining_waits_per_block"]]
+        cells += [f"{found[f'{unit}_clk_per_row']:.1f}" for unit in UNITS]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def limits_table() -> str:
-    lines = [
-        "| layout | heads | bytes | products | decoding | shared memory | tightest, TB/s of rows |",
-        "|---|---|---|---|---|---|---|",
+def _head(columns: list[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def _unit(name: str) -> str:
+    return {"tensor": "products"}.get(name, name.replace("_", " "))
+
+
+def limits_table(costs: list[dict[str, Any]]) -> str:
+    """A line per layout and number of query heads."""
+    columns = [
+        "layout",
+        "heads",
+        "tiles",
+        "busiest unit",
+        "clk/row",
+        *MEMORY_BYTES_PER_S,
+        "TB/s of rows, H200",
     ]
-    for layout in MLAKVCacheLayout:
-        fmt = layout.row_format(512, 64)
-        for heads in (16, 32, 64, 128):
-            config = decode_config(fmt, heads, 1, 64, 8192)
-            tiles, pairs, block = config.tiles, config.tile.pairs, config.tile.block_rows
-            width, rank = fmt.head_dim, fmt.kv_lora_rank
-            # Tiles of one list read the same rows at about the same time: memory once, the rest per tile.
-            by_bytes = BYTES / fmt.row_bytes
-            # Both warp groups compute all scores (64 rows are one instruction high).
-            products = 2 * pairs * tiles * (2 * width + rank)
-            by_products = FLOPS / products
-            decoded = rank * OPERATIONS[fmt.nope.encoding] + (width - rank) * OPERATIONS[fmt.rope.encoding]
-            by_decoding = LANES * CLOCK * SMS / (decoded * tiles) if decoded else float("inf")
-            # Operands are written once and read twice for scores, their latent part once for values; queries
-            # are read by both warp groups in each block, weights once per 64 values.
-            row = 2 * (width + 2 * width + rank)
-            queries = 2 * 2 * width * pairs / block
-            weights = 2 * pairs * (rank / 64)
-            by_shared = SHARED * CLOCK * SMS / ((row + queries + weights) * tiles)
-            limits = (by_bytes, by_products, by_decoding, by_shared)
-            cells = [f"{limit / 1e9:.1f}" if limit < float("inf") else "-" for limit in limits]
-            lines.append(
-                f"| `{layout}` | {heads} | {' | '.join(cells)} | {min(limits) * fmt.row_bytes / 1e12:.1f} |"
-            )
+    lines = _head(columns)
+    for found in costs:
+        layout = MLAKVCacheLayout(found["layout"])
+        tiles = -(-found["heads"] // tile_config(layout, found["heads"]).pairs)
+        unit = max(UNITS, key=lambda unit: found[f"{unit}_clk_per_row"])
+        limits = found["limit_g_rows_per_s"]
+        cells = [f"`{layout}`", found["heads"], tiles, _unit(unit), f"{busiest_unit_clk(found):.1f}"]
+        cells += [f"{limit:.1f}" for limit in limits.values()]
+        cells.append(f"{limits['H200'] * layout.row_format(512, 64).row_bytes / 1e3:.1f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def page_of(costs: list[dict[str, Any]], text: str) -> str:
+    """The page's text with the tables made of these costs."""
+    return page_tables.updated(
+        text, {"tiles": lambda: tiles_table(costs), "limits": lambda: limits_table(costs)}
+    )
+
+
+def text_of(costs: list[dict[str, Any]]) -> str:
+    """The JSON, an object per line."""
+    return "[\n" + ",\n".join(json.dumps(found) for found in costs) + "\n]\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", type=Path, help="write the counts here")
+    parser.add_argument("--layouts", type=MLAKVCacheLayout, nargs="+", default=list(MLAKVCacheLayout))
+    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads of a rank")
+    parser.add_argument(
+        "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
+        help="count this tile instead of the table's",
+    )  # fmt: skip
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    tables = {"compile facts": facts_table, "limits": limits_table}
-    return page_tables.carry_out(arguments, PAGE, tables, Path(__file__).name)
+    if (arguments.write or arguments.check) and (
+        arguments.tile or arguments.heads != HEADS or len(arguments.layouts) < len(MLAKVCacheLayout)
+    ):
+        parser.error("--write and --check are for all counts: leave out --layouts, --heads and --try")
+    if arguments.tile:
+        tile = TileConfig(*arguments.tile)
+        costs = [costs_of(x, tile.pairs, tile) for x in arguments.layouts]
+    else:
+        costs = counted(arguments.layouts, arguments.heads)
+    if arguments.json:
+        arguments.json.write_text(text_of(costs))
+    new = {TILE_COSTS: text_of(costs)}
+    if arguments.write or arguments.check:
+        new[PAGE] = page_of(costs, PAGE.read_text())
+    if arguments.write:
+        for path, text in new.items():
+            path.write_text(text)
+    elif arguments.check:
+        stale = [path for path, text in new.items() if path.read_text() != text]
+        for path in stale:
+            print(f"{path} is out of date; run {Path(__file__).name} --write", file=sys.stderr)
+        return int(bool(stale))
+    elif not arguments.json:
+        print(text_of(costs), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How `mla_decode` cuts up its work: a table and a few lines of arithmetic, without autotuning.
 
-Not measured on a device yet. The table follows from what the compiler makes of the kernel (registers, spills,
-shared memory: ``docs/attention.md``, checked by ``tests/attention/test_decode_compiled.py``); the number of
-splits follows from the number of programs that a GPU runs at a time.
+Not measured on a device yet. The table follows from what a row costs every unit of a multiprocessor, counted
+in the machine code of each tile: ``docs/attention.md``, ``scripts/attention_facts.py``. The number of splits
+follows from the number of programs that a GPU runs at a time.
 
 A choice depends on shapes and on the device only, never on the contents of a tensor: a captured CUDA graph
 is replayed with it for other lists.
@@ -33,16 +33,16 @@ __all__ = [
 
 #: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
 DEFAULT_SM_COUNT = 132
-#: Splits of a list, a power of two: one list alone then fills an H100 or H200.
-MAX_SPLITS = 128
+#: A second round has to keep the device busier by this share: every split writes partial results.
+_ROUND_COST = 0.05
+#: Splits of a list, a power of two: one list alone then fills an H100 or H200 with two programs per SM.
+MAX_SPLITS = 256
 #: Times that a device may be filled for the sake of its last, partly filled round.
 MAX_ROUNDS = 2
-#: A split has at least this many blocks, unless the list has fewer.
-MIN_BLOCKS = 2
+#: A split has at least this many rows, unless the list has fewer.
+_MIN_ROWS = 128
 #: Values per row that the accumulators of a program have room for.
 MAX_LATENT_RANK = 512
-#: Rows at a time: the side that a warp group's matrix instruction wants in units of 64.
-BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class TileConfig:
     pairs : int
         (query, head) pairs it attends.
     block_rows : int
-        Rows it reads at a time.
+        Rows it reads at a time: 64 for each of its warp groups. A matrix instruction is 64 rows high, so that
+        of two groups with 64 rows each would read all of them for the scores.
     warps, stages : int
         As Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
@@ -66,6 +67,11 @@ class TileConfig:
     warps: int
     stages: int
     programs_per_sm: int
+
+    @property
+    def min_blocks(self) -> int:
+        """Fewest blocks of a split."""
+        return max(1, _MIN_ROWS // self.block_rows)
 
 
 @dataclass(frozen=True)
@@ -91,19 +97,30 @@ class DecodeConfig:
 
 _L = MLAKVCacheLayout
 
-#: Layout -> tiles, smaller ones first. One block of a program's rows, decoded, is 72 KB of shared memory and
-#: its queries 18 KB per 16 pairs, so one program runs on an SM. Rows of `bf16` are operands as they are and
-#: wait in shared memory, two blocks of them. The others pass through registers, of which there are 255 per
-#: thread: tiles of 64 pairs would spill (some 200 bytes; 600 for `fp8_block_scale`).
+
+def _single(pairs: int) -> TileConfig:
+    """One program per SM: two warp groups, of which each decodes and attends half of a block."""
+    return TileConfig(pairs, 128, 8, 1, 1)
+
+
+def _double(pairs: int) -> TileConfig:
+    """Two programs per SM: one decodes while the other waits for products."""
+    return TileConfig(pairs, 64, 4, 1, 2)
+
+
+#: Layout -> tiles, smaller ones first. 64 decoded rows are 72 KB of shared memory, the queries 18 KB per 16
+#: pairs. Two programs of 128 threads have 255 registers per thread, as one of 256 has; where that leads to
+#: spills of more than 128 bytes (`fp8_block_scale`, which has a product per tile scale, and 32 pairs), one
+#: program takes 128 rows. Tiles of 64 pairs would spill 700 bytes. Rows of `bf16` are operands as they are
+#: and wait in shared memory, two blocks of them, so that one program fits.
 _TABLE: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = {
-    _L.BF16: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 3, 1) for pairs in (16, 32, 64)),
-    **{
-        layout: tuple(TileConfig(pairs, BLOCK_ROWS, 8, 1, 1) for pairs in (16, 32))
-        for layout in (_L.FP8_NOPE_FP8_ROPE, _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE, _L.FP4)
-    },
+    _L.BF16: tuple(TileConfig(pairs, 64, 4, 3, 1) for pairs in (8, 16, 32)),
+    _L.FP8_NOPE_FP8_ROPE: (_double(8), _double(16), _single(32)),
+    _L.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE: (_single(8), _single(16), _single(32)),
+    _L.FP4: (_double(8), _double(16), _single(32)),
 }
-#: For a layout that the table does not know yet: the smallest tile needs the fewest registers.
-_FALLBACK = (TileConfig(pairs=16, block_rows=BLOCK_ROWS, warps=8, stages=1, programs_per_sm=1),)
+#: For a layout that the table does not know yet: one that spills little whatever has to be decoded.
+_FALLBACK = (_single(16),)
 
 
 #: Of all configurations.
@@ -162,16 +179,17 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
     tiles = -(-pairs // tile.pairs)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
-    most = max(1, min(MAX_SPLITS, -(-blocks // MIN_BLOCKS)))
+    most = max(1, min(MAX_SPLITS, -(-blocks // tile.min_blocks)))
     programs = max(lists * tiles, 1)
 
     def busy(splits: int) -> float:
         rounds = -(-programs * splits // slots)
-        return programs * splits / (rounds * slots)
+        return programs * splits / (rounds * slots) * (1 - _ROUND_COST * (rounds - 1))
 
-    # 64 lists of one tile: 2 splits are 128 programs on 132 multiprocessors. 80 lists: 3 splits, two rounds.
+    # 64 lists of one tile, two programs per SM: 4 splits are 256 programs in 264 places. 100 lists: 5 splits,
+    # two rounds.
     splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
-    return DecodeConfig(tile, tiles, splits, MIN_BLOCKS)
+    return DecodeConfig(tile, tiles, splits, tile.min_blocks)
 
 
 def partial_elements(fmt: RowFormat, tokens: int, heads: int, splits: int) -> int:

@@ -14,11 +14,15 @@ from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 
-__all__ = ["CHUNK_VALUES", "MERGE_WARPS", "decode_constants", "launch", "merge_constants"]
+__all__ = ["MERGE_WARPS", "decode_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
-#: Latent values per accumulator: what every rank is a multiple of, and the tile of `fp8_block_scale`.
-CHUNK_VALUES = 128
+#: Latent values of a product, of which every rank is a multiple. Of rows that are decoded all values are in
+#: one product, because a program waits for each, unless they have different tile scales. Copies of `bf16`
+#: rows to shared memory need fewer addresses this way.
+_CHUNK_VALUES = 128
+#: Bytes of a row that a load takes at a time, by 8 threads with 16 each: the fewest rows per thread.
+_LOADED_BYTES = 128
 #: Partial results that a program of the merge kernel reads at a time, and its warps.
 _MERGE_TOGETHER = 32
 MERGE_WARPS = 4
@@ -30,6 +34,13 @@ def decode_constants(
 ) -> dict[str, Any]:
     """The constexpr arguments of `decode_kernel` that follow from host numbers, but for two."""
     row = codec_triton.geometry(fmt)
+    decoded = fmt.nope.encoding is not Encoding.BF16
+    tile_scales = fmt.scale is not None and fmt.scale.encoding is Encoding.FP32
+    if decoded and not tile_scales:
+        chunk = fmt.kv_lora_rank & -fmt.kv_lora_rank  # of a shape's sizes, powers of two
+        loaded = min(chunk, _LOADED_BYTES * 8 // fmt.nope.encoding.bits)
+    else:
+        chunk = loaded = _CHUNK_VALUES
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,
@@ -38,12 +49,13 @@ def decode_constants(
         "QUERIES": queries_per_list,
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        "CHUNK": CHUNK_VALUES,
+        "CHUNK": chunk,
+        "SLICE": loaded,
         "BLOCK": config.tile.block_rows,
         "PAIRS": config.tile.pairs,
         "SPLIT": config.splits > 1,
         "MIN_BLOCKS": config.min_blocks,
-        "AHEAD": fmt.nope.encoding is not Encoding.BF16,
+        "AHEAD": decoded,
     }
 
 
@@ -56,7 +68,7 @@ def merge_constants(
         "HEADS": heads,
         "QUERIES": queries_per_list,
         "R": fmt.kv_lora_rank,
-        "CHUNK": CHUNK_VALUES,
+        "CHUNK": _CHUNK_VALUES,
         "BLOCK": config.tile.block_rows,
         "MIN_BLOCKS": config.min_blocks,
         "MOST": MAX_SPLITS,
@@ -142,7 +154,7 @@ def launch(
         num_stages=config.tile.stages,
     )
     if splits > 1:
-        merge_kernel[(pairs, rank // CHUNK_VALUES)](
+        merge_kernel[(pairs, rank // _CHUNK_VALUES)](
             results,
             results_lse,
             row_counts,

@@ -28,6 +28,7 @@ from sgl_kvpool.attention.triton_operands import (
     operand_factor,
     operand_of,
     rounded_operand,
+    side_by_side,
 )
 from sgl_kvpool.codec.triton_scalars import fp32_to
 
@@ -73,21 +74,21 @@ def _load_block(
     SCALE_AT: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NATIVE: tl.constexpr,
+    SLICE: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
-    """What is stored in the rows of entries [BLOCK, 1]: every chunk, then the rope, if any.
+    """What is stored in the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
 
     Also which entries are rows, bool [BLOCK, 1]; the others give zeros.
     """
     number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
     rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
     stored = ()
-    for first in tl.static_range(0, R, CHUNK):
-        part = load_stored(rows, live, first, CHUNK, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, NATIVE)
+    for first in tl.static_range(0, R, SLICE):
+        part = load_stored(rows, live, first, SLICE, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, DIRECT)
         stored = stored + (part,)  # noqa: RUF005
     if P > 0:
-        stored = stored + (load_stored(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, NATIVE),)  # noqa: RUF005
+        stored = stored + (load_stored(rows, live, 0, P, ROPE, ROPE_AT, "", 0, 0, DIRECT),)  # noqa: RUF005
     return stored, live
 
 
@@ -99,20 +100,28 @@ def _operands_of(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLICE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Operands [BLOCK, CHUNK] of every chunk, then [BLOCK, P] of the rope, if any."""
     operands = ()
-    for c in tl.static_range(R // CHUNK):
-        operands = operands + (operand_of(stored[c], NOPE, NATIVE),)  # noqa: RUF005
+    for s in tl.static_range(R // SLICE):
+        operands = operands + (operand_of(stored[s], NOPE, NATIVE),)  # noqa: RUF005
+    # Neighbours are put together until they are chunks: one, two or four slices each.
+    for doubling in tl.static_range(0, 2):
+        if SLICE << doubling < CHUNK:
+            wider = ()
+            for pair in tl.static_range(R // SLICE >> (doubling + 1)):
+                wider = wider + (side_by_side(operands[2 * pair], operands[2 * pair + 1]),)  # noqa: RUF005
+            operands = wider
     if P > 0:
-        operands = operands + (operand_of(stored[R // CHUNK], ROPE, NATIVE),)  # noqa: RUF005
+        operands = operands + (operand_of(stored[R // SLICE], ROPE, NATIVE),)  # noqa: RUF005
     return operands
 
 
 @triton.jit
 def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.constexpr):
-    """float32 [BLOCK, 1]: the tile scale of every chunk; nothing for layouts without."""
+    """float32 [BLOCK, 1]: the tile scale of every chunk, which is a slice; nothing for layouts without."""
     scales = ()
     if TILE_SCALES:
         for c in tl.static_range(R // CHUNK):
@@ -218,7 +227,8 @@ def decode_kernel(
     SCALE_AT: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,  # latent values of a product and its accumulator
+    SLICE: tl.constexpr,  # latent values of a load
     BLOCK: tl.constexpr,  # rows at a time
     PAIRS: tl.constexpr,  # (query, head) pairs of a program
     SPLIT: tl.constexpr,  # whether there are several splits, and a merge behind
@@ -231,6 +241,8 @@ def decode_kernel(
     TILE_SCALES: tl.constexpr = SCALE == "fp32"
     if TILE_SCALES:
         tl.static_assert(CHUNK == SCALE_BLOCK)
+        tl.static_assert(SLICE == CHUNK)
+    DIRECT: tl.constexpr = NATIVE and not AHEAD
     program = tl.program_id(0)
     tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
     split = program // TILES % splits
@@ -278,24 +290,24 @@ def decode_kernel(
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
-            SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+            SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
         )  # fmt: skip
         entries = _load_entries(ids, begin + BLOCK, end, ids_stride, BLOCK)
-        operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+        operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
         scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
         for start in range(begin, end, BLOCK):
             # What is stored of the next block shall not be in registers together with these operands.
             tl.debug_barrier()
             stored, next_live = _load_block(
                 entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
-                SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+                SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             entries = _load_entries(ids, start + 2 * BLOCK, end, ids_stride, BLOCK)
             seen = _seen(start, limit, live, QUERIES, PAIRS)
             state = _attend_block(
                 state, q_nope, q_rope, operands, scales, seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
             )
-            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
             scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
             live = next_live
     else:
@@ -303,9 +315,9 @@ def decode_kernel(
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
                 _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,
-                PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, CHUNK, NATIVE,
+                PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
-            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, NATIVE)
+            operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
             seen = _seen(start, limit, live, QUERIES, PAIRS)
             state = _attend_block(
                 state, q_nope, q_rope, operands, (), seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE

@@ -22,6 +22,7 @@ __all__ = [
     "operand_factor",
     "operand_of",
     "rounded_operand",
+    "side_by_side",
 ]
 
 #: Operands of FP4 latents are the values times 2 to this: see `_fp4_operand`.
@@ -46,15 +47,40 @@ def rounded_operand(x, NATIVE: tl.constexpr):
 def exchanged(x, ENCODING: tl.constexpr):
     """[D, N] in the order of values -> in the order of an operand's columns, and back.
 
-    Groups of values have the bits of their numbers reversed: see `_fp4_operand` and `_e4m3_operand`. Done to
-    queries and to results, once per program; addresses in that order would not be contiguous.
+    Bits of the numbers of values are exchanged, among those of one word (`_fp4_operand`, `_e4m3_operand`) and
+    among those of words (`_spread`). Done to queries and to results, once per program; addresses in that
+    order would not be contiguous.
     """
     D: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
-        return tl.reshape(tl.permute(tl.reshape(x, [D // 8, 2, 2, 2, N]), (0, 3, 2, 1, 4)), [D, N])
+        x = tl.reshape(tl.permute(tl.reshape(x, [D // 8, 2, 2, 2, N]), (0, 3, 2, 1, 4)), [D, N])
+        return tl.trans(_spread(tl.trans(x), ENCODING))
     elif ENCODING == "e4m3":
-        return tl.reshape(tl.permute(tl.reshape(x, [D // 4, 2, 2, N]), (0, 2, 1, 3)), [D, N])
+        x = tl.reshape(tl.permute(tl.reshape(x, [D // 4, 2, 2, N]), (0, 2, 1, 3)), [D, N])
+        return tl.trans(_spread(tl.trans(x), ENCODING))
+    else:
+        return x
+
+
+@triton.jit
+def _spread(x, ENCODING: tl.constexpr):
+    """[N, D] with columns exchanged so that operands go to shared memory without bank conflicts.
+
+    Eight neighbouring threads decode 16 bytes of the same row each, which become 4 groups of 8 columns for
+    e2m1 and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4
+    or 2 lines of 128 bytes, at the same banks. Exchanged are the bits of a group's number, of which the
+    upper 3 are the thread's: the 8 groups are one line. (4 threads per row, as for a rope, have no conflicts
+    in the order of values; those of e2m1 have, two ways, and occur with no model's rank.)
+    """
+    N: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    if ENCODING == "e2m1" and D % 256 == 0:
+        groups = tl.reshape(x, [N, D // 256, 2, 2, 2, 2, 2, 8])
+        return tl.reshape(tl.permute(groups, (0, 1, 6, 5, 4, 3, 2, 7)), [N, D])
+    elif ENCODING == "e4m3" and D % 128 == 0:
+        groups = tl.reshape(x, [N, D // 128, 2, 4, 2, 8])
+        return tl.reshape(tl.permute(groups, (0, 1, 4, 3, 2, 5)), [N, D])
     else:
         return x
 
@@ -70,18 +96,18 @@ def load_stored(
     SCALE: tl.constexpr,  # encoding of its stored scales, "" if none
     BLOCK: tl.constexpr,  # values per stored scale
     SCALE_AT: tl.constexpr,
-    NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr,  # whether bf16 may go to shared memory without a register
 ):
     """What is stored of some values of a segment, for `operand_of`: (values, scales)."""
-    column = tl.arange(0, COUNT)[None, :]
     if ENCODING == "bf16":
         at = rows + (VALUES_AT + 2 * FIRST)
-        if NATIVE:
-            # As bfloat16 from the pointer on: the bytes may then go to shared memory without a register.
-            stored = tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0)
+        if DIRECT:
+            column = tl.arange(0, COUNT)[None, :]
+            return (tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0),)
         else:
-            stored = tl.load(at.to(tl.pointer_type(tl.int16)) + column, mask=live, other=0)
-        return (stored,)
+            # In words as the others: loads of different shapes would need rows' addresses in several layouts.
+            word = tl.arange(0, COUNT // 2)[None, :]
+            return (tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=live, other=0),)
     elif ENCODING == "e4m3":
         word = tl.arange(0, COUNT // 4)[None, :]
         words = (rows + (VALUES_AT + FIRST)).to(tl.pointer_type(tl.int32))
@@ -98,7 +124,8 @@ def load_stored(
         words = (rows + (VALUES_AT + FIRST // 2)).to(tl.pointer_type(tl.int32))
         codes = tl.load(words + word, mask=live, other=0)
         block = tl.arange(0, COUNT // 16)[None, :]
-        return codes, tl.load(rows + (SCALE_AT + FIRST // 16) + block, mask=live, other=0)
+        scales = rows + (SCALE_AT + FIRST // 16) + block
+        return codes, tl.load(scales, mask=live, other=0)
 
 
 @triton.jit
@@ -108,10 +135,10 @@ def operand_of(stored, ENCODING: tl.constexpr, NATIVE: tl.constexpr):
     e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
     """
     if ENCODING == "bf16":
-        if NATIVE:
+        if tl.bfloat16 == stored[0].dtype:
             return stored[0]
         else:
-            return fp32_of_bf16_bits(stored[0])
+            return _bf16_operand(stored[0], NATIVE)
     elif ENCODING == "e4m3":
         return _e4m3_operand(stored[0], NATIVE)
     else:
@@ -119,20 +146,38 @@ def operand_of(stored, ENCODING: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(a, b):
+    """[ROWS, N] and [ROWS, N] -> [ROWS, 2 N], without a move between registers."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
+def _bf16_operand(words, NATIVE: tl.constexpr):
+    """int32 [ROWS, N] of two bf16 each -> operand [ROWS, 2 N]."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    if NATIVE:
+        x = tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+    else:
+        x = tl.join(fp32_of_bf16_bits(low), fp32_of_bf16_bits(high))
+    return tl.reshape(x, [words.shape[0], 2 * words.shape[1]])
+
+
+@triton.jit
 def _e4m3_operand(codes, NATIVE: tl.constexpr):
     """int32 [ROWS, N] of four e4m3 each -> operand [ROWS, 4 N].
 
     As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
-    lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Column bits
-    c1 c0 hold the value c0 c1 of a word. (Through fp16 and float32, as the machine converts, it would be as
-    many instructions and more registers.)
+    lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Before
+    `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Through fp16 and float32, as the machine
+    converts, it would be as many instructions and more registers.)
     """
     ROWS: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
     scale = tl.full([ROWS, N], _E4M3_FACTOR, tl.float32)
     low0, high0 = _scaled_pair(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), scale, NATIVE)
     low1, high1 = _scaled_pair(((codes >> 4) & 0x07F007F0) | (codes & -0x7FFF8000), scale, NATIVE)
-    return tl.reshape(tl.join(tl.join(low0, low1), tl.join(high0, high1)), [ROWS, 4 * N])
+    x = tl.reshape(tl.join(tl.join(low0, low1), tl.join(high0, high1)), [ROWS, 4 * N])
+    return _spread(x, "e4m3")
 
 
 @triton.jit
@@ -143,7 +188,7 @@ def _fp4_operand(codes, scales, NATIVE: tl.constexpr):
     bits, put where bfloat16 has its sign, its lowest two exponent bits and its highest mantissa bit, are the
     e2m1 numbers times 2**-126; one packed product with the scale times 2**110 gives the values times 2**-16.
     Pairs stay neighbours in the result, which is why its columns are not in the order of the values:
-    column bits c2 c1 c0 hold the value c0 c1 c2 of a word.
+    before `_spread`, column bits c2 c1 c0 hold the value c0 c1 c2 of a word.
     """
     ROWS: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
@@ -157,7 +202,7 @@ def _fp4_operand(codes, scales, NATIVE: tl.constexpr):
     low3, high3 = _scaled_pair(_fp4_bits(codes >> 6, codes), scale, NATIVE)
     low = tl.join(tl.join(low0, low1), tl.join(low2, low3))
     high = tl.join(tl.join(high0, high1), tl.join(high2, high3))
-    return tl.reshape(tl.join(low, high), [ROWS, 8 * N])
+    return _spread(tl.reshape(tl.join(low, high), [ROWS, 8 * N]), "e2m1")
 
 
 @triton.jit

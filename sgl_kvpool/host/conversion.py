@@ -55,9 +55,7 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
     if host is device.layout or host in able:
         return None
     if _bytes(host, device) < device.row_bytes and _odd_sizes(host, device):
-        reason = (
-            f"conversions need rows of a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes, and these are none"
-        )
+        reason = f"conversions need rows of a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes"
     else:
         reason = "the host tier would hold fewer tokens, and none better"
     return (

@@ -2,7 +2,7 @@
 
 A program of its own, because Triton must not be in interpreter mode:
 
-    python compile_decode.py '[{"layout": "fp4", "pairs": 16, "heads": 16}]' [DIR]
+    python compile_decode.py '[{"layout": "fp4", "heads": 16}]' [DIR]
 
 DIR receives the machine code to read. ``scripts/attention_facts.py`` uses it for ``docs/attention.md``.
 """
@@ -17,20 +17,19 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 import compile_kernels
 
 
-def compile_decode(layout, pairs, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None):
-    """`decode_kernel` with the configuration of the table for `pairs`."""
+def compile_decode(layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, tile=None):
+    """`decode_kernel` with a tile, by default that of the table."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from sgl_kvpool import MLAKVCacheLayout
-    from sgl_kvpool.attention.decode_config import MIN_BLOCKS, DecodeConfig, tile_config
+    from sgl_kvpool.attention.decode_config import DecodeConfig, tile_config
     from sgl_kvpool.attention.decode_launch import decode_constants
     from sgl_kvpool.attention.triton_decode import decode_kernel as fn
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
-    tile = tile_config(fmt.layout, pairs)
-    assert tile.pairs == pairs
-    config = DecodeConfig(tile, -(-heads * queries // pairs), splits, MIN_BLOCKS)
+    tile = tile or tile_config(fmt.layout, heads * queries)
+    config = DecodeConfig(tile, -(-heads * queries // tile.pairs), splits, tile.min_blocks)
     constants = dict(decode_constants(fmt, config, heads, queries, tuple(page) if page else None))
     constants |= {"ROW_STRIDE": fmt.row_bytes, "NATIVE": True}
     # The launcher makes a stride of 1 and None constants.
@@ -91,7 +90,7 @@ def facts(compiled, sass, usage):
         "copies_16_bytes": count(r"\bLDGSTS\.E\.(?:\w+\.)*128\b"),
         "wgmma": count(r"\bHGMMA\b"),
         "mma_sync": count(r"\bHMMA\b"),
-        "ldmatrix": count(r"\bLDSM\b"),
+        "ldmatrix_4": count(r"\bLDSM\.(?:\w+\.)*M88\.4\b"),
         "packed_products": count(r"\bH(?:MUL|FMA)2\b"),
         "instructions": count(r"(?m)^\s+/\*[0-9a-f]{4,}\*/\s+\S"),
     }

@@ -1,5 +1,6 @@
 """What `sgl-kvpool bench attention` measures, the limits it states, and which targets it calls met."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -57,31 +58,43 @@ def test_filters():
 # Limits
 
 
-def test_limits_by_hand():
+@pytest.fixture(scope="module")
+def counted():
+    costs = json.loads(modules.limits.TILE_COSTS.read_text())
+    return {(found["layout"], found["heads"]): found for found in costs}
+
+
+def test_limits_by_hand(counted):
     target = modules.cases.GPU_GRID.workloads()[0]
     work = modules.limits.work_of(target, fmt("fp4"))
     assert work.row_bytes == 64 * 32768 * 416
     assert work.other_bytes == 64 * 32768 * 4 + 1024 * (2 * 576 + 2 * 512 + 4)
     assert work.flop == 2 * 1024 * 32768 * 1088
-    assert work.decode_operations == 64 * 32768 * 512 * 6
-    assert work.shared_bytes == 64 * 32768 * 3328
+    # 64 lists of 32768 rows, of which each takes the busiest unit of a multiprocessor so many clocks
+    clk = counted["fp4", 16]["shared_memory_clk_per_row"]
+    assert work.sm_clk == 64 * 32768 * clk
     peaks = modules.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
-    limits = modules.limits.limits_us(work, peaks)
+    limits = modules.limits.limits_us(work, peaks, ours=True)
     assert limits["bytes"] == pytest.approx(205.36, abs=0.01)
     assert limits["matrix"] == pytest.approx(92.42, abs=0.01)
-    # 6 979 321 856 bytes through shared memory at 33.45 TB/s; decoding alone would take 192.6.
-    assert limits["decode_and_shared_memory"] == pytest.approx(208.62, abs=0.01)
+    assert limits["multiprocessors"] == pytest.approx(8.0237 * clk, rel=1e-3)
 
-    # fp8's rope is encoded too; 128 heads are two tiles, and so are 32 heads of four queries.
-    rows = 64 * 32768
-    many = modules.limits.work_of(replace(target, heads=128), fmt("fp8"))
-    assert (many.decode_operations, many.shared_bytes) == (2 * rows * 576, 2 * rows * 3328)
-    few = modules.limits.work_of(replace(target, heads=32, queries_per_list=4), fmt("bf16"))
-    assert (few.decode_operations, few.shared_bytes) == (0, 2 * rows * 3328)
-    assert few.flop == 2 * 64 * 4 * 32 * 32768 * 1088
-    assert "decode_and_shared_memory" not in modules.limits.limits_us(
-        work, modules.limits.Peaks(1e9, 1e9, 0, 0.0)
-    )
+    # Other kernels, and a CPU
+    assert modules.limits.limits_us(work, peaks, ours=False).keys() == {"bytes", "matrix"}
+    cpu = modules.limits.Peaks(1e9, 1e9, 0, 0.0)
+    assert modules.limits.limits_us(work, cpu, ours=True).keys() == {"bytes", "matrix"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "tiles", "pairs"), [(8, 1, 1, 8), (5, 3, 1, 16), (128, 1, 4, 32), (32, 4, 4, 32)]
+)
+def test_rows_are_decoded_once_per_tile(counted, heads, queries, tiles, pairs):
+    target = modules.cases.GPU_GRID.workloads()[0]
+    several = replace(target, heads=heads, queries_per_list=queries)
+    for layout in ("fp8", "fp8_block_scale", "fp4"):
+        work = modules.limits.work_of(several, fmt(layout))
+        clk = counted[layout, pairs]["shared_memory_clk_per_row"]
+        assert work.sm_clk == pytest.approx(64 * 32768 * tiles * clk)
 
 
 # Targets

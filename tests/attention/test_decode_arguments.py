@@ -12,8 +12,9 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention import DecodeWorkspace, decode_checks, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode import partial_results
 from sgl_kvpool.attention.decode_config import (
-    BLOCK_ROWS,
     MAX_SPLITS,
+    TileConfig,
+    config_of_tile,
     decode_config,
     partial_elements,
     table,
@@ -144,28 +145,38 @@ def test_every_shape_has_a_configuration(layout):
                     assert config.tiles * config.tile.pairs >= heads * queries
                     assert (config.tiles - 1) * config.tile.pairs < heads * queries
                     assert 1 <= config.splits <= MAX_SPLITS
-                    assert config.splits <= max(1, -(-rows // BLOCK_ROWS))
+                    assert config.splits <= max(1, -(-rows // config.tile.block_rows))
                     programs = config.splits * config.tiles * lists
                     assert config.splits == 1 or programs <= 2 * 132 * config.tile.programs_per_sm
 
 
 def test_the_device_is_kept_busy():
-    """By hand, for 132 multiprocessors: programs of all splits, in rounds of 132."""
+    """By hand, for 132 multiprocessors: programs of all splits, in rounds of 264, two for each of them."""
     for lists, splits in (
-        (1, 128),
-        (2, 66),
-        (4, 33),
-        (16, 8),
-        (64, 2),
+        (1, 256),
+        (2, 132),
+        (4, 66),
+        (16, 16),
+        (64, 4),
         (80, 3),
-        (100, 1),
-        (128, 1),
+        (100, 5),
+        (128, 2),
         (200, 1),
+        (300, 1),
     ):
         assert decode_config(FP4, 16, 1, lists, 100_000).splits == splits, lists
-    assert decode_config(FP4, 16, 1, 1, 100_000, sm_count=16).splits == 16
-    assert decode_config(FP4, 16, 1, 1, 500).splits == 4  # 8 blocks, 2 at least each
-    assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2  # 4 tiles of 32 pairs each
+    assert decode_config(FP4, 16, 1, 1, 100_000, sm_count=16).splits == 32
+    assert decode_config(FP4, 16, 1, 1, 500).splits == 4  # 8 blocks of 64 rows, 2 at least each
+    # One program of 32 pairs per multiprocessor, 4 tiles of 128 heads: 4 blocks of 128 rows, 1 at least each
+    assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2
+    assert decode_config(FP4, 128, 1, 1, 500).splits == 4
+
+
+def test_another_tile():
+    """What `decode_config` computes for a tile, for one that is not in the table."""
+    tile = TileConfig(pairs=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
+    config = config_of_tile(tile, 30, 11, 100_000, 132)
+    assert (config.tile, config.tiles, config.splits, config.min_blocks) == (tile, 2, 18, 4)
 
 
 def test_unknown_layouts_get_small_tiles():
@@ -181,7 +192,7 @@ def test_workspace_is_enough_for_every_batch(queries):
         for rows in (1, 64, 500, 4000, 4096)
     ]
     assert size == max(needed)
-    assert 0 < size < 16 * 2**20
+    assert 0 < size <= 4 * 513 * 16 * queries * 2 * 264  # two rounds of programs, each with its own results
     workspace = DecodeWorkspace(size, "cpu")
     assert workspace.size_bytes == size
     config = decode_config(FP4, 16, queries, 1, 4096)

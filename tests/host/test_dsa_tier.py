@@ -115,7 +115,7 @@ def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
         # Where rope is missing, scaled rows are longer than raw ones.
         ("fp8", "fp8_block_scale", "have 264 bytes, .* fp8 on the device 256: .*hold fewer .*: same, fp4"),
         ("bf16", "fp8_block_scale", "have 264 bytes, .* device 512: .*multiple of 16 bytes.*: same, fp4$"),
-        ("fp8_block_scale", "fp4", "have 144 bytes, .* device 264: .*multiple of 16 bytes.*: same$"),
+        ("fp8_block_scale", "fp4", "have 144 bytes, .* device 264: .*multiple of 16 bytes; use same$"),
     ],
 )
 def test_host_tiers_that_are_refused(layout, host, message):

@@ -320,7 +320,7 @@ def test_what_the_ranks_hold_is_explained():
     assert "counts rows alone: 8052 bytes per token" in shown
     assert "host tokens include copies of the device's" in shown
     assert "adds little" not in shown
-    assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=10.0))
+    assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=20.0))
     alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
     assert "same rows" not in alone
     assert "host" not in alone

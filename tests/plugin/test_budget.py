@@ -20,10 +20,11 @@ def configurator(published, resolve, checkpoints):
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.sglang_plugin import pools, seams
+    from sgl_kvpool.sglang_plugin import pools, seams, startup
 
     assert seams.check(seams.SCHEDULER) == []
     pools.install()
+    startup.install()
     assert seams.check(seams.SCHEDULER, applied=True) == []
 
     def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):

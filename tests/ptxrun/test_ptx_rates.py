@@ -3,6 +3,8 @@
 import re
 
 import numpy as np
+import ptxrun
+import ptxrun_builds
 import pytest
 import torch
 
@@ -10,14 +12,11 @@ from sgl_kvpool.bench.attention.device import CpuDevice
 from sgl_kvpool.bench.rates import measure
 from sgl_kvpool.bench.rates.library import FACTOR, OPERATIONS, SELECTOR, SOURCE
 
-ptxrun = pytest.importorskip("ptxrun")
 K, BLOCKS = 256, 2
 
 
 @pytest.fixture(scope="module")
 def library():
-    import ptxrun_builds
-
     return Emulated(ptxrun.Module(ptxrun_builds.nvcc_ptx(SOURCE.read_text(), ("-O3",))))
 
 
@@ -85,7 +84,7 @@ def accumulators(n):
 CASES = [
     (n, kind, sums, groups) for n in (8, 16, 32) for kind in range(3) for sums in (1, 2) for groups in (1, 2)
 ]
-QUICK = [(16, 0, 1, 1), (8, 1, 2, 2), (32, 2, 1, 2)]
+QUICK = [(16, 0, 1, 1), (8, 1, 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +104,8 @@ def test_products_are_those_of_the_operands(library, n, kind, sums, groups):
         torch.testing.assert_close(out[0, group].double(), expected[rows, columns], rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("how", range(len(measure.HOWS)))
-@pytest.mark.parametrize("row_bytes", measure.ROW_BYTES)
+@pytest.mark.parametrize("row_bytes", [pytest.param(416, marks=pytest.mark.quick), *measure.ROW_BYTES[1:]])
 def test_gathers_read_the_rows_of_the_list(library, row_bytes, how):
     pool = torch.randint(0, 256, (300, row_bytes), dtype=torch.uint8)
     count = 32 * BLOCKS * 6
@@ -137,9 +135,10 @@ def test_every_kind_of_measurement_can_be_made(library):
     measurer = measure.Measurer(library, Device(), rounds=4, threads=64, pool_bytes=1 << 17)
     found = {str(job): measurer.measure(job) for job in jobs()}
     assert len(found) == 1 + len(OPERATIONS) + 1 + 2 + 2 * len(measure.HOWS)
-    rates = [v for job, row in found.items() for v in row.values() if type(v) is float and "peaks" not in job]
-    assert len(rates) == len(OPERATIONS) + 2 + 2 * 2 * len(measure.HOWS)
+    rates = [v for row in found.values() for name, v in row.items() if "clock" in name]
+    assert len(rates) == len(OPERATIONS) + 2
     assert min(rates) > 0
+    assert sum("gb_per_s" in row for row in found.values()) == 2 * len(measure.HOWS)
     (subnormals,) = (row for job, row in found.items() if "subnormals" in job)
     # ptxrun's products are exact.
     assert [v for v in subnormals.values() if isinstance(v, bool)] == [True, True]

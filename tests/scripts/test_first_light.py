@@ -18,6 +18,10 @@ from regression.parsers import lines, rates, tiles
 from regression.records import Measurement, read_run
 from regression.runner import Step
 
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import TileConfig
+from sgl_kvpool.bench.tiles import choice
+
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
@@ -328,8 +332,11 @@ def rates_rows():
 
 
 @pytest.fixture
-def light(tmp_path):
-    """A run as on a GPU: what the steps wrote is there."""
+def light(tmp_path, monkeypatch):
+    """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
+    present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
+    present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
+    monkeypatch.setattr(choice, "table", lambda: iter(present))
     steps = [
         Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]
@@ -362,7 +369,10 @@ def light(tmp_path):
     return found
 
 
-def test_the_page(light):
+def test_the_page(light, monkeypatch):
+    own = [TileConfig(pairs, block_rows=64, warps=8, stages=1, programs_per_sm=1) for pairs in (16, 32)]
+    table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
+    monkeypatch.setattr(choice, "table", lambda: iter(table))
     text = page(light.report())
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text
@@ -372,10 +382,7 @@ def test_the_page(light):
     assert "tests-core missing: it was not reached" in text
     # The table: the fastest right tile of each layout that was measured.
     table = text[text.index("_TABLE") : text.index("\n}\n")]
-    fp4, fp8 = (
-        table[table.index(f"_L.{name}: (") :].partition("),\n    )")[0]
-        for name in ("FP4", "FP8_NOPE_FP8_ROPE")
-    )
+    fp4, fp8 = (table.split(f"_L.{name}: (")[1].split("\n    ),")[0] for name in ("FP4", "FP8_NOPE_FP8_ROPE"))
     assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp4
     assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp8
     assert "fp4: 16 heads: 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text

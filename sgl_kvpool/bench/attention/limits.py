@@ -7,34 +7,41 @@ What a call has to do, with N lists of M rows, T queries of H heads, R = 512 lat
   those read and those written.
 * **matrix**: scores over R + P values and sums over R, two operations per product and sum:
   ``2 T H M (2 R + P)``, at the rate of a large bf16 product. Padding of tiles is not counted.
-* **decode and shared memory**, the slower of two units. A program holds at most 64 (query, head) pairs, so
-  rows are decoded ``tiles = ceil(H queries_per_list / 64)`` times:
-
-  * decoding: ``N M tiles sum(values * operations per value)`` simple operations, of which a multiprocessor
-    does 128 per clock. Per value, estimated and not measured: e2m1 with a ue5m3 scale 6, e4m3 1 (one
-    conversion of two values costs as much as two simple operations), bf16 0;
-  * shared memory: a row is written once as 16-bit values, 2 (R + P) bytes, and read for the scores,
-    2 (R + P), and for the values, 2 R: ``N M tiles (6 R + 4 P)`` bytes, of which a multiprocessor moves 128
-    per clock.
+* **multiprocessors**, of `mla_decode` alone: ``N M`` rows times the clocks that a row takes of the busiest
+  unit of a multiprocessor. They are counted in the machine code of each tile (``attention_facts.py``) and
+  stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
 
 The clock is the highest that the device reports. So each limit is a bound that nobody has to reach.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from sgl_kvpool.attention.decode_config import tile_config
 from sgl_kvpool.bench.attention.cases import Workload
-from sgl_kvpool.layout import Encoding, RowFormat
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["Peaks", "Work", "limits_us", "work_of"]
+__all__ = [
+    "TILE_COSTS",
+    "UNITS",
+    "Peaks",
+    "Work",
+    "busiest_unit_clk",
+    "limits_us",
+    "sm_clk_per_row",
+    "work_of",
+]
 
-#: Most (query, head) pairs that one program attends.
-LARGEST_TILE_PAIRS = 64
-#: Simple operations to make one stored value an operand of a matrix instruction.
-DECODE_OPERATIONS = {Encoding.E2M1: 6.0, Encoding.E4M3: 1.0, Encoding.BF16: 0.0}
-#: Of a multiprocessor, per clock: simple operations, and bytes of shared memory.
-OPERATIONS_PER_CLOCK, SHARED_BYTES_PER_CLOCK = 128, 128
+#: A list of objects, one per layout and number of query heads; ``docs/attention.md`` says what they hold.
+TILE_COSTS = Path(__file__).with_name("tile_costs.json")
+#: Units of a multiprocessor whose clocks per row are in `TILE_COSTS`.
+UNITS = ("shared_memory", "issue", "integer", "tensor")
 _ENTRY_BYTES, _BF16_BYTES, _LSE_BYTES = 4, 2, 4
 
 
@@ -66,37 +73,60 @@ class Work:
     row_bytes: int
     other_bytes: int
     flop: int
-    decode_operations: float
-    shared_bytes: int
+    sm_clk: float
+
+
+def busiest_unit_clk(costs: Mapping[str, Any]) -> float:
+    """Clocks per row of the unit that an object of `TILE_COSTS` asks most of."""
+    return max(costs[f"{unit}_clk_per_row"] for unit in UNITS)
+
+
+@cache
+def _clk_of_one_tile() -> dict[tuple[str, int], float]:
+    """By layout and pairs of a tile."""
+    return {(x["layout"], x["heads"]): busiest_unit_clk(x) for x in json.loads(TILE_COSTS.read_text("utf-8"))}
+
+
+def sm_clk_per_row(layout: MLAKVCacheLayout, pairs: int) -> float:
+    """Clocks of a multiprocessor that `mla_decode` takes per row of a list, in all tiles.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    pairs : int
+        (query, head) pairs that share the list.
+    """
+    tile = tile_config(layout, pairs)
+    return -(-pairs // tile.pairs) * _clk_of_one_tile()[layout.value, tile.pairs]
 
 
 def work_of(workload: Workload, fmt: RowFormat) -> Work:
     """What a workload has to do on rows of a format."""
     rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
     rows, pairs = workload.rows, workload.queries * workload.heads
-    tiles = -(-workload.heads * workload.queries_per_list // LARGEST_TILE_PAIRS)
-    per_row = rank * DECODE_OPERATIONS[fmt.nope.encoding]
-    if fmt.rope is not None:
-        per_row += rope * DECODE_OPERATIONS[fmt.rope.encoding]
     return Work(
         row_bytes=rows * fmt.row_bytes,
         other_bytes=rows * _ENTRY_BYTES + pairs * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
         flop=2 * pairs * workload.rows_per_list * (2 * rank + rope),
-        decode_operations=rows * tiles * per_row,
-        shared_bytes=rows * tiles * (6 * rank + 4 * rope),
+        sm_clk=rows * sm_clk_per_row(fmt.layout, workload.heads * workload.queries_per_list),
     )
 
 
-def limits_us(work: Work, peaks: Peaks) -> dict[str, float]:
-    """Least microseconds that each of the three allows; the third is missing on a CPU."""
+def limits_us(work: Work, peaks: Peaks, *, ours: bool) -> dict[str, float]:
+    """Least microseconds that each of the three allows.
+
+    Parameters
+    ----------
+    work : Work
+    peaks : Peaks
+    ours : bool
+        Whether `mla_decode` does it; the third limit is missing for others and on a CPU.
+    """
     seconds = {
         "bytes": (work.row_bytes + work.other_bytes) / peaks.copy_bytes_per_s,
         "matrix": work.flop / peaks.matmul_flop_per_s,
     }
     clocks = peaks.sm_count * peaks.clock_hz
-    if clocks:
-        seconds["decode_and_shared_memory"] = max(
-            work.decode_operations / (clocks * OPERATIONS_PER_CLOCK),
-            work.shared_bytes / (clocks * SHARED_BYTES_PER_CLOCK),
-        )
+    if ours and clocks:
+        seconds["multiprocessors"] = work.sm_clk / clocks
     return {name: value * 1e6 for name, value in seconds.items()}

@@ -134,7 +134,7 @@ class Bench:
         """Rates and limits of a time."""
         fmt = MLAKVCacheLayout(item.layout).row_format(RANK, ROPE)
         work = work_of(item.workload, fmt)
-        limits = limits_us(work, self.peaks)
+        limits = limits_us(work, self.peaks, ours=item.runner == OURS)
         tightest = max(limits, key=limits.__getitem__)
         row = {"us": round(us, 2), "graph_us": None if graph_us is None else round(graph_us, 2)}
         seconds = max(best_us(row), 0.01) * 1e-6

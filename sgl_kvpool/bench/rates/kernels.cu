@@ -20,20 +20,33 @@ enum Op {
 };
 
 // `a` and `b` are arguments of the kernel: of constants the assembler would make fewer instructions.
-DEVICE void lop3(uint32_t& r, uint32_t a, uint32_t b) { asm volatile("lop3.b32 %0,%0,%1,%2,0x6A;" : "+r"(r) : "r"(a), "r"(b)); }
-DEVICE void shift(uint32_t& r, uint32_t a) { asm volatile("shf.r.wrap.b32 %0,%0,%1,3;" : "+r"(r) : "r"(a)); }
-DEVICE void imad(uint32_t& r, uint32_t a, uint32_t b) { asm volatile("mad.lo.u32 %0,%0,%1,%2;" : "+r"(r) : "r"(a), "r"(b)); }
-DEVICE void prmt(uint32_t& r, uint32_t a, uint32_t b) { asm volatile("prmt.b32 %0,%0,%1,%2;" : "+r"(r) : "r"(a), "r"(b)); }
-DEVICE void mul_bf16(uint32_t& r, uint32_t a) { asm volatile("mul.rn.bf16x2 %0,%0,%1;" : "+r"(r) : "r"(a)); }
-DEVICE void mul_f16(uint32_t& r, uint32_t a) { asm volatile("mul.rn.f16x2 %0,%0,%1;" : "+r"(r) : "r"(a)); }
-DEVICE void fma_bf16(uint32_t& sum, uint32_t r, uint32_t a) { asm volatile("fma.rn.bf16x2 %0,%1,%2,%0;" : "+r"(sum) : "r"(r), "r"(a)); }
-DEVICE void fma_f16(uint32_t& sum, uint32_t r, uint32_t a) { asm volatile("fma.rn.f16x2 %0,%1,%2,%0;" : "+r"(sum) : "r"(r), "r"(a)); }
-DEVICE uint32_t e4m3_low(uint32_t r) { uint32_t x; asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.rn.f16x2.e4m3x2 %0,a;}" : "=r"(x) : "r"(r)); return x; }
-DEVICE uint32_t e4m3_high(uint32_t r) { uint32_t x; asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.rn.f16x2.e4m3x2 %0,b;}" : "=r"(x) : "r"(r)); return x; }
+#define INSTRUCTION(NAME, TEXT)                                                                          \
+  DEVICE void NAME(uint32_t& r, uint32_t a, uint32_t b) { asm volatile(TEXT : "+r"(r) : "r"(a), "r"(b)); }
+INSTRUCTION(lop3, "lop3.b32 %0,%0,%1,%2,0x6A;")
+INSTRUCTION(shift, "shf.r.wrap.b32 %0,%0,%1,3;")
+INSTRUCTION(imad, "mad.lo.u32 %0,%0,%1,%2;")
+INSTRUCTION(prmt, "prmt.b32 %0,%0,%1,%2;")
+INSTRUCTION(mul_bf16, "mul.rn.bf16x2 %0,%0,%1;")
+INSTRUCTION(mul_f16, "mul.rn.f16x2 %0,%0,%1;")
+// r += a * b
+INSTRUCTION(fma_bf16, "fma.rn.bf16x2 %0,%1,%2,%0;")
+INSTRUCTION(fma_f16, "fma.rn.f16x2 %0,%1,%2,%0;")
+// Two e4m3 of a half of a register, as fp16.
+#define CONVERSION(NAME, HALF)                                                                 \
+  DEVICE uint32_t NAME(uint32_t r) {                                                           \
+    uint32_t x;                                                                                \
+    asm volatile("{.reg .b16 low,high; mov.b32 {low,high},%1; cvt.rn.f16x2.e4m3x2 %0," HALF ";}" \
+                 : "=r"(x) : "r"(r));                                                          \
+    return x;                                                                                  \
+  }
+CONVERSION(e4m3_low, "low")
+CONVERSION(e4m3_high, "high")
 
 // Decoding as triton_operands.py does it. In place of a product with the scale a product and a sum, on the
 // same unit: the sums are what keeps the results, and the next word is one of them.
-DEVICE uint32_t fp4_bits(uint32_t magnitudes, uint32_t signs) { return (magnitudes & 0x01C001C0u) | (signs & 0x80008000u); }
+DEVICE uint32_t fp4_bits(uint32_t magnitudes, uint32_t signs) {
+  return (magnitudes & 0x01C001C0u) | (signs & 0x80008000u);
+}
 DEVICE void decode_fp4(uint32_t (&s)[4], uint32_t scale) {
   uint32_t w = s[0];
   fma_bf16(s[0], fp4_bits(w << 6, w << 12), scale);
@@ -51,7 +64,9 @@ DEVICE void decode_fp4_by_e4m3(uint32_t (&s)[4], uint32_t scale) {
   fma_f16(s[2], e4m3_low(odd), scale);
   fma_f16(s[3], e4m3_high(odd), scale);
 }
-DEVICE uint32_t e4m3_bits(uint32_t magnitudes, uint32_t signs) { return (magnitudes & 0x07F007F0u) | (signs & 0x80008000u); }
+DEVICE uint32_t e4m3_bits(uint32_t magnitudes, uint32_t signs) {
+  return (magnitudes & 0x07F007F0u) | (signs & 0x80008000u);
+}
 DEVICE void decode_e4m3(uint32_t (&s)[4], uint32_t scale) {  // two words of four values
   for (int i = 0; i < 4; i += 2) {
     uint32_t w = s[i];
@@ -81,11 +96,11 @@ DEVICE void apply(uint32_t (&r)[kChains], uint32_t a, uint32_t b) {
     for (int i = 0; i < kChains; ++i) {
       constexpr bool mixed = OP == kLop3Imad || OP == kLop3Mul || OP == kLop3Cvt;
       if (OP == kLop3 || (mixed && i % 2)) lop3(r[i], a, b);
-      else if (OP == kShift) shift(r[i], a);
+      else if (OP == kShift) shift(r[i], a, b);
       else if (OP == kImad || OP == kLop3Imad) imad(r[i], a, b);
       else if (OP == kPrmt) prmt(r[i], a, b);
-      else if (OP == kMulBf16 || OP == kLop3Mul) mul_bf16(r[i], a);
-      else if (OP == kMulF16) mul_f16(r[i], a);
+      else if (OP == kMulBf16 || OP == kLop3Mul) mul_bf16(r[i], a, b);
+      else if (OP == kMulF16) mul_f16(r[i], a, b);
       else r[i] = e4m3_low(r[i]);
     }
   }
@@ -113,23 +128,26 @@ __global__ void instructions(uint32_t a, uint32_t b, uint32_t* out, long long* c
 
 #define REGISTERS4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define REGISTERS8(d) REGISTERS4(d), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define REGISTERS16(d) REGISTERS8(d), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define REGISTERS16(d)                                                                               \
+  REGISTERS8(d), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), \
+      "+f"(d[15])
 #define NAMES4 "{%0,%1,%2,%3}"
 #define NAMES8 "{%0,%1,%2,%3,%4,%5,%6,%7}"
 #define NAMES16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-// A in registers; A in shared memory, transposed or not. B is [N, K] in shared memory in all of them.
-#define PRODUCT(N, REGISTERS, NAMES, A0, A1, A2, A3, B, AT, BT)                                                   \
-  template <int KIND> DEVICE void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t at, uint64_t b) {   \
-    if constexpr (KIND == kRegisters)                                                                             \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 " NAMES ",{" A0 "," A1 "," A2 "," A3 \
-                   "}," B ",1,1,1,0;" : REGISTERS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));       \
-    else if constexpr (KIND == kShared)                                                                           \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 " NAMES "," AT "," BT                \
-                   ",1,1,1,0,0;" : REGISTERS(d) : "l"(at), "l"(b));                                               \
-    else                                                                                                          \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 " NAMES "," AT "," BT                \
-                   ",1,1,1,1,0;" : REGISTERS(d) : "l"(at), "l"(b));                                               \
+// A in registers; A in shared memory, transposed or not. B is [N, K] in shared memory in all of them. A0 to B
+// are the names of operands behind the accumulators if A is in registers, AT and BT if it is not.
+#define PRODUCT(N, REGISTERS, NAMES, A0, A1, A2, A3, B, AT, BT)                                             \
+  template <int KIND>                                                                                       \
+  DEVICE void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t at, uint64_t b) {                 \
+    if constexpr (KIND == kRegisters)                                                                       \
+      asm volatile(WGMMA(N) NAMES ",{" A0 "," A1 "," A2 "," A3 "}," B ",1,1,1,0;"                           \
+                   : REGISTERS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
+    else if constexpr (KIND == kShared)                                                                     \
+      asm volatile(WGMMA(N) NAMES "," AT "," BT ",1,1,1,0,0;" : REGISTERS(d) : "l"(at), "l"(b));            \
+    else                                                                                                    \
+      asm volatile(WGMMA(N) NAMES "," AT "," BT ",1,1,1,1,0;" : REGISTERS(d) : "l"(at), "l"(b));            \
   }
+#define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 enum Kind { kRegisters, kShared, kTransposed };
 PRODUCT(8, REGISTERS4, NAMES4, "%4", "%5", "%6", "%7", "%8", "%4", "%5")
 PRODUCT(16, REGISTERS8, NAMES8, "%8", "%9", "%10", "%11", "%12", "%8", "%9")
@@ -141,7 +159,9 @@ constexpr int kOperandBytes = 4 * kTileBytes;
 constexpr int kGroups = 2;               // most warp groups
 
 // Of a tile in shared memory whose rows of 128 bytes are swizzled; groups of eight rows follow each other.
-DEVICE uint64_t descriptor(uint32_t address) { return (uint64_t(address & 0x3FFFF) >> 4) | (1ull << 62) | (64ull << 32) | (1ull << 16); }
+DEVICE uint64_t descriptor(uint32_t address) {
+  return (uint64_t(address & 0x3FFFF) >> 4) | (1ull << 62) | (64ull << 32) | (1ull << 16);
+}
 
 // All warp groups multiply with the same B; each has its own A. `operands` is what shared memory holds: an A
 // per group, then B.
@@ -192,7 +212,8 @@ enum How { kBulk, kPieces, kLoads };
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 DEVICE void wait_for(uint32_t barrier, uint32_t phase) {
   asm volatile(
-      "{.reg .pred p;\nAGAIN%=: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@!p bra AGAIN%=;}" ::"r"(barrier), "r"(phase) : "memory");
+      "{.reg .pred p;\nAGAIN%=: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@!p bra AGAIN%=;}"
+      ::"r"(barrier), "r"(phase) : "memory");
 }
 
 // Copies rows into shared memory, kStages of kTogether rows in flight: one bulk copy per row, or pieces of 16
@@ -207,7 +228,8 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
   const int* own = ids + static_cast<int64_t>(blockIdx.x) * count * kTogether;
   if (HOW == kBulk) {
     if (lane == 0) {
-      for (int i = 0; i < kStages; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared_address(full + i)), "r"(1) : "memory");
+      for (int i = 0; i < kStages; ++i)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared_address(full + i)), "r"(1) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -231,16 +253,20 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
         uint8_t* to = memory + block % kStages * kTogether * kStride;
         uint32_t barrier = shared_address(full + block % kStages);
         if constexpr (HOW == kBulk) {
-          if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(kTogether * ROW) : "memory");
+          if (lane == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;"
+                         ::"r"(barrier), "r"(kTogether * ROW) : "memory");
           __syncwarp();
-          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(to + lane * kStride)),
-                       "l"(pool + static_cast<int64_t>(id) * ROW), "r"(ROW), "r"(barrier) : "memory");
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+                       ::"r"(shared_address(to + lane * kStride)), "l"(pool + static_cast<int64_t>(id) * ROW),
+                       "r"(ROW), "r"(barrier) : "memory");
         } else {
 #pragma unroll 8
           for (int k = 0; k < kPiecesOfRow; ++k) {
             int i = k * 32 + lane, row = i / kPiecesOfRow, piece = i % kPiecesOfRow;
             int64_t from = static_cast<int64_t>(__shfl_sync(~0u, id, row)) * ROW + piece * 16;
-            asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(to + row * kStride + piece * 16)), "l"(pool + from) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0],[%1],16;"
+                         ::"r"(shared_address(to + row * kStride + piece * 16)), "l"(pool + from) : "memory");
           }
         }
       }
@@ -250,7 +276,8 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
         if constexpr (HOW == kBulk) wait_for(shared_address(full + done % kStages), done / kStages & 1);
         else asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
         __syncwarp();
-        sum ^= *reinterpret_cast<const uint32_t*>(memory + (done % kStages * kTogether + lane) * kStride + ROW - 4);
+        const uint8_t* row = memory + (done % kStages * kTogether + lane) * kStride;
+        sum ^= *reinterpret_cast<const uint32_t*>(row + ROW - 4);
         __syncwarp();
       }
     }
@@ -292,20 +319,29 @@ int launched(const void* kernel, int blocks, int threads, int shared_bytes, void
 }  // namespace
 
 // All three return a cudaError_t.
-extern "C" int kvpool_instructions(int op, uint32_t a, uint32_t b, uint32_t* out, long long* clocks, int rounds, int blocks, int threads, cudaStream_t stream) {
+extern "C" int kvpool_instructions(int op, uint32_t a, uint32_t b, uint32_t* out, long long* clocks, int rounds,
+                                   int blocks, int threads, cudaStream_t stream) {
   void* arguments[] = {&a, &b, &out, &clocks, &rounds};
   return launched(reinterpret_cast<const void*>(kInstructions[op]), blocks, threads, 0, arguments, stream);
 }
 
-extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands, float* out, long long* clocks, int rounds, int blocks, int groups, cudaStream_t stream) {
-  Products kernel = n == 8 ? products_of<8>(kind, sums) : n == 16 ? products_of<16>(kind, sums) : products_of<32>(kind, sums);
+extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands, float* out, long long* clocks,
+                               int rounds, int blocks, int groups, cudaStream_t stream) {
+  Products kernel = n == 8    ? products_of<8>(kind, sums)
+                    : n == 16 ? products_of<16>(kind, sums)
+                              : products_of<32>(kind, sums);
   void* arguments[] = {&operands, &out, &clocks, &rounds};
-  // Both groups' memory, whatever their number: one program per SM.
-  return launched(reinterpret_cast<const void*>(kernel), blocks, 128 * groups, (kGroups + 2) * kOperandBytes, arguments, stream);
+  // More than half of an SM's memory, whatever the number of groups: one program per SM.
+  int shared_bytes = (kGroups + 2) * kOperandBytes;
+  return launched(reinterpret_cast<const void*>(kernel), blocks, 128 * groups, shared_bytes, arguments, stream);
 }
 
-extern "C" int kvpool_gather(int row_bytes, int how, const uint8_t* pool, const int* ids, int rows, uint32_t* out, int blocks, cudaStream_t stream) {
-  Gather kernel = row_bytes == 416 ? gather_of<416>(how) : row_bytes == 576 ? gather_of<576>(how) : row_bytes == 656 ? gather_of<656>(how) : gather_of<1152>(how);
+extern "C" int kvpool_gather(int row_bytes, int how, const uint8_t* pool, const int* ids, int rows, uint32_t* out,
+                             int blocks, cudaStream_t stream) {
+  Gather kernel = row_bytes == 416   ? gather_of<416>(how)
+                  : row_bytes == 576 ? gather_of<576>(how)
+                  : row_bytes == 656 ? gather_of<656>(how)
+                                     : gather_of<1152>(how);
   void* arguments[] = {&pool, &ids, &rows, &out};
   int shared_bytes = how == kLoads ? 0 : kStages * kTogether * ((row_bytes + 31) / 32 * 32 + 16);
   return launched(reinterpret_cast<const void*>(kernel), blocks, 32, shared_bytes, arguments, stream);

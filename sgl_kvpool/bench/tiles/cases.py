@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sgl_kvpool import MLAKVCacheLayout
@@ -29,8 +30,8 @@ _TOP_K = 2048
 #: (block_rows, warps, stages, programs_per_sm). 128 decoded rows are 144 KB of shared memory, 64 are 72 KB;
 #: two programs of 4 warps have 255 registers per thread.
 _DECODED_SHAPES = ((64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2))
-#: Rows that are operands as they are: `stages` buffers of them are in shared memory.
-_BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2))
+#: Rows that are operands as they are; with 3 stages two blocks of them wait in shared memory.
+_BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
 #: Pairs of tiles that are compared, by heads: the smallest that holds them, one that has room to spare, and
 #: for 32 heads two tiles of half of them.
 _PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
@@ -72,7 +73,7 @@ def _job(
         "context": workload.context,
         "rows_per_list": workload.rows_per_list,
         "layout": layout.value,
-        "tile": vars(tile).copy(),
+        "tile": asdict(tile),
         "splits": splits,
     }
 

@@ -17,7 +17,7 @@ __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
 #: A tile replaces another one if it takes at most this share of its time.
 REPLACES = 0.98
-#: A table has a smaller tile beside one that would do, or two tiles instead of one, if that saves this much.
+#: A table gets a smaller tile beside one that would do, or two tiles instead of one, if that saves as much.
 ADDS = 0.97
 #: Splits of the rule are mentioned if others take at most this share of their time.
 BETTER_SPLITS = 0.95
@@ -96,8 +96,8 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
     Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
-    where 8 heads are clearly faster with them than with those of 16; tiles of 32 stay out of it where two
-    tiles of 16 are clearly faster for 32 heads. Sizes that were not measured stay as they are.
+    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
+    Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
     """
     choice = Choice()
     names = dict.fromkeys(row["job"]["layout"] for row in rows)
@@ -136,7 +136,7 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
     if usual is not None and small is not None and (ratio := times.ratio(8, small, usual)) is not None:
         chosen[8] = small
         verdict = ""
-        if ratio > ADDS:
+        if ratio > (1.0 if 8 in current else ADDS):
             del chosen[8]
             verdict = ": none of 8 in the table"
         say(f"8 heads: {_name(small)}, {_ratio(times, 8, small, usual)} a tile of 16{verdict}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.decode_config import MIN_BLOCKS, DecodeConfig, TileConfig, partial_elements
+from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, partial_elements
 from sgl_kvpool.bench.attention.cases import OURS, Item, Workload
 from sgl_kvpool.bench.attention.inputs import RANK, SCALE, Problem
 from sgl_kvpool.bench.attention.measure import Bench
@@ -41,7 +41,7 @@ class TileRunner:
 
         w, fmt = problem.workload, problem.fmt
         tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
-        config = DecodeConfig(self.tile, tiles, self.splits, MIN_BLOCKS)
+        config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         room = torch.empty(

@@ -1,0 +1,170 @@
+"""The committed costs of `mla_decode`'s tiles: complete, no better than this tree's, and the page's."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sgl_kvpool.attention.decode_config import table
+from sgl_kvpool.bench.attention.limits import TILE_COSTS, UNITS
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import attention_facts  # noqa: E402
+import loop_costs  # noqa: E402
+
+COSTS = json.loads(TILE_COSTS.read_text())
+FIELDS = {
+    "layout", "kernel", "heads", "registers", "spilled_bytes", "shared_bytes", "programs_per_sm",
+    "warp_instructions_per_row", "shared_memory_clk_per_row", "issue_clk_per_row", "integer_clk_per_row",
+    "tensor_clk_per_row", "draining_waits_per_block", "limit_g_rows_per_s",
+}  # fmt: skip
+#: What may be less; of the others more is worse. Registers cost nothing but programs and spills.
+MORE_IS_BETTER = {"programs_per_sm"}
+NOT_COMPARED = {"layout", "kernel", "heads", "registers", "limit_g_rows_per_s"}
+#: Triton's, whose code was counted.
+COUNTED_WITH = "3.8.0"
+
+
+def worse(new, old):
+    """Figures of two objects of the JSON that became worse, by name."""
+    found = {}
+    for name in FIELDS - NOT_COMPARED:
+        sign = -1 if name in MORE_IS_BETTER else 1
+        if sign * new[name] > sign * old[name]:
+            found[name] = (old[name], new[name])
+    for device, limit in old["limit_g_rows_per_s"].items():
+        if new["limit_g_rows_per_s"][device] < limit:
+            found[f"limit of an {device}"] = (limit, new["limit_g_rows_per_s"][device])
+    return found
+
+
+def test_every_layout_and_number_of_heads_is_counted():
+    assert [(found["layout"], found["heads"]) for found in COSTS] == [
+        (layout.value, heads) for layout in MLAKVCacheLayout for heads in (8, 16, 32, 64, 128)
+    ]
+    assert all(found.keys() == FIELDS for found in COSTS)
+
+
+def test_limits_follow_from_the_counts():
+    for found in COSTS:
+        row_bytes = MLAKVCacheLayout(found["layout"]).row_format(512, 64).row_bytes
+        chip = 132 * 1.7 / max(found[f"{unit}_clk_per_row"] for unit in UNITS)
+        assert found["limit_g_rows_per_s"] == {
+            "H100": round(min(chip, 3000 / row_bytes), 2),
+            "H200": round(min(chip, 4300 / row_bytes), 2),
+        }
+
+
+def test_programs_that_the_table_expects_fit_an_sm():
+    of = {(found["layout"], found["heads"]): found for found in COSTS}
+    for layout, tile in table():
+        assert of[layout.value, tile.pairs]["programs_per_sm"] >= tile.programs_per_sm
+
+
+def test_the_page_has_these_counts():
+    page = attention_facts.PAGE.read_text()
+    assert attention_facts.page_of(COSTS, page) == page
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "noticed"),
+    [
+        ("shared_memory_clk_per_row", 0.01, True),
+        ("shared_memory_clk_per_row", -1, False),
+        ("spilled_bytes", 8, True),
+        ("programs_per_sm", -1, True),
+        ("draining_waits_per_block", 1, True),
+    ],
+)
+def test_what_is_worse(name, change, noticed):
+    assert worse({**COSTS[0], name: COSTS[0][name] + change}, COSTS[0]).keys() == (
+        {name} if noticed else set()
+    )
+
+
+def _counted_now(folder, layout, heads):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    program = [sys.executable, ROOT / "scripts" / "attention_facts.py", "--json", folder / "costs.json"]
+    done = subprocess.run(
+        [*program, "--layouts", layout, "--heads", str(heads)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "costs.json").read_text())
+
+
+#: Two, of either shape; all of them on CI.
+_TILES = [(layout.value, tile.pairs) for layout, tile in table()]
+_CHECKED = _TILES if os.environ.get("CI") == "true" else [("fp8_block_scale", 16), ("fp4", 16)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles ptxrun")
+@pytest.mark.parametrize(("layout", "heads"), _CHECKED)
+def test_no_tile_became_worse(tmp_path, layout, heads):
+    import triton
+
+    if triton.__version__ != COUNTED_WITH:
+        pytest.skip(f"the counts are of triton {COUNTED_WITH}, this is {triton.__version__}")
+    committed = next(found for found in COSTS if (found["layout"], found["heads"]) == (layout, heads))
+    (found,) = _counted_now(tmp_path, layout, heads)
+    assert not worse(found, committed), (
+        "mend it, or commit what attention_facts.py --write counts, and say why"
+    )
+
+
+# The counting, on a few instructions by hand
+
+SASS = """
+.L_x_1:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0010*/              @!P0 LDG.E R4, desc[UR4][R2.64] ;
+        /*0020*/                   STS.128 [R8], R4 ;
+        /*0030*/                   LDS.U8 R4, [R8] ;
+        /*0040*/                   LDL.64 R4, [R1] ;
+        /*0050*/                   LDSM.16.M88.4 R4, [R8] ;
+        /*0060*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0070*/                   HGMMA.64x8x16.F32.BF16 R24, R28, gdesc[UR4], R24, gsb0 ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00a0*/                   LOP3.LUT R4, R4, R5, RZ, 0xc0, !PT ;
+        /*00b0*/               @P0 BRA `(.L_x_2) ;
+        /*00c0*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_the_innermost_loop_is_counted():
+    assert [(loop.label, len(loop.instructions)) for loop in loop_costs.loops(SASS)] == [
+        (".L_x_2", 11),
+        (".L_x_1", 13),
+    ]
+    assert loop_costs.main_loop(SASS).label == ".L_x_2"
+    with pytest.raises(ValueError, match="no loop with HGMMA"):
+        loop_costs.main_loop(SASS.replace("HGMMA", "HMMA"))
+
+
+def test_costs_by_hand():
+    """4 warps, 16 rows: a quarter of an instruction of each warp per row."""
+    found = loop_costs.costs(loop_costs.main_loop(SASS).instructions, rows=16, warps=4)
+    assert found.warp_instructions == 11 / 4
+    assert found.clk["issue"] == 11 / 16
+    assert found.clk["integer"] == 1 / 8
+    # A store of 16 bytes per lane, a byte that takes a pass, four matrices; a warp group reads 2048 bytes of
+    # the first product's A and 512 of its B, and 256 of the second one's B.
+    assert found.clk["shared"] == (4 + 1 + 4 + (2048 + 512 + 256) / 4 / 128) / 4
+    assert found.clk["spills"] == 2 / 4
+    assert found.clk["loads"] == 1 / 4
+    assert found.clk["tensor"] == (64 * 16 * 16 + 64 * 8 * 16) / 4 / 2048 / 4
+    assert found.draining_waits == 1

@@ -1,0 +1,26 @@
+"""Every tile of `mla_decode` over several blocks of its own size, on ptxrun, against float64."""
+
+import pytest
+from decode_cases import check, make_case
+from decode_interpreted import run
+
+from sgl_kvpool.attention.decode_config import table
+
+TILES = [pytest.param(*tile, id=f"{tile[0]}-{tile[1].pairs}-pairs") for tile in table()]
+
+
+def lists_of(tile):
+    """Lists of three blocks and a rest, of two blocks, and of one row more than a block."""
+    rows = tile.block_rows
+    return ((3 * rows + 17,), (2 * rows,), (rows + 1,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("layout", "tile"), TILES)
+def test_several_blocks(runs, layout, tile, seed):
+    """In one split; turns of warps from one instruction to hundreds, at last the machine's arithmetic."""
+    counts = lists_of(tile)
+    case = make_case(layout.value, heads=tile.pairs, counts=counts, width=counts[0][0], seed=seed)
+    with runs.using(seed=seed, quantum=[1, 24, 400][seed], mma=seed // 2, approx=seed // 2):
+        check(run(case, 1, out_dtype=case.q.dtype), case)
+    assert [name for name, _ in runs.launched] == ["decode_kernel"]

@@ -1,0 +1,81 @@
+"""Tests that run in processes of their own are reported as those of the process that was asked for them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import os
+import pytest
+
+def test_first():
+    assert os.environ["TRITON_INTERPRET"] == "0"
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_odd(number):
+    print("printed", number)
+    assert number % 2 == 1
+
+def test_crash():
+    os.kill(os.getpid(), 11)
+
+@pytest.mark.skip(reason="not now")
+def test_skipped():
+    pass
+
+@pytest.mark.quick
+def test_last():
+    pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(*arguments, CI=...)`: output of pytest over `TESTS`, in a copy of this folder."""
+    folder = tmp_path / "tests" / "ptxrun"
+    folder.mkdir(parents=True)
+    for name in ("conftest.py", "ptxrun_workers.py", "ptxrun_builds.py"):
+        shutil.copy(Path(__file__).parent / name, folder)
+    (folder / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = quick\n")
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TEST_PTXRUN", "TRITON", "CI", "PYTEST"))
+    }
+
+    def run(*arguments, **environment):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**kept, **environment}, capture_output=True, text=True, timeout=600
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.quick
+def test_failures_and_crashes_are_reported(run):
+    output = run("tests/ptxrun")
+    for outcome, name in (
+        ("PASSED", "test_first"),
+        ("PASSED", "test_odd[1]"),
+        ("FAILED", "test_odd[2]"),
+        ("FAILED", "test_crash"),
+        ("SKIPPED", "test_skipped"),
+        ("PASSED", "test_last"),
+    ):
+        assert any(f"::{name} {outcome}" in line for line in output.splitlines()), output
+    assert "assert (2 % 2) == 1" in output
+    assert "printed 2" in output
+    assert "the process ended while it ran this test\nexit status -11" in output
+    assert "2 failed, 3 passed, 1 skipped" in output
+
+
+def test_which_cases_run(run):
+    """Few in `make test`, all in CI and where the folder is named."""
+    assert "1/6 tests collected (5 deselected)" in run("--collect-only")
+    assert "6 tests collected" in run("--collect-only", CI="true")
+    assert "6 tests collected" in run("--collect-only", "tests/ptxrun")
