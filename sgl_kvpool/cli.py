@@ -15,8 +15,12 @@ from sgl_kvpool import __version__, bench, env, warmup
 from sgl_kvpool.demo import model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.plan import command as plan
+from sgl_kvpool.sglang_plugin.record import environment_problems
 
 __all__ = ["main"]
+
+#: Commands that refuse an environment that servers refuse, before they start one or do its work.
+_LIKE_A_SERVER = ("demo", "plan", "warmup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anything()
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command in _LIKE_A_SERVER and (problems := environment_problems()):
+            raise ValueError("; ".join(problems))
         status = arguments.run(arguments)
         # Here, where a full disk is still an error: at the exit Python only mentions it.
         sys.stdout.flush()

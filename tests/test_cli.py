@@ -130,18 +130,28 @@ def test_a_path_that_the_terminal_cannot_show(tmp_path):
 
 @pytest.mark.engine
 def test_a_server_that_refuses_shows_why(tmp_path):
-    """A real server, stopped at its start by a variable that is neither yes nor no."""
+    """A real server, stopped at its start by a version of SGLang that is not in the tested range."""
     (tmp_path / "demo.json").write_text("of an earlier run")
+    info = tmp_path / "path" / "sglang-0.6.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
     command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4"]
     command += ["--out", str(tmp_path)]
-    env = {**os.environ, "KVPOOL_CHECK_FINITE": "perhaps"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(info.parent), *sys.path[1:]])}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert any("KVPOOL_CHECK_FINITE='perhaps' is neither" in line for line in lines)
+    assert any("was asked for, but SGLang 0.6.1 is not a version" in line for line in lines)
     assert lines[-1] == f"the server's log: {tmp_path / 'unfinished' / 'server-fp4.log'}"
     assert len(lines) > 8  # the last lines of its log, as lines
     assert (tmp_path / "demo.json").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("command", [["demo"], ["plan", "--model", __file__, "--gpu-gb", "80"], ["warmup"]])
+def test_a_variable_that_no_server_takes(command, monkeypatch, capsys):
+    monkeypatch.setenv("KVPOOL_LAYOUT", "fp4")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("sgl-kvpool: KVPOOL_LAYOUT='fp4' is not a variable of sgl-kv")
 
 
 def test_servers_bypass_the_users_proxy(monkeypatch):

@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -182,19 +183,26 @@ class Server:
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **self.environment},
-                # Its own process group: stopping it stops the schedulers too.
-                start_new_session=True,
-            )
+        started = None
         try:
+            # In a thread, where no handler of a signal raises: one that did between the fork and the
+            # assignment would leave a server that nobody knows.
+            with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
+                started = starter.submit(
+                    subprocess.Popen,
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**inherited, **self.environment},
+                    # Its own process group: stopping it stops the schedulers too.
+                    start_new_session=True,
+                )
+            self.process = started.result()
             self._wait()
         except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
+            if started is not None and started.exception() is None:
+                self.process = started.result()
             self.stop()
             raise
         return self

@@ -41,8 +41,9 @@ def _init_scheduler(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
     except Refusal as refusal:
         leave(str(refusal))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         # Not SystemExit: threads of a scheduler that is half built may keep its process from ending.
         os._exit(1)
     finally:
@@ -59,14 +60,19 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def leave(text: str) -> None:
-    """Hand the text of a refusal to the launcher; say it where no launcher listens."""
+    """Hand the text of a refusal to the launcher; say it where no launcher listens.
+
+    Raises nothing: the caller ends the process, and a full disk must not keep it from that.
+    """
     path = env.text(env.CHILD_REFUSAL)
-    if path is None:
-        print(line(text), file=sys.stderr)
-        return
-    mine = Path(f"{path}-{os.getpid()}")
-    mine.write_text(text)
-    mine.replace(path)  # in one step, and of the ranks that say the same the last
+    if path is not None:
+        mine = Path(f"{path}-{os.getpid()}")
+        with suppress(OSError):
+            mine.write_text(text)
+            mine.replace(path)  # in one step, and of the ranks that say the same the last
+            return
+    with suppress(OSError):
+        print(line(text), file=sys.stderr, flush=True)
 
 
 # -------------------------------------------------------------------- in the launcher

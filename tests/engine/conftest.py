@@ -267,10 +267,13 @@ def printed(model_path, folder):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s."""
+    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s.
+
+    The first may wait for all that were asked for before, beside a worker that runs other tests.
+    """
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.timeout(1800))
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 def pytest_collection_finish(session):

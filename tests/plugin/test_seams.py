@@ -152,6 +152,18 @@ def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["refusal"]
 
 
+def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_scheduler, tmp_path):
+    """As on a full disk: SGLang would swallow an OSError of the plugin, and serve without the layout."""
+    told = {"_KVPOOL_CHILD_LAYOUT": "fp4", "_KVPOOL_CHILD_REFUSAL": str(tmp_path / "gone" / "refusal")}
+    code = (
+        "import sglang.srt.mem_cache.kv_cache_configurator as k;"
+        "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
+    )
+    done = run_in_scheduler(code, **told)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "_resolve_kv_pool_class: not there" in done.stderr
+
+
 def test_of_many_problems_the_first_are_in_the_line():
     from sgl_kvpool.refusal import Refusal
     from sgl_kvpool.sglang_plugin import stop_if
