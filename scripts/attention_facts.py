@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ import page_tables  # noqa: E402
 
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, table, tile_config  # noqa: E402
 from sgl_kvpool.bench.attention.limits import TILE_COSTS, UNITS, busiest_unit_clk  # noqa: E402
+from sgl_kvpool.bench.outputs import replace_file, require_writable  # noqa: E402
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "attention.md"
@@ -203,27 +205,42 @@ def text_of(costs: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the counts here")
-    parser.add_argument("--layouts", type=MLAKVCacheLayout, nargs="+", default=list(MLAKVCacheLayout))
-    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads of a rank")
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="which (all)")
+    parser.add_argument(
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads of a rank; one tile's with --try"
+    )
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
-        help="count this tile instead of the table's",
+        help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
     )  # fmt: skip
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
     if (arguments.write or arguments.check) and (
-        arguments.tile or arguments.heads != HEADS or len(arguments.layouts) < len(MLAKVCacheLayout)
+        arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts
     ):
         parser.error("--write and --check are for all counts: leave out --layouts, --heads and --try")
+    if min(arguments.heads) < 1:
+        parser.error(f"--heads {min(arguments.heads)} is below 1")
+    if shutil.which("g++") is None:
+        parser.error("g++ is missing, which compiles the emulator that finds bank conflicts; install it")
+    require_writable(parser, arguments.json)
+    wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
     if arguments.tile:
+        if any(size & (size - 1) or size < 1 for size in arguments.tile[:3]) or arguments.tile[2] not in (
+            4,
+            8,
+        ):
+            parser.error("--try: PAIRS and ROWS have to be powers of two, and WARPS 4 or 8")
         tile = TileConfig(*arguments.tile)
-        costs = [costs_of(x, tile.pairs, tile) for x in arguments.layouts]
+        heads = [tile.pairs] if arguments.heads == HEADS else arguments.heads
+        costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:
-        costs = counted(arguments.layouts, arguments.heads)
+        costs = counted(wanted, arguments.heads)
     if arguments.json:
-        arguments.json.write_text(text_of(costs))
+        replace_file(arguments.json, text_of(costs))
     new = {TILE_COSTS: text_of(costs)}
     if arguments.write or arguments.check:
         new[PAGE] = page_of(costs, PAGE.read_text())

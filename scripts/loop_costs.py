@@ -9,11 +9,12 @@ clocks per row that it is busy, if it did nothing else. The largest is a bound a
 the same time only where programs or warp groups are in different phases, latencies are not counted, and
 instructions under a predicate count as executed.
 
-Rates of a multiprocessor per clock: 4 warp instructions issued; integer and logic operations of 64 lanes;
-float32, IMAD and packed 16-bit products of 128; special functions and conversions of 16; shuffles of 32; 128
-bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits). A wgmma reads B from shared memory each
-time, and A unless that is in registers. Loads from global memory and spills go through the same L1 cache and
-its 128 bytes per clock. Bank conflicts cannot be seen here: `attention_facts.py` adds them.
+Rates of a multiprocessor per clock: 4 warp instructions issued; integer and logic operations and IMAD, each
+of 64 lanes; float32 and packed 16-bit products of 128; special functions and conversions of 16, which some
+conversions exceed; shuffles of 32; 128 bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits).
+A wgmma reads B from shared memory each time, and A unless that is in registers. Loads from global memory and
+spills go through the same L1 cache and its 128 bytes per clock. Bank conflicts cannot be seen here:
+`attention_facts.py` adds them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,12 @@ _UNITS = {
         *("LOP", "LOP3", "PLOP3", "SHF", "SGXT", "PRMT", "LEA", "IADD3", "VIADD", "VIMNMX", "ISETP", "SEL"),
         *("FMNMX", "FSETP", "FSEL", "BREV", "POPC", "FLO", "P2R", "R2P"),
     ),
-    "fma": ("IMAD", "FMUL", "FADD", "FFMA", "HMUL2", "HADD2", "HFMA2", "MOV", "CS2R"),
+    "imad": ("IMAD",),
+    "fma": ("FMUL", "FADD", "FFMA", "HMUL2", "HADD2", "HFMA2", "MOV", "CS2R"),
     "special": ("MUFU", "F2FP", "I2F", "F2I", "F2F", "I2FP"),
     "shuffle": ("SHFL",),
 }
-_LANES = {"integer": 64, "fma": 128, "special": 16, "shuffle": 32}
+_LANES = {"integer": 64, "imad": 64, "fma": 128, "special": 16, "shuffle": 32}
 _WARP, _WARPS_OF_A_GROUP = 32, 4
 _ISSUED, _SHARED_BYTES, _BF16_FMA = 4, 128, 2048
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
@@ -180,8 +182,12 @@ def costs(instructions: Sequence[str], rows: int, warps: int) -> Costs:
     return Costs(len(instructions) * per_row, {unit: clk[unit] * per_row for unit in clk}, drains, operations)
 
 
-def _named(text: str, labels: Iterable[str]) -> list[str]:
-    return [i for loop in loops(text) if loop.label in labels for i in loop.instructions]
+def _named(text: str, labels: Sequence[str]) -> list[str]:
+    found = {loop.label: loop for loop in loops(text)}
+    missing = [label for label in labels if label not in found]
+    if missing:
+        raise ValueError(f"no loop begins at {', '.join(missing)}; loops begin at {', '.join(found)}")
+    return [i for label in labels for i in found[label].instructions]
 
 
 def main() -> None:
@@ -193,8 +199,13 @@ def main() -> None:
     parser.add_argument("--warps", type=int, required=True, help="warps of a program that run the loop")
     parser.add_argument("--loop", help="labels, separated by commas")
     arguments = parser.parse_args()
-    text = arguments.file.read_text()
-    chosen = _named(text, arguments.loop.split(",")) if arguments.loop else main_loop(text).instructions
+    if arguments.rows < 1 or arguments.warps < 1:
+        parser.error(f"--rows {arguments.rows} and --warps {arguments.warps} have to be 1 or more")
+    try:
+        text = arguments.file.read_text()
+        chosen = _named(text, arguments.loop.split(",")) if arguments.loop else main_loop(text).instructions
+    except (OSError, ValueError) as error:
+        parser.error(f"{arguments.file}: {error}")
     found = costs(chosen, arguments.rows, arguments.warps)
     print(", ".join(f"{count} {name}" for name, count in found.operations.most_common(24)))
     print(f"{found.warp_instructions:.1f} warp instructions per row, {found.draining_waits} draining waits")

@@ -31,10 +31,10 @@ from regression.runner import Interrupted, signals_interrupt
 from soak_leg import soak
 from soak_servers import LEGS, Leg, has_sparse_attention
 
-from sgl_kvpool.bench.outputs import commit
+from sgl_kvpool.bench.outputs import commit, replace_file, require_writable
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT
+from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT, environment_problems
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +99,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--device-tokens {options.device_tokens} is below 1024, too few for two requests")
     if options.tie_tolerance is not None and not 0 <= options.tie_tolerance < math.inf:
         parser.error(f"--tie-tolerance {options.tie_tolerance} has to be 0 or more")
+    for name in ("server_args", "tier_args"):
+        try:
+            setattr(options, name, shlex.split(getattr(options, name)))
+        except ValueError as error:
+            parser.error(f"--{name.replace('_', '-')} is no list of words: {error}")
+    if problems := environment_problems():
+        parser.error("; ".join(problems))
+    require_writable(parser, options.json)
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out {options.out} cannot be made ({error.strerror}); name another folder")
     return options
 
 
@@ -176,8 +189,9 @@ def announcement(legs: Sequence[Leg], minutes: float) -> str:
     count = "1 server" if len(legs) == 1 else f"{len(legs)} servers, one after the other"
     each = "it is" if len(legs) == 1 else "each is"
     traffic_s = 60 * minutes / len(legs)
+    on_each = "" if len(legs) == 1 else " on each"
     text = (
-        f"{count} ({', '.join(leg.name for leg in legs)}), {traffic_s:.0f} s of traffic on each; then "
+        f"{count} ({', '.join(leg.name for leg in legs)}), {traffic_s:.0f} s of traffic{on_each}; then "
         f"{each} started again without caches, to compare"
     )
     if legs[0].model is not None:
@@ -197,9 +211,6 @@ def main() -> int:
     if not legs:
         print("no server fits --legs and --layouts", file=sys.stderr)
         return 2
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.touch()  # fails now rather than afterwards
     report: dict[str, Any] = {**facts(options), "legs": []}
     print(announcement(legs, options.minutes), flush=True)
     try:
@@ -215,7 +226,6 @@ def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dic
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         for leg in legs:
             try:
                 record = soak(
@@ -225,8 +235,8 @@ def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dic
                     clients=options.clients,
                     seed=options.seed,
                     breakages=options.breakages,
-                    server_args=shlex.split(options.server_args),
-                    tier_args=shlex.split(options.tier_args),
+                    server_args=options.server_args,
+                    tier_args=options.tier_args,
                     tie_tolerance=options.tie_tolerance,
                     say=lambda text: print(text, flush=True),
                 )
@@ -247,7 +257,7 @@ def finish(report: dict[str, Any], options: argparse.Namespace, servers: int) ->
     violations = sum(len(record["violations"]) for record in report["legs"])
     report["violations"] = violations
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        replace_file(options.json, json.dumps(report, indent=1) + "\n")
     idle = [record["name"] for record in report["legs"] if record.get("too_few")]
     if idle:
         print(

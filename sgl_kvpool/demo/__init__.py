@@ -1,1 +1,1 @@
-"""A byte-level MLA language model small enough to serve with SGLang on a CPU."""
+"""Models small enough to serve on a CPU, and the command that compares the layouts with them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -17,23 +16,22 @@ from typing import Any
 from sgl_kvpool import __version__, env
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.measure import (
+    WINDOWS_PER_REQUEST,
     Scores,
+    answer,
     compare_hits,
     compare_scores,
     generate_greedily,
     score,
     tiered_hit,
 )
+from sgl_kvpool.demo.model import DemoModel
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
-from sgl_kvpool.demo.shipped import Window, geometry, held_out_windows, model_path
 from sgl_kvpool.doctor.probes import host
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-__all__ = ["compare", "greedy_prompts", "has_room_for_host_tier", "layout_server"]
+__all__ = ["compare", "has_room_for_host_tier", "layout_server"]
 
-#: Tokens that bf16 gets; every layout gets as many as fit into the same bytes. Few enough that the text which
-#: is scored, 32768 tokens, pushes everything else out of every layout's pool.
-_BF16_TOKENS = 8192
 _PAGE_SIZE = 64
 #: A host tier, of 6 tokens per token of the pool, and answers that say what came from it.
 _HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--enable-cache-report")
@@ -44,27 +42,12 @@ _HOST_TIER_BYTES = (1 << 30) + (3 << 30)
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
 _UNFINISHED = "unfinished"
 
-#: Beginnings of held-out windows, as (window, bytes), after which greedy text is generated. Chosen so that
-#: wide margins decide every token: where the best two are nearly tied, rounding decides.
-_GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
-GREEDY_TOKENS = 48
+#: Tokens of greedy text, and of an answer at most.
+GREEDY_TOKENS, ANSWER_TOKENS = 48, 80
 
-
-def greedy_prompts(windows: Sequence[Window]) -> list[str]:
-    """What greedy text is generated after."""
-    return [windows[window].text[:length] for window, length in _GREEDY]
-
-
-def evicted_prompt(windows: Sequence[Window]) -> str:
-    """A prompt of 1000 bytes that no window begins with."""
-    return windows[5].text[512:] + windows[9].text[:488]
-
-
-def tokens_in_the_same_memory(layout: MLAKVCacheLayout) -> int:
-    """Tokens that fit where bf16 has 8192."""
-    _, rank, rope = geometry()
-    bf16 = MLAKVCacheLayout.BF16.row_format(rank, rope)
-    return _BF16_TOKENS * bf16.row_bytes // layout.row_format(rank, rope).row_bytes
+#: What a run may take, with as many windows as that allows; and what a server takes besides its start and its
+#: windows.
+_RUN_SECONDS, _OTHER_SECONDS = 600.0, 20.0
 
 
 def has_room_for_host_tier() -> bool:
@@ -72,25 +55,78 @@ def has_room_for_host_tier() -> bool:
     return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
-def layout_server(layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
+def layout_server(model: DemoModel, layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
     """The server the demo starts for a layout, not yet started."""
-    arguments = cpu_arguments(model_path(), port, max_total_tokens=tokens_in_the_same_memory(layout))
+    tokens = model.tokens_in_the_same_memory(layout)
+    arguments = cpu_arguments(model.path, port, max_total_tokens=tokens)
     arguments += ["--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
     if has_room_for_host_tier():
         arguments += _HOST_TIER
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
 
 
-def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
+class Windows:
+    """Windows of the text that every server scores: a given number, or as many as ten minutes allow.
+
+    Parameters
+    ----------
+    model : DemoModel
+    count : int or None
+        None: as many as `settle` finds.
+    """
+
+    def __init__(self, model: DemoModel, count: int | None):
+        if count is None and model.fewest_windows == len(model.windows):
+            count = model.fewest_windows
+        if count is not None and not model.fewest_windows <= count <= len(model.windows):
+            limits = " to ".join(map(str, sorted({model.fewest_windows, len(model.windows)})))
+            raise ValueError(f"--windows {count}: model {model.name} has {limits}")
+        self._model = model
+        self._settled = count is not None
+        self.chosen = model.windows[:count]
+
+    def __str__(self) -> str:
+        if self._settled:
+            return f"{len(self.chosen)} windows"
+        fewest = self._model.fewest_windows
+        return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {fewest} at least,"
+
+    def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
+        """Decide how many, if that is still open, from what the first of some servers took."""
+        if not self._settled:
+            left = _RUN_SECONDS / servers - start_seconds - _OTHER_SECONDS
+            fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST
+            self.chosen = self._model.windows[: max(fitting, self._model.fewest_windows)]
+            self._settled = True
+
+
+def _without_twins(model: DemoModel, layouts: Sequence[MLAKVCacheLayout]) -> list[MLAKVCacheLayout]:
+    """The layouts, without those whose rows of this model are another's: it may have no rotary values."""
+    found: dict[tuple, MLAKVCacheLayout] = {}
+    for layout in layouts:
+        twin = found.setdefault(model.row_format(layout).segments, layout)
+        if twin is not layout:
+            print(
+                f"{layout} is not served: the rows of this model, without rotary values, are those of {twin}"
+            )
+    return list(found.values())
+
+
+def compare(
+    model: DemoModel, layouts: Sequence[MLAKVCacheLayout], folder: Path, window_count: int | None = None
+) -> int:
     """Serve every layout in turn, print a table, write JSON and a plot.
 
     Parameters
     ----------
+    model : DemoModel
     layouts : sequence of MLAKVCacheLayout
         Without repetition. Differences are to BF16, if it is among them.
     folder : Path
         Made if it does not exist; gets ``demo.json``, ``demo.png`` and the servers' logs, in place of an
         earlier run's, once all layouts were served. Until then they are in ``unfinished/`` in there.
+    window_count : int or None
+        Windows to score; None for as many as ten minutes allow.
 
     Returns
     -------
@@ -100,38 +136,42 @@ def compare(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
+    windows = Windows(model, window_count)
     unfinished = _emptied(folder / _UNFINISHED)
-    windows = held_out_windows()
-    layers, rank, rope = geometry()
+    row = model.row_format(MLAKVCacheLayout.BF16)
     print(
-        f"model: {model_path()}\n{layers} layers of MLA (latent {rank}, rope {rope}), trained on Python's "
-        "standard library; device: cpu\n"
-        f"text: {len(windows)} held-out windows of {len(windows[0].text)} bytes",
+        f"model: {model.path}\n{model.title}: {model.layers} layers, latent {row.kv_lora_rank}, rope "
+        f"{row.qk_rope_head_dim}; device: cpu\n"
+        f"text: {model.text}, {windows} of {len(model.windows[0])} {model.token}s",
         flush=True,
     )
+    layouts = _without_twins(model, layouts)
     status = 0
     served: list[tuple[report.Result, Scores]] = []
     for number, layout in enumerate(layouts, 1):
         print(f"[{number}/{len(layouts)}] {layout}: starting SGLang ...", end=" ", flush=True)
         log = unfinished / f"server-{layout}.log"
+        began = time.monotonic()
         try:
-            served.append(_serve(layout, windows, log))
+            served.append(_serve(model, layout, windows, len(layouts), log))
         except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
             # The last three: an answer of another shape than SGLang's.
             what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
             print(f"failed: {what}{error}\nthe server's log: {log}", flush=True)
             status = 1
             break
-        print(f" scored in {served[-1][0].scoring_seconds:.0f} s", flush=True)
+        scored = f" {len(windows.chosen)} windows scored in {served[-1][0].scoring_seconds:.0f} s"
+        left = (time.monotonic() - began) * (len(layouts) - number) / 60
+        print(f"{scored}; about {left:.0f} minutes left" if round(left) else scored, flush=True)
     if not served:
         return status
     results = _with_differences(served)
-    print(f"\n{report.table(results)}\n")
+    print(f"\n{report.table(results, model.token, model.question)}\n")
     if any(result.host_hit is not None and not result.host_hit.same_tokens for result in results):
         print("failed: a hit in the host tier gave other tokens than a hit on the device")
         status = 1
     try:
-        without_plot = _write(unfinished, results, _facts(windows))
+        without_plot = _write(unfinished, results, model, windows)
         if len(served) == len(layouts):
             _move(unfinished, folder)
         else:
@@ -152,11 +192,11 @@ def _emptied(folder: Path) -> Path:
     return folder
 
 
-def _write(folder: Path, results: Sequence[report.Result], facts: dict[str, Any]) -> str:
+def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, windows: Windows) -> str:
     """Write the JSON and the plot; returns why there is no plot, or nothing."""
-    report.write_json(folder / "demo.json", results, facts)
+    report.write_json(folder / "demo.json", results, _facts(model, windows.chosen))
     try:
-        report.write_plot(folder / "demo.png", results)
+        report.write_plot(folder / "demo.png", results, model.title, model.token)
     except ImportError as error:  # an absent or broken matplotlib costs the plot, not the numbers
         return f"no plot: {error}; pip install matplotlib"
     return ""
@@ -173,30 +213,34 @@ def _move(unfinished: Path, folder: Path) -> None:
         unfinished.rmdir()
 
 
-def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tuple[report.Result, Scores]:
+def _serve(
+    model: DemoModel, layout: MLAKVCacheLayout, windows: Windows, servers: int, log: Path
+) -> tuple[report.Result, Scores]:
     """Start a layout's server, ask it everything, stop it."""
-    layers, rank, rope = geometry()
-    bf16_row_bytes = MLAKVCacheLayout.BF16.row_format(rank, rope).row_bytes
     began = time.monotonic()
-    with layout_server(layout, free_port(), log) as server:
+    with layout_server(model, layout, free_port(), log) as server:
         started = time.monotonic()
         print(f"ready after {started - began:.0f} s, scoring ", end="", flush=True)
         info = server.info()
         if info["kv_cache_layout"] != layout.value:
             raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
         # Asked for twice now, and once more after the windows have pushed it out of the pool.
-        evicted = evicted_prompt(windows)
         has_tier = _HOST_TIER[0] in server.arguments
-        hits = [tiered_hit(server, evicted) for _ in range(2)] if has_tier else []
+        hits = [tiered_hit(server, model.evicted) for _ in range(2)] if has_tier else []
         began_scoring = time.monotonic()
-        scores = score(server, windows, progress=lambda: print(".", end="", flush=True))
+        scores = Scores([], [])
+        for some in (slice(WINDOWS_PER_REQUEST), slice(WINDOWS_PER_REQUEST, None)):
+            scores += score(server, windows.chosen[some], progress=lambda: print(".", end="", flush=True))
+            window_seconds = (time.monotonic() - began_scoring) / len(scores.top_tokens)
+            windows.settle(servers, started - began, window_seconds)
         scored = time.monotonic()
-        greedy = generate_greedily(server, greedy_prompts(windows), GREEDY_TOKENS)
-        host_hit = compare_hits(hits[1], tiered_hit(server, evicted)) if hits else None
+        greedy = generate_greedily(server, model.prompts, GREEDY_TOKENS) if model.prompts else []
+        answered = answer(server, model.question, ANSWER_TOKENS) if model.question else None
+        host_hit = compare_hits(hits[1], tiered_hit(server, model.evicted)) if hits else None
     result = report.Result(
         layout=info["kv_cache_layout"],
-        row_bytes=layout.row_format(rank, rope).row_bytes,
-        pool_bytes=layers * _BF16_TOKENS * bf16_row_bytes,
+        row_bytes=model.row_format(layout).row_bytes,
+        pool_bytes=model.layers * model.bf16_tokens * model.row_format(MLAKVCacheLayout.BF16).row_bytes,
         tokens=info["max_total_num_tokens"],
         attention_backend=info["attention_backend"],
         start_seconds=round(started - began, 2),
@@ -205,6 +249,7 @@ def _serve(layout: MLAKVCacheLayout, windows: Sequence[Window], log: Path) -> tu
         difference=None,
         greedy=greedy,
         host_hit=host_hit,
+        answer=answered,
     )
     return result, scores
 
@@ -221,9 +266,8 @@ def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[re
     ]
 
 
-def _facts(windows: Sequence[Window]) -> dict[str, Any]:
+def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
     """Where and on what the results were measured."""
-    weights = (model_path() / "model.safetensors").read_bytes()
     return {
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
@@ -231,8 +275,11 @@ def _facts(windows: Sequence[Window]) -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "device": "cpu",
-        "model_sha256": hashlib.sha256(weights).hexdigest(),
+        "model": model.name,
+        "model_sha256": model.sha256,
+        "token": model.token,
         "held_out_windows": len(windows),
-        "held_out_tokens_scored": sum(len(window.text) - 1 for window in windows),
-        "prompts": greedy_prompts(windows),
+        "held_out_tokens_scored": sum(len(window) - 1 for window in windows),
+        "prompts": model.prompts,
+        "question": model.question,
     }

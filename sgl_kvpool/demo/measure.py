@@ -1,6 +1,6 @@
 """What a running server says about held-out text, and how two servers compare.
 
-Teacher-forced: every server predicts each byte of the same text from the bytes before it, so a difference at
+Teacher-forced: every server predicts each token of the same text from those before it, so a difference at
 one position does not change the next. Imports neither torch nor SGLang.
 """
 
@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_kvpool.demo.server import Server
-from sgl_kvpool.demo.shipped import Window
 
 __all__ = [
+    "WINDOWS_PER_REQUEST",
     "Difference",
     "Greedy",
     "HostHit",
     "Scores",
     "TieredHit",
+    "answer",
     "compare_hits",
     "compare_scores",
     "generate_greedily",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 #: Windows in one request: enough to fill a prefill batch, few enough to show progress.
-_WINDOWS_PER_REQUEST = 4
+WINDOWS_PER_REQUEST = 4
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,12 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """Of one byte: exp of the mean negative log-probability."""
+        """Of one token: exp of the mean negative log-probability."""
         return math.exp(-statistics.fmean(value for window in self.log_probabilities for value in window))
+
+    def __add__(self, other: Scores) -> Scores:
+        """Of the windows of both."""
+        return Scores(self.log_probabilities + other.log_probabilities, self.top_tokens + other.top_tokens)
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,10 @@ class HostHit:
     same_tokens: bool
 
 
-def tiered_hit(server: Server, prompt: str, new_tokens: int = 32) -> TieredHit:
+def tiered_hit(server: Server, prompt: Sequence[int], new_tokens: int = 32) -> TieredHit:
     """A few greedy tokens, and where the prompt was found, of a server with --enable-cache-report."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    answer = server.generate(text=prompt, sampling_params=sampling)
+    answer = server.generate(input_ids=list(prompt), sampling_params=sampling)
     found = answer["meta_info"]["cached_tokens_details"] or {}
     return TieredHit(
         prompt_tokens=answer["meta_info"]["prompt_tokens"],
@@ -144,7 +149,9 @@ def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
     return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
 
 
-def score(server: Server, windows: Sequence[Window], progress: Callable[[], None] = lambda: None) -> Scores:
+def score(
+    server: Server, windows: Sequence[list[int]], progress: Callable[[], None] = lambda: None
+) -> Scores:
     """Ask a server for the log-probabilities of windows.
 
     Stored rows play a part in them only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
@@ -153,7 +160,8 @@ def score(server: Server, windows: Sequence[Window], progress: Callable[[], None
     ----------
     server : Server
         Running.
-    windows : sequence of Window
+    windows : sequence of list of int
+        Token ids.
     progress : callable
         Called after each request.
 
@@ -164,8 +172,8 @@ def score(server: Server, windows: Sequence[Window], progress: Callable[[], None
     """
     log_probabilities: list[list[float]] = []
     top_tokens: list[list[int]] = []
-    for start in range(0, len(windows), _WINDOWS_PER_REQUEST):
-        sent = [window.token_ids for window in windows[start : start + _WINDOWS_PER_REQUEST]]
+    for start in range(0, len(windows), WINDOWS_PER_REQUEST):
+        sent = list(windows[start : start + WINDOWS_PER_REQUEST])
         answers = server.generate(
             input_ids=sent,
             sampling_params={"temperature": 0, "max_new_tokens": 1},
@@ -203,6 +211,18 @@ def compare_scores(scores: Scores, reference: Scores) -> Difference:
         for ours, theirs in zip(mine, other, strict=True)
     ]
     return Difference(ratio - 1, ratio * spread, statistics.fmean(same))
+
+
+def answer(server: Server, question: str, new_tokens: int) -> str:
+    """A chat model's greedy answer, through the chat template."""
+    answered = server.post(
+        "/v1/chat/completions",
+        model="default",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=new_tokens,
+    )
+    return answered["choices"][0]["message"]["content"].strip()
 
 
 def generate_greedily(server: Server, prompts: Sequence[str], new_tokens: int) -> list[Greedy]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,15 @@ class Result:
     start_seconds, scoring_seconds : float
         Until the server answered; until all held-out text was scored.
     perplexity : float
-        Per byte, over the held-out windows.
+        Per token, over the windows.
     difference : Difference or None
         To BF16; None for BF16 itself and if BF16 was not served.
     greedy : list of Greedy
         What follows each of the prompts for greedy text.
     host_hit : HostHit or None
         A prompt that other requests had pushed out of the pool; None on a machine without the memory.
+    answer : str or None
+        To the question that a chat model is asked.
     """
 
     layout: str
@@ -55,14 +59,18 @@ class Result:
     difference: Difference | None
     greedy: list[Greedy]
     host_hit: HostHit | None = None
+    answer: str | None = None
 
 
-def table(results: Sequence[Result]) -> str:
-    """The results as text: a table, then what came back from the host tier."""
+def table(results: Sequence[Result], token: str, question: str | None = None) -> str:
+    """The results as text: a table, what came back from the host tier, what was answered to a question.
+
+    `token` is what the model's tokens are called.
+    """
     lines = [
         f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
-        f"{'top byte':>9}",
-        f"{'':16} {'and layer':>15} {'same memory':>11} {'per byte':>11} {'(standard error)':>18} "
+        f"{f'top {token}':>9}",
+        f"{'':16} {'and layer':>15} {'same memory':>11} {f'per {token}':>11} {'(standard error)':>18} "
         f"{'as bf16':>9}",
     ]
     for result in results:
@@ -78,6 +86,13 @@ def table(results: Sequence[Result]) -> str:
     if not any(result.layout == MLAKVCacheLayout.BF16.value for result in results):
         lines.append("(no differences: bf16 was not among --layouts)")
     lines += ["", *_host_lines(results)]
+    if question is not None:
+        lines += ["", f"{question!r} is answered, greedily:", ""]
+        for result in results:
+            indented = textwrap.wrap(result.answer or "", 90) or [""]
+            lines += [
+                f"{name:16} {line}" for name, line in zip_longest([result.layout], indented, fillvalue="")
+            ]
     return "\n".join(lines)
 
 
@@ -113,8 +128,11 @@ def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> 
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, results: Sequence[Result]) -> None:
-    """Plot capacity against perplexity as PNG; ImportError without matplotlib."""
+def write_plot(path: Path, results: Sequence[Result], title: str, token: str) -> None:
+    """Plot capacity against perplexity as PNG; ImportError without matplotlib.
+
+    `title` is the model's; `token` is what its tokens are called.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -140,7 +158,7 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
         )
     megabytes = results[0].pool_bytes / 1e6
     axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")
-    axes.set_ylabel("perplexity per byte of held-out text (lower is better)")
+    axes.set_ylabel(f"perplexity per {token} (lower is better)")
     # 3 % of perplexity at least, so that nothing looks like a cliff that is none.
     middle = sum(result.perplexity for result in results) / len(results)
     low = min(min(result.perplexity for result in results), middle * 0.985)
@@ -148,6 +166,6 @@ def write_plot(path: Path, results: Sequence[Result]) -> None:
     axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
     axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
     axes.grid(alpha=0.3)
-    figure.suptitle("The demo's small model: tokens that fit, and what they cost")
+    figure.suptitle(f"Tokens that fit, and what they cost: {title}", fontsize="medium")
     axes.set_title("percent: change of the perplexity to bf16; bars: its standard error", fontsize="small")
     figure.savefig(path, dpi=120)

@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -182,19 +183,26 @@ class Server:
     def __enter__(self) -> Server:
         # What the caller's environment asks of SGLang servers is not meant for this one.
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **self.environment},
-                # Its own process group: stopping it stops the schedulers too.
-                start_new_session=True,
-            )
+        started = None
         try:
+            # In a thread, where no handler of a signal raises: one that did between the fork and the
+            # assignment would leave a server that nobody knows.
+            with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
+                started = starter.submit(
+                    subprocess.Popen,
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**inherited, **self.environment},
+                    # Its own process group: stopping it stops the schedulers too.
+                    start_new_session=True,
+                )
+            self.process = started.result()
             self._wait()
         except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
+            if started is not None and started.exception() is None:
+                self.process = started.result()
             self.stop()
             raise
         return self
@@ -292,11 +300,14 @@ class Server:
             return answer.read()
 
     def _ask(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """The same; if no answer came because the server has ended, that is raised."""
+        """The same; if no answer came because the server has ended or hangs, that is raised."""
         try:
             return self._open(request, timeout_seconds)
         except urllib.error.HTTPError:
             raise  # an answer
+        except TimeoutError:
+            what = f"the server gave no answer in {timeout_seconds:.0f} s; is the machine busy?"
+            raise ServerFailed(f"{what}\n{self.log_tail()}") from None
         except (urllib.error.URLError, ConnectionError, HTTPException):
             self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
             raise
@@ -311,8 +322,12 @@ class Server:
 
     def generate(self, **fields: Any) -> Any:
         """Answer of SGLang's native `/generate` to the given fields of a request."""
+        return self.post("/generate", **fields)
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """Answer to a POST request of JSON fields."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate",
+            f"http://127.0.0.1:{self.port}{path}",
             data=json.dumps(fields).encode(),
             headers={"Content-Type": "application/json"},
         )

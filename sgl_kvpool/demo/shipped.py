@@ -40,9 +40,9 @@ def model_path() -> Path:
     return Path(__file__).resolve().parent / "byte_mla_python"
 
 
-def geometry() -> tuple[int, int, int]:
-    """Layers, kv_lora_rank and qk_rope_head_dim of the shipped model."""
-    config = json.loads((model_path() / "config.json").read_text("utf-8"))
+def geometry(folder: Path) -> tuple[int, int, int]:
+    """Layers, kv_lora_rank and qk_rope_head_dim that a checkpoint's config.json states."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     return config["num_hidden_layers"], config["kv_lora_rank"], config["qk_rope_head_dim"]
 
 

@@ -19,6 +19,7 @@ from sgl_kvpool.host.labels import NARROWEST_HOST_LAYOUT
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.named_model import find_model
 from sgl_kvpool.plan import plot, report
+from sgl_kvpool.plan.plannable import check_sizes
 from sgl_kvpool.plan.planned import CONTEXT_TOKENS, Plan
 
 __all__ = ["add_arguments", "run"]
@@ -117,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         The plot cannot be written.
     """
     model = find_model(arguments.model)
+    if model.config is not None:
+        check_sizes(json.loads(model.config))
     _check(arguments)
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)

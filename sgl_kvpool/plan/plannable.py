@@ -16,6 +16,7 @@ __all__ = [
     "check_geometry",
     "check_heads",
     "check_plannable",
+    "check_sizes",
     "check_weights",
     "has_own_draft",
 ]
@@ -56,7 +57,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():  # of a format, or from a place, that SGLang knows
         return
-    given = set(_keys(json.loads(file.read_text(encoding="utf-8", errors="replace"))))
+    given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
     missing = [names[0] for names in _GEOMETRY if not given.intersection(names)]
     if missing:
         raise IncompleteConfig(
@@ -65,13 +66,24 @@ def check_geometry(model_config: Any, folder: Path) -> None:
         )
 
 
-def _keys(config: Any) -> Iterator[str]:
-    """Names of all fields that have a value, those of configurations inside it included."""
+def check_sizes(config: dict[str, Any]) -> None:
+    """ValueError if one of the sizes in a config.json is none, before SGLang is asked about it."""
+    names = {name for names in _GEOMETRY for name in names}
+    for name, value in _fields(config):
+        least = 0 if name == "qk_rope_head_dim" else 1
+        if name in names and (type(value) is not int or value < least):
+            raise ValueError(
+                f"config.json has {name} {value!r}; it has to be a whole number, {least} or more"
+            )
+
+
+def _fields(config: Any) -> Iterator[tuple[str, Any]]:
+    """All fields that have a value, those of configurations inside it included."""
     if isinstance(config, dict):
         for name, value in config.items():
             if value is not None:
-                yield name
-            yield from _keys(value)
+                yield name, value
+            yield from _fields(value)
 
 
 def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:

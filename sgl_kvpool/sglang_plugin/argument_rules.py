@@ -110,6 +110,9 @@ def check(server_args: Any) -> dict[Option, str]:
         return requested
     layout = MLAKVCacheLayout.parse(requested[LAYOUT])
     refusals.check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
+    dtype = server_args.kv_cache_dtype
+    if dtype not in layout.accepted_kv_cache_dtypes(is_dsa=True):  # which depends on the model
+        refusals.check_dtype(layout, dtype, is_dsa=False)
     for number in NUMBERS:
         _refuse_bad(number, server_args)
     check_page(server_args)

@@ -81,6 +81,8 @@ def _add_cli_args(original, parser):
             # wrong.
             metavar=f"{{{','.join(option.choices)}}}",
             default=None,
+            nargs="?",
+            const="",  # a flag without a value is refused in a line too
             help=f"[sgl-kvpool] {option.help} Also {option.env}.",
         )
 
@@ -91,7 +93,7 @@ def _from_cli_args(original, cls, args):
     with _said_alone(server_args):
         for option in OPTIONS:
             value = getattr(args, option.name, None)
-            option.remember(server_args, option.taken(value, f"{option.flag} {value}"))
+            option.remember(server_args, option.taken(value, f"{option.flag} {value or repr(value)}"))
         argument_rules.check(server_args)
     return server_args
 

@@ -88,25 +88,26 @@ def test_lines_of_the_host_tier(results):
     line = (
         "960 of 1000 tokens of an evicted prompt came back from host memory; the next 32 are as after a hit"
     )
-    assert f"host tier, every layout: {line}" in report.table(same)
+    assert f"host tier, every layout: {line}" in report.table(same, "byte")
     mixed = [dataclasses.replace(results[0], host_hit=good), dataclasses.replace(results[1], host_hit=bad)]
-    text = report.table(mixed)
+    text = report.table(mixed, "byte")
     assert f"host tier, bf16: {line}" in text
     assert "host tier, fp4: 960" in text
     assert "are NOT as after a hit on the device" in text
-    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.table(results)
-    assert f"host tier: {line}" in report.table(same[1:])  # a single layout is not "every"
+    assert "host tier, every layout: not shown, SGLang keeps 10 GiB" in report.table(results, "byte")
+    assert f"host tier: {line}" in report.table(same[1:], "byte")  # a single layout is not "every"
 
 
 def test_a_host_tier_where_there_is_room(monkeypatch):
     """What a machine without it gets is told in the table."""
     from sgl_kvpool.demo import compare
+    from sgl_kvpool.demo.model import choose
     from sgl_kvpool.doctor.probes import Finding
     from sgl_kvpool.layout import MLAKVCacheLayout
 
     for host_tier_bytes, wanted in ((None, False), (0, False), (3 << 30, False), (5 << 30, True)):
         monkeypatch.setattr(compare, "host", lambda n=host_tier_bytes: Finding({"host_tier_bytes": n}))
-        server = compare.layout_server(MLAKVCacheLayout.FP4, 1, "log")
+        server = compare.layout_server(choose("bytes", print), MLAKVCacheLayout.FP4, 1, "log")
         assert ("--enable-hierarchical-cache" in server.arguments) == wanted
         assert ("--page-size", "64") in zip(server.arguments, server.arguments[1:], strict=False)
 
@@ -144,7 +145,7 @@ def results():
 
 
 def test_table(results):
-    lines = report.table(results).splitlines()
+    lines = report.table(results, "byte").splitlines()
     assert lines[2].split() == ["bf16", "1152", "16384", "3.0000", "-", "-"]
     assert lines[3].split() == ["fp4", "416", "45371", "3.0120", "+0.40", "%", "(0.12)", "98.77", "%"]
     assert lines[5].startswith("host tier, every layout: ")
@@ -154,14 +155,14 @@ def test_table(results):
 
 def test_a_change_of_nothing_has_no_sign_to_trip_over(results):
     same = dataclasses.replace(results[1], difference=Difference(-1e-7, 1e-7, 1.0))
-    assert "+0.00 % (0.00)" in report.table([results[0], same])
+    assert "+0.00 % (0.00)" in report.table([results[0], same], "byte")
 
 
 def test_table_without_bf16_says_why_there_are_no_differences(results):
     alone = dataclasses.replace(results[1], difference=None)
-    text = report.table([alone])
+    text = report.table([alone], "byte")
     assert "bf16 was not among --layouts" in text
-    assert "bf16 was not among" not in report.table(results)
+    assert "bf16 was not among" not in report.table(results, "byte")
 
 
 def test_json_round_trip(tmp_path, results):
@@ -178,7 +179,7 @@ def test_json_round_trip(tmp_path, results):
 
 def test_plot_is_a_picture(tmp_path, results):
     image = pytest.importorskip("matplotlib.image")
-    report.write_plot(tmp_path / "demo.png", results)
+    report.write_plot(tmp_path / "demo.png", results, "a model", "byte")
     pixels = image.imread(tmp_path / "demo.png")
     assert pixels.shape[:2] == (540, 840)
     # Something is drawn, on a background.

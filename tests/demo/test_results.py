@@ -10,9 +10,11 @@ import pytest
 
 from sgl_kvpool.demo import compare, report
 from sgl_kvpool.demo.measure import Greedy, Scores
+from sgl_kvpool.demo.model import choose
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
 
+BYTES = choose("bytes", print)
 FP4, FP8 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 LOGS = [f"server-{layout}.log" for layout in MLAKVCacheLayout]
 
@@ -35,7 +37,7 @@ def served(monkeypatch):
         greedy=[Greedy([9, 8], 0.5)],
     )
 
-    def serve(layout, windows, log):
+    def serve(model, layout, windows, servers, log):
         log.write_text("new")
         if layout in failing:
             raise failing[layout]
@@ -53,7 +55,7 @@ def earlier(folder):
 
 def test_a_run_takes_an_earlier_ones_place(tmp_path, served, capsys):
     earlier(tmp_path)
-    assert compare.compare([FP4], tmp_path) == 0
+    assert compare.compare(BYTES, [FP4], tmp_path) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "demo.json",
         "demo.png",
@@ -76,9 +78,9 @@ def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, ser
     served[FP4] = error
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
-            compare.compare([FP8, FP4], tmp_path)
+            compare.compare(BYTES, [FP8, FP4], tmp_path)
     else:
-        assert compare.compare([FP8, FP4], tmp_path) == 1
+        assert compare.compare(BYTES, [FP8, FP4], tmp_path) == 1
         unfinished = tmp_path / "unfinished"
         printed = capsys.readouterr().out
         assert "failed: the server ended with signal 9\n" in printed
@@ -88,7 +90,7 @@ def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, ser
     assert kept(tmp_path)
     # The next one that finishes leaves nothing of it.
     served.clear()
-    assert compare.compare([FP4], tmp_path) == 0
+    assert compare.compare(BYTES, [FP4], tmp_path) == 0
     assert not (tmp_path / "unfinished").exists()
 
 
@@ -96,7 +98,7 @@ def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, ser
 def test_results_that_cannot_be_written(tmp_path, served, capsys, files_of_at_most, size_bytes):
     earlier(tmp_path)
     with files_of_at_most(size_bytes):
-        assert compare.compare([FP4], tmp_path) == 1
+        assert compare.compare(BYTES, [FP4], tmp_path) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"failed: {os.strerror(errno.EFBIG)}: the results cannot be written to {tmp_path}"
     assert kept(tmp_path)
@@ -105,7 +107,7 @@ def test_results_that_cannot_be_written(tmp_path, served, capsys, files_of_at_mo
 def test_without_matplotlib_the_numbers_are_written(tmp_path, served, capsys, monkeypatch):
     earlier(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert compare.compare([FP4], tmp_path) == 0
+    assert compare.compare(BYTES, [FP4], tmp_path) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("no plot: import of matplotlib.figure halted")
     assert last.endswith("; pip install matplotlib")

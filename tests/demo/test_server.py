@@ -149,6 +149,16 @@ def test_a_log_that_has_little_room_left(tmp_path, files_of_at_most):
     assert (tmp_path / "log").stat().st_size == 3001
 
 
+def test_a_server_that_does_not_answer_in_time(tmp_path):
+    program = (sys.executable, "-c", MORTAL)
+    arguments = ["--port", str(free_port()), "import time; time.sleep(20)"]
+    with (
+        Server(arguments, tmp_path / "log", wait_seconds=100, program=program) as server,
+        pytest.raises(ServerFailed, match=r"no answer in 1 s; is the machine busy\?\n(?s:.)*asked for /slow"),
+    ):
+        server.get("/slow", timeout_seconds=1)
+
+
 def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
     """The server lives on: nobody waits for its end."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")

@@ -88,4 +88,8 @@ def test_goldens_are_decided_by_more_than_rounding():
 
 def test_geometry_is_the_models():
     config = read_config(model_path())
-    assert geometry() == (config.layers, config.kv_lora_rank, config.qk_rope_head_dim) == (3, 512, 64)
+    assert (
+        geometry(model_path())
+        == (config.layers, config.kv_lora_rank, config.qk_rope_head_dim)
+        == (3, 512, 64)
+    )

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import ranked_servers
 import regression_run
+import smollm2_server
 import soak_runs
 from tiny_model import NEW_TOKENS, PROMPTS
 
@@ -47,7 +48,6 @@ CONFIGURATIONS = {
     "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
     "fp4": ([LAYOUT, "fp4"], READS_ROWS),
     "fp4_fp8_rope": ([LAYOUT, "fp4_fp8_rope"], READS_ROWS),
-    "fp4-paged": (["--config", "{tmp}/server.yaml"], READS_ROWS),
     # Our pool, read by a stock backend.
     "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
@@ -70,10 +70,6 @@ CONFIGURATIONS = {
         [LAYOUT, "fp4", *host_tier.ARGUMENTS],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
-    host_tier.NARROW: (
-        [LAYOUT, "bf16", "--kv-host-layout", "fp4", *host_tier.ARGUMENTS],
-        {"SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
-    ),
     # A codec that decodes wrong values, to see that stored rows are what is attended.
     "damaged": (
         [LAYOUT, "fp4"],
@@ -84,8 +80,6 @@ CONFIGURATIONS = {
 WITH_HOST_TIER = [f"{layout}-{a}" for layout in host_tier.LAYOUTS for a in (host_tier.FIRST, host_tier.AGAIN)]
 #: Started by `sglang serve` instead of `python -m sglang.launch_server`.
 SERVED = {"fp8_block_scale": (str(Path(sys.executable).parent / "sglang"), "serve")}
-#: Page size 64, prefill in chunks of 64 tokens, given as YAML.
-YAML = "kv-cache-layout: fp4\npage-size: 64\nchunked-prefill-size: 64\n"
 ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
@@ -106,7 +100,6 @@ def model_path(tmp_path_factory):
 def serve(name, model_path, folder):
     """Start one configuration, ask it everything, stop it; returns the answers."""
     folder.mkdir()
-    (folder / "server.yaml").write_text(YAML)
     (folder / "arranged.yaml").write_text(ARRANGED_YAML)
     foreign = folder / "foreign" / "sglang-0.6.1.dist-info"
     foreign.mkdir(parents=True)
@@ -157,7 +150,7 @@ def serve(name, model_path, folder):
             return_logprob=True,
             logprob_start_len=0,
         )
-        if store or name in (host_tier.LOSSY, host_tier.NARROW):
+        if store or name == host_tier.LOSSY:
             answers["host_tier"] = host_tier.ask(server, PROMPTS[3], GREEDY)
         if store:
             host_tier.wait_for_store(store)
@@ -208,7 +201,7 @@ def demo(model_path, folder):
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [Path(sys.executable).parent / "sgl-kvpool", "demo", "--out", folder / "results"],
+        [Path(sys.executable).parent / "sgl-kvpool", "demo", "--model", "bytes", "--out", folder / "results"],
         capture_output=True,
         text=True,
         timeout=1800,
@@ -232,6 +225,8 @@ def killed(model_path, folder):
         "-m",
         "sgl_kvpool.cli",
         "demo",
+        "--model",
+        "bytes",
         "--layouts",
         "fp4",
         "--out",
@@ -252,7 +247,17 @@ def printed(model_path, folder):
     """The command that `demo --print-command` prints, given to a shell."""
     folder.mkdir()
     port = free_port()
-    command = [sys.executable, "-m", "sgl_kvpool.cli", "demo", "--print-command", "--layouts", "fp4"]
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_kvpool.cli",
+        "demo",
+        "--model",
+        "bytes",
+        "--print-command",
+        "--layouts",
+        "fp4",
+    ]
     line = subprocess.check_output([*command, "--port", str(port)], text=True)
     # What the command needs from the environment has to be in the command.
     environment = {**clean_environment(), "SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
@@ -263,10 +268,13 @@ def printed(model_path, folder):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s."""
+    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s.
+
+    The first may wait for all that were asked for before, beside a worker that runs other tests.
+    """
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.timeout(1800))
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 def pytest_collection_finish(session):
@@ -295,15 +303,22 @@ JOBS = {
     "printed": printed,
     "refused": refused,
     "regression": regression_run.regression,
+    "smollm2": smollm2_server.serve,
     **hybrid_servers.JOBS,
     **ranked_servers.JOBS,
     **soak_runs.JOBS,
 }
 
 
+#: Those that serve a model of the demo; for the others one is trained.
+DEMO_MODELS = {"demo", "killed", "printed", "smollm2"}
+
+
 @pytest.fixture(scope="session")
-def record(request, model_path, tmp_path_factory):
+def record(request, tmp_path_factory):
     """`record(name)`: the answers of one configuration, waiting for them."""
+    trained = set(request.config._kvpool_names) - DEMO_MODELS
+    model_path = request.getfixturevalue("model_path") if trained else None
     root = tmp_path_factory.mktemp("servers")
     with ThreadPoolExecutor(2) as pool:
         futures = {}

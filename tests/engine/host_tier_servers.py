@@ -34,8 +34,6 @@ STORE_ARGUMENTS = [
 ]
 #: A server without a store whose backups all fail.
 LOSSY = "fp4-lossy"
-#: A server without a store whose host tier is narrower than its pool.
-NARROW = "bf16-on-fp4"
 #: Each of SGLang's choices once.
 CHOICES = {
     "bf16-token_major": ["--hicache-io-backend", "direct"],

@@ -10,7 +10,6 @@ from host_tier_servers import (
     FIRST,
     LAYOUTS,
     LOSSY,
-    NARROW,
     PAGE_SIZE,
     SHARED,
 )
@@ -72,37 +71,6 @@ def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, arrangement
     assert found["host_hit"]["output_ids"] == first
     assert found["host_hit"]["text"] == found["device_hit"]["text"]
     assert log_probabilities(found["host_hit"]) == log_probabilities(found["device_hit"])
-
-
-@pytest.mark.engine(NARROW, "bf16-rows", "fp4")
-def test_a_narrower_host_tier(record):
-    """bf16 on the device, fp4 on the host: the same tokens, the host's rounding in their probabilities."""
-    answers = record(NARROW)
-    assert (answers["info"]["kv_cache_layout"], answers["info"]["kv_host_layout"]) == ("bf16", "fp4")
-    found = answers["host_tier"]
-    assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
-    assert cached(found["host_hit"]) == {"device": 0, "host": LONG, "storage": 0}
-    first = answers["first"][3]["output_ids"]
-    assert first == record("bf16-rows")["first"][3]["output_ids"]
-    assert found["device_hit"]["output_ids"] == found["host_hit"]["output_ids"] == first
-    exact, rounded = (log_probabilities(found[hit]) for hit in ("device_hit", "host_hit"))
-    own = log_probabilities(record("fp4")["first"][3])
-    changes = [max(abs(a - b) for a, b in zip(exact, other, strict=True)) for other in (rounded, own)]
-    # A server whose device has fp4 rounds more rows: those of the tokens it generates too.
-    assert 0 < changes[0] < 3 * changes[1]
-    assert changes[0] < 0.5
-    labels = {"layout": "bf16", "host_layout": "fp4", "arrangement": "layer_major"}
-    assert metric(answers, "sgl_kvpool_info", **labels) == 1
-    # What is counted is what is kept: pages of fp4.
-    moved = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu")
-    assert moved >= LONG * LAYERS * 416
-    assert moved % (PAGE_SIZE * LAYERS * 416) == 0
-    # A ratio of 8 is 8 times the pool's 1024 tokens of bf16, in bytes.
-    pages = 1024 * 8 * 1152 // 416 // PAGE_SIZE + 1
-    assert (
-        f"sgl-kvpool: host tier of {pages} pages of 16 tokens ({PAGE_SIZE * LAYERS * 416} bytes, all 3 "
-        "layers), page_first, rows fp4-r512-p64-b416-v1 of bf16-r512-p64-b1152-v1 on the device, engine cpu"
-    ) in answers["log"]
 
 
 @pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, AGAIN))

@@ -206,22 +206,7 @@ def test_a_stock_backend_that_takes_strides_reads_token_major_rows(record):
     assert logprobs(found["prompt"]) == logprobs(stock["prompt"])
 
 
-# ------------------------------------------------------------------ pages, chunks, YAML, Engine
-
-
-@pytest.mark.engine("fp4", "fp4-paged")
-def test_pages_of_64_and_chunked_prefill(record):
-    answers, whole = record("fp4-paged"), record("fp4")
-    assert answers["info"]["kv_cache_layout"] == "fp4"
-    assert answers["info"]["page_size"] == 64
-    assert answers["info"]["chunked_prefill_size"] == 64
-    prompt = answers["first"][3]["meta_info"]["prompt_tokens"]
-    assert prompt > 5 * 64
-    assert cached(answers["batch"])[3] == (prompt - 1) // 64 * 64
-    # The same rows are read, in other pieces.
-    assert tokens(answers["first"]) == tokens(whole["first"])
-    assert tokens(answers["batch"]) == tokens(whole["batch"])
-    assert mean_distance(logprobs(answers["prompt"]), logprobs(whole["prompt"])) < 0.02
+# ------------------------------------------------------------------ Engine
 
 
 @pytest.mark.engine("engines")

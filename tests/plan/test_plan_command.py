@@ -326,6 +326,19 @@ def test_what_the_ranks_hold_is_explained():
     assert "host" not in alone
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_hidden_layers", 0), ("kv_lora_rank", "512"), ("qk_rope_head_dim", -64)]
+)
+def test_sizes_that_are_none(name, value, tmp_path, capsys):
+    """Before SGLang is asked, which would plan 0 bytes per token, or end in transformers."""
+    config = {**json.loads(Path(V32).read_text()), name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80", "--weights-gb", "1"]) == 2
+    printed = capsys.readouterr().err
+    assert f"config.json has {name} {value!r}; it has to be a whole number" in printed
+    assert "asking SGLang" not in printed
+
+
 def test_one_request_is_no_plural(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

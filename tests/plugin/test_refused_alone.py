@@ -66,6 +66,13 @@ def refused_by_arguments(done):
             {},
             "--attention-backend kvpool_mla reads pools of sgl-kvpool",
         ),
+        (("--kv-cache-layout", ""), {}, "--kv-cache-layout '' is not a KV cache layout; choose one of: auto"),
+        (("--kv-cache-layout", "--page-size", "64"), {}, "--kv-cache-layout '' is not a KV cache layout;"),
+        (
+            (*LAYOUT, "--kv-cache-dtype", "fp8_e5m2"),
+            {},
+            "--kv-cache-dtype fp8_e5m2 contradicts --kv-cache-layout fp4; leave it",
+        ),
         ((*LAYOUT, "--dcp-size", "2"), {}, "--dcp-size 2 does not work with --kv-cache-layout fp4"),
         (
             (*LAYOUT, "--max-total-tokens", "-5"),
@@ -104,12 +111,12 @@ def test_of_a_file_of_arguments(start, tmp_path):
 
 def test_what_the_model_says(start):
     """Later, since its configuration is read first, and as short."""
-    done = start(*LAYOUT, "--kv-cache-dtype", "fp8_e5m2")
+    done = start("--kv-cache-layout", "fp8_block_scale", "--kv-cache-dtype", "fp8_e4m3")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "sgl-kvpool: --kv-cache-dtype fp8_e5m2 contradicts --kv-cache-layout fp4; leave it"
+        "sgl-kvpool: --kv-cache-dtype fp8_e4m3 contradicts --kv-cache-layout fp8_block_scale; leave it"
     )
 
 

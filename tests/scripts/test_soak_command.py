@@ -96,13 +96,25 @@ def test_help(capsys):
         (["--minutes=-1"], "--minutes -1 is not above 0"),
         (["--minutes", "nan"], "--minutes nan is not above 0"),
         (["--clients", "0"], "--clients 0 is below 1"),
+        (["--server-args", "--x 'y"], "--server-args is no list of words: No closing quotation"),
+        (["--json", "/"], "/ cannot be written (Is a directory)"),
+        (["--out", f"{__file__}/logs"], "/logs cannot be made (Not a directory); name another folder"),
     ],
 )
-def test_numbers_that_make_no_sense(arguments, message, capsys):
+def test_arguments_that_make_no_sense(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         soak.parse(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_variable_that_no_server_takes(monkeypatch, capsys):
+    """Before a server is started, which would say so as a violation."""
+    monkeypatch.setenv("KVPOOL_LAYOUT", "fp4")
+    with pytest.raises(SystemExit) as ended:
+        soak.parse([])
+    assert ended.value.code == 2
+    assert "KVPOOL_LAYOUT='fp4' is not a variable of sgl-kvpool" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

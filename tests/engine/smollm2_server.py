@@ -1,0 +1,64 @@
+"""One server of SmolLM2: chunked prefill, the prefix cache, and a host tier narrower than the pool."""
+
+import os
+from pathlib import Path
+
+from host_tier_servers import ARGUMENTS as HOST_TIER
+
+from sgl_kvpool.demo import smollm2
+from sgl_kvpool.demo.measure import answer
+from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
+
+HERE = Path(__file__).resolve().parent
+PAGE_SIZE, CHUNK, WINDOW, PREFIX, DEVICE_TOKENS = 64, 128, 512, 256, 1024
+#: Given as YAML.
+YAML = f"kv-cache-layout: bf16\nkv-host-layout: fp4\npage-size: {PAGE_SIZE}\nchunked-prefill-size: {CHUNK}\n"
+QUESTION = "What is the capital of France?"
+
+
+def window_ids(count):
+    """Token ids of the first windows of the text."""
+    ids = smollm2.english_token_ids(smollm2.checkpoint())
+    return [ids[start : start + WINDOW] for start in range(0, count * WINDOW, WINDOW)]
+
+
+def scored(server, ids, start):
+    """A prefill and the log-probabilities of the tokens behind `start`; SGLang may reuse those before it."""
+    return server.generate(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=start,
+    )
+
+
+def serve(model_path, folder):
+    """What the server answers; "first" is scored, found on the device, pushed out, and found on the host."""
+    folder.mkdir()
+    (folder / "server.yaml").write_text(YAML)
+    log = folder / "server.log"
+    arguments = cpu_arguments(smollm2.checkpoint(), free_port(), max_total_tokens=DEVICE_TOKENS)
+    # Behind the YAML file only what it does not say.
+    without_page = (
+        HOST_TIER[: HOST_TIER.index("--page-size")] + HOST_TIER[HOST_TIER.index("--page-size") + 2 :]
+    )
+    arguments += ["--config", str(folder / "server.yaml"), *without_page]
+    paths = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "roomy_models",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "KVPOOL_PREFILL_READS_ROWS": "1",
+    }
+    first, *others = window_ids(4)
+    with Server(arguments, log, environment) as server:
+        return {
+            "info": server.info(),
+            "whole": scored(server, first, 0),
+            "device_hit": scored(server, first, PREFIX),
+            "answer": answer(server, QUESTION, 16),
+            "others": [scored(server, ids, 0) for ids in others],
+            "host_hit": scored(server, first, PREFIX),
+            "metrics": server.get("/metrics").decode(),
+            "log": log.read_text(errors="replace"),
+        }
