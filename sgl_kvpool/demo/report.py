@@ -166,6 +166,6 @@ def write_plot(path: Path, results: Sequence[Result], title: str, token: str) ->
     axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
     axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
     axes.grid(alpha=0.3)
-    figure.suptitle(f"Tokens that fit, and what they cost: {title}", fontsize="medium")
+    figure.suptitle(f"Tokens that fit, and what they cost:\n{title}", fontsize="medium")
     axes.set_title("percent: change of the perplexity to bf16; bars: its standard error", fontsize="small")
     figure.savefig(path, dpi=120)
