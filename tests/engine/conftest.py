@@ -29,6 +29,10 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
+#: The longest jobs, ten of the 80 minutes that all tests take on two cores at 2.5 GHz.
+NOT_ON_CI = {"soak", "soak-broken", "two-stages", "two-replicas"}
+ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 
@@ -274,11 +278,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.timeout(3600))
+            if ON_CI and NOT_ON_CI.intersection(_servers(item)):
+                item.add_marker(pytest.mark.skip(reason="CI has 90 minutes: run `make test` without CI=true"))
+
+
+def _servers(item):
+    """Names of the configurations and jobs that a test asks for."""
+    return [name for marker in item.iter_markers("engine") for name in marker.args]
 
 
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
-    names = [n for item in session.items for marker in item.iter_markers("engine") for n in marker.args]
+    names = [n for item in session.items if not item.get_closest_marker("skip") for n in _servers(item)]
     for name in names:  # grows on the way
         if name in host_tier.AFTER:
             names.append(host_tier.AFTER[name])
