@@ -218,23 +218,16 @@ def demo(model_path, folder):
     }
 
 
+#: The demo with its small model and one layout.
+BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4")
+
+
 def killed(model_path, folder):
     """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_kvpool.cli",
-        "demo",
-        "--model",
-        "bytes",
-        "--layouts",
-        "fp4",
-        "--out",
-        folder / "results",
-    ]
+    command = [*BYTES_DEMO, "--out", folder / "results"]
     printed = folder / "printed"
     with printed.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -250,17 +243,7 @@ def printed(model_path, folder):
     """The command that `demo --print-command` prints, given to a shell."""
     folder.mkdir()
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_kvpool.cli",
-        "demo",
-        "--model",
-        "bytes",
-        "--print-command",
-        "--layouts",
-        "fp4",
-    ]
+    command = [*BYTES_DEMO, "--print-command"]
     line = subprocess.check_output([*command, "--port", str(port)], text=True)
     # What the command needs from the environment has to be in the command.
     environment = {**clean_environment(), "SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
