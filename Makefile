@@ -33,6 +33,8 @@ check: lint
 
 # Two tests at a time: more would start more servers than 24 GB hold. Tensors of tests are small.
 test: $(STAMP)
+	@# Of our own modules too, which each of a server's three processes would compile otherwise.
+	$(BIN)/python -m compileall -q sgl_kvpool
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)

@@ -39,7 +39,9 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 
 def make(folder, *arguments, path=""):
     """`make` with these arguments; its status, and what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+    # As from a shell: a `make test` around this one would give its flags and its level.
+    outer = ("PYTHON", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     environment |= {"UV_OFFLINE": "1", "PATH": f"{path}{os.pathsep}{environment['PATH']}"}
     done = subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300

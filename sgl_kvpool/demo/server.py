@@ -185,8 +185,8 @@ class Server:
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # In a thread, where no handler of a signal raises: one that did between the fork and the
-            # assignment would leave a server that nobody knows.
+            # In a thread, because handlers of signals raise in the main thread only: an exception between the
+            # fork and the assignment would leave a server running that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(
                     subprocess.Popen,

@@ -67,7 +67,7 @@ def check_geometry(model_config: Any, folder: Path) -> None:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """ValueError if one of the sizes in a config.json is none, before SGLang is asked about it."""
+    """ValueError if config.json has a size that is negative, zero or no whole number; SGLang is not asked."""
     names = {name for names in _GEOMETRY for name in names}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1

@@ -81,8 +81,6 @@ def _add_cli_args(original, parser):
             # wrong.
             metavar=f"{{{','.join(option.choices)}}}",
             default=None,
-            nargs="?",
-            const="",  # a flag without a value is refused in a line too
             help=f"[sgl-kvpool] {option.help} Also {option.env}.",
         )
 

@@ -29,6 +29,10 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
+#: The longest jobs, ten of the 80 minutes that all tests take on two cores at 2.5 GHz.
+NOT_ON_CI = {"soak", "soak-broken", "two-stages", "two-replicas"}
+ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 
@@ -215,23 +219,16 @@ def demo(model_path, folder):
     }
 
 
+#: The demo with its small model and one layout.
+BYTES_DEMO = (sys.executable, "-m", "sgl_kvpool.cli", "demo", "--model", "bytes", "--layouts", "fp4")
+
+
 def killed(model_path, folder):
     """The demo, whose scheduler is killed while it scores, as Linux does when memory is short."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_kvpool.cli",
-        "demo",
-        "--model",
-        "bytes",
-        "--layouts",
-        "fp4",
-        "--out",
-        folder / "results",
-    ]
+    command = [*BYTES_DEMO, "--out", folder / "results"]
     printed = folder / "printed"
     with printed.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -247,17 +244,7 @@ def printed(model_path, folder):
     """The command that `demo --print-command` prints, given to a shell."""
     folder.mkdir()
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_kvpool.cli",
-        "demo",
-        "--model",
-        "bytes",
-        "--print-command",
-        "--layouts",
-        "fp4",
-    ]
+    command = [*BYTES_DEMO, "--print-command"]
     line = subprocess.check_output([*command, "--port", str(port)], text=True)
     # What the command needs from the environment has to be in the command.
     environment = {**clean_environment(), "SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
@@ -275,11 +262,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.timeout(3600))
+            if ON_CI and NOT_ON_CI.intersection(_servers(item)):
+                item.add_marker(pytest.mark.skip(reason="CI has 90 minutes: run `make test` without CI=true"))
+
+
+def _servers(item):
+    """Names of the configurations and jobs that a test asks for."""
+    return [name for marker in item.iter_markers("engine") for name in marker.args]
 
 
 def pytest_collection_finish(session):
     """Names that the tests to be run ask for, after -k and the like have picked them."""
-    names = [n for item in session.items for marker in item.iter_markers("engine") for n in marker.args]
+    names = [n for item in session.items if not item.get_closest_marker("skip") for n in _servers(item)]
     for name in names:  # grows on the way
         if name in host_tier.AFTER:
             names.append(host_tier.AFTER[name])

@@ -67,7 +67,6 @@ def refused_by_arguments(done):
             "--attention-backend kvpool_mla reads pools of sgl-kvpool",
         ),
         (("--kv-cache-layout", ""), {}, "--kv-cache-layout '' is not a KV cache layout; choose one of: auto"),
-        (("--kv-cache-layout", "--page-size", "64"), {}, "--kv-cache-layout '' is not a KV cache layout;"),
         (
             (*LAYOUT, "--kv-cache-dtype", "fp8_e5m2"),
             {},

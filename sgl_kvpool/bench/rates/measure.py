@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sgl_kvpool.bench.rates.library import OPERATIONS, Library
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["KINDS", "Measurer", "jobs"]
 
@@ -20,8 +21,8 @@ HOWS = ("one bulk copy per row", "cp.async of 16 bytes", "loads of 16 bytes")
 #: How rows are referred to: in order; in pages of 64 in any order, as a context's; each anywhere, as top-k.
 ORDERS = ("in order", "pages", "any order")
 PAGE_ROWS = 64
-#: Widths of rows: fp4, fp8, fp8_block_scale, bf16.
-ROW_BYTES = (416, 576, 656, 1152)
+#: Widths of DeepSeek's rows in all layouts, for each of which `kernels.cu` has a kernel.
+ROW_BYTES = tuple(sorted(layout.row_format(512, 64).row_bytes for layout in MLAKVCacheLayout))
 #: Programs of one warp per SM. Copies in flight are in shared memory, loads in registers of more warps.
 PER_SM = {0: (1, 2, 4), 1: (1, 2, 4), 2: (8, 32)}
 _SM_SHARED_BYTES = 227 << 10
