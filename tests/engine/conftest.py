@@ -45,31 +45,26 @@ CONFIGURATIONS = {
     "disabled": ([], {"SGLANG_PLUGINS": "nothing", **WATCHED}),
     "stock": ([], WATCHED),
     "foreign": ([], {**WATCHED, "PYTHONPATH": "{tmp}/foreign" + os.pathsep + str(HERE)}),
-    # One layout each, asked for in each of the ways there are.
     "bf16": ([LAYOUT, "bf16"], {}),
-    "bf16-rows": ([LAYOUT, "bf16"], READS_ROWS),
-    "fp8": ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
-    "fp8_block_scale": ([LAYOUT, "fp8_block_scale"], READS_ROWS),
-    "fp4": ([LAYOUT, "fp4"], READS_ROWS),
-    "fp4_fp8_rope": ([LAYOUT, "fp4_fp8_rope"], READS_ROWS),
     # Our pool, read by a stock backend.
-    "bf16-native": ([LAYOUT, "bf16", "--attention-backend", "torch_native"], {}),
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
-    # The layers of a page in one run, asked for in each of the ways there are; all with a host tier.
-    **{
-        f"{layout}-{arrangement}": ([LAYOUT, layout, ARRANGEMENT, arrangement], READS_ROWS)
-        for layout in host_tier.LAYOUTS
-        for arrangement in (host_tier.FIRST, host_tier.AGAIN)
-    },
-    "fp8-page_major": (
-        [LAYOUT, "fp8"],
-        {"KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
-    ),
-    "fp4-token_major": (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
     "bf16-token_major-native": (
         [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
         {},
     ),
+    # One layout each, with a host tier and a store, asked for in each of the ways there are.
+    **{name: ([LAYOUT, layout], READS_ROWS) for layout, name in host_tier.FIRST.items()},
+    host_tier.FIRST["fp8"]: ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
+    # The layers of a page or token in one run, likewise.
+    **{
+        name: ([LAYOUT, layout, ARRANGEMENT, host_tier.AGAIN_ARRANGEMENT[layout]], READS_ROWS)
+        for layout, name in host_tier.AGAIN.items()
+    },
+    host_tier.AGAIN["fp8"]: (
+        [LAYOUT, "fp8"],
+        {"KVPOOL_KV_CACHE_ARRANGEMENT": "page_major", **READS_ROWS},
+    ),
+    host_tier.AGAIN["fp4"]: (["--config", "{tmp}/arranged.yaml"], READS_ROWS),
     host_tier.LOSSY: (
         [LAYOUT, "fp4", *host_tier.ARGUMENTS],
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "lossy_models", "PYTHONPATH": str(HERE), **READS_ROWS},
@@ -81,9 +76,11 @@ CONFIGURATIONS = {
     ),
 }
 #: Those with a host tier and a store.
-WITH_HOST_TIER = [f"{layout}-{a}" for layout in host_tier.LAYOUTS for a in (host_tier.FIRST, host_tier.AGAIN)]
+WITH_HOST_TIER = [*host_tier.FIRST.values(), *host_tier.AGAIN.values()]
 #: Started by `sglang serve` instead of `python -m sglang.launch_server`.
-SERVED = {"fp8_block_scale": (str(Path(sys.executable).parent / "sglang"), "serve")}
+SERVED = {
+    host_tier.FIRST["fp8_block_scale"]: (str(Path(sys.executable).parent / "sglang"), "serve"),
+}
 ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
@@ -114,7 +111,7 @@ def serve(name, model_path, folder):
     if os.environ.get("PYTHONPATH") and "PYTHONPATH" in environment:
         environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     has_host_tier = name in WITH_HOST_TIER
-    layout, _, arrangement = name.rpartition("-")
+    layout = name.partition("-")[0]
     store = None
     if has_host_tier:
         arguments += [
@@ -123,7 +120,7 @@ def serve(name, model_path, folder):
         ]
         environment.update(host_tier.environment(HERE, folder.parent, name))
         store = environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]
-        if arrangement == host_tier.AGAIN:
+        if name == host_tier.AGAIN[layout]:
             host_tier.damage(store, layout)
     in_store = {layout: len(host_tier.stored(store, layout)) for layout in host_tier.LAYOUTS if store}
     log = folder / "server.log"

@@ -2,6 +2,7 @@
 
 Two folders, each for some layouts in turn: the first server of a folder fills it, the next has another layout
 and finds nothing, and then each layout is served once more, in another arrangement, and finds its own pages.
+The first servers are also those that tests/engine/test_serving.py asks about their layout.
 """
 
 import os
@@ -13,12 +14,22 @@ PAGE_SIZE, DEVICE_TOKENS, HOST_TOKENS = 16, 1024, 8192
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 #: Layouts that share a folder, in the order of their servers.
 SHARED = [("bf16", "fp8"), ("fp8_block_scale", "fp4", "fp4_fp8_rope")]
-FIRST, AGAIN = "token_major", "page_major"
+#: Arrangement of the second server of each layout; that of the first is layer_major.
+AGAIN_ARRANGEMENT = {
+    "bf16": "page_major",
+    "fp8": "page_major",
+    "fp8_block_scale": "token_major",
+    "fp4": "token_major",
+    "fp4_fp8_rope": "page_major",
+}
+#: Names of the servers by layout.
+FIRST = {layout: f"{layout}-layer_major" for layout in LAYOUTS}
+AGAIN = {layout: f"{layout}-{AGAIN_ARRANGEMENT[layout]}" for layout in LAYOUTS}
 #: Server: the one that has to have ended before it.
 AFTER = {
     name: before
     for layouts in SHARED
-    for before, name in pairwise([f"{layout}-{a}" for a in (FIRST, AGAIN) for layout in layouts])
+    for before, name in pairwise([servers[layout] for servers in (FIRST, AGAIN) for layout in layouts])
 }
 
 ARGUMENTS = [
@@ -36,10 +47,10 @@ STORE_ARGUMENTS = [
 LOSSY = "fp4-lossy"
 #: Each of SGLang's choices once.
 CHOICES = {
-    "bf16-token_major": ["--hicache-io-backend", "direct"],
-    "fp8-token_major": ["--hicache-mem-layout", "page_first_direct"],
-    "fp8_block_scale-page_major": ["--hicache-write-policy", "write_back"],
-    "fp4-page_major": ["--hicache-write-policy", "write_through_selective"],
+    FIRST["bf16"]: ["--hicache-io-backend", "direct"],
+    FIRST["fp8"]: ["--hicache-mem-layout", "page_first_direct"],
+    AGAIN["fp8_block_scale"]: ["--hicache-write-policy", "write_back"],
+    AGAIN["fp4"]: ["--hicache-write-policy", "write_through_selective"],
 }
 
 #: Other texts, long enough to push everything else out of the device pool together.

@@ -5,6 +5,7 @@ import re
 import pytest
 from host_tier_servers import (
     AGAIN,
+    AGAIN_ARRANGEMENT,
     CHOICES,
     DAMAGED_PAGE,
     FIRST,
@@ -20,23 +21,19 @@ LAYERS = 3
 WRITTEN_LATER = [name for name, arguments in CHOICES.items() if "--hicache-write-policy" in arguments]
 #: Whole pages of the long prompt that can be found; its last token is always computed.
 LONG = (len(PROMPTS[3]) - 1) // PAGE_SIZE * PAGE_SIZE
-#: The layer-major server of each layout without a host tier whose prefill reads stored rows.
-PLAIN = {layout: layout for layout in LAYOUTS} | {"bf16": "bf16-rows"}
 
 
-def servers(layouts, *arrangements, plain=False):
-    """Parameters (layout, arrangement), marked with the servers that each needs."""
+def marked(*servers):
+    """Parameters: (layout, the name of its server) for each of FIRST, AGAIN; marked with what it needs."""
     return [
-        pytest.param(
-            layout,
-            arrangement,
-            marks=pytest.mark.engine(
-                f"{layout}-{arrangement}", f"{layout}-{FIRST}", *([PLAIN[layout]] if plain else [])
-            ),
-        )
-        for layout in layouts
-        for arrangement in arrangements
+        pytest.param(layout, names[layout], marks=pytest.mark.engine(names[layout], FIRST[layout]))
+        for layout in LAYOUTS
+        for names in servers
     ]
+
+
+def arrangement_of(layout, name):
+    return AGAIN_ARRANGEMENT[layout] if name == AGAIN[layout] else "layer_major"
 
 
 def cached(answer):
@@ -58,29 +55,29 @@ def metric(answers, name, **labels):
     return None
 
 
-@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN, plain=True))
-def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, arrangement):
+@pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
+def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, name):
     """And those of the first pass: prefill reads stored rows for its own chunk, so the same bytes."""
-    answers = record(f"{layout}-{arrangement}")
+    answers = record(name)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
     assert cached(found["host_hit"]) == {"device": 0, "host": LONG, "storage": 0}
     first = answers["first"][3]["output_ids"]
-    assert first == record(PLAIN[layout])["first"][3]["output_ids"]
+    assert first == record(FIRST[layout])["first"][3]["output_ids"]
     assert found["device_hit"]["output_ids"] == first
     assert found["host_hit"]["output_ids"] == first
     assert found["host_hit"]["text"] == found["device_hit"]["text"]
     assert log_probabilities(found["host_hit"]) == log_probabilities(found["device_hit"])
 
 
-@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, AGAIN))
-def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, arrangement):
+@pytest.mark.parametrize(("layout", "name"), marked(AGAIN))
+def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, name):
     """The same tokens, in another arrangement of the pool."""
-    before, after = record(f"{layout}-{FIRST}"), record(f"{layout}-{AGAIN}")
+    before, after = record(FIRST[layout]), record(name)
     assert after["in_store"][layout] == before["stored"] > LONG // PAGE_SIZE
     # Two prompts continue what is on the device by then. SGLang asks the store for the rest only if it has
     # the keys of what is there, which it has not where pages are written to the host later.
-    at_once = f"{layout}-{AGAIN}" not in WRITTEN_LATER
+    at_once = name not in WRITTEN_LATER
     asked = zip(PROMPTS, before["first"], after["first"], strict=True)
     for number, (prompt, there, here) in enumerate(asked):
         hit, whole = cached(here), (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
@@ -94,26 +91,27 @@ def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, arrange
 @pytest.mark.parametrize(
     ("layout", "other"),
     [
-        pytest.param(other, first, marks=pytest.mark.engine(f"{other}-{FIRST}", PLAIN[other]))
+        pytest.param(other, first, marks=pytest.mark.engine(FIRST[other], FIRST["bf16"]))
         for first, *others in SHARED
         for other in others
     ],
 )
 def test_another_layout_misses(record, layout, other):
     """A store full of the same prompts in another layout: nothing of it is read, and the output is right."""
-    answers = record(f"{layout}-{FIRST}")
+    answers = record(FIRST[layout])
     assert answers["in_store"][other] > LONG // PAGE_SIZE
     assert answers["in_store"][layout] == 0
     for answer in (*answers["first"], *answers["host_tier"]["fillers"]):
         assert cached(answer)["storage"] == 0
-    plain = record(PLAIN[layout])
+    # Wide margins decide these tokens: they are those of bf16 rows in every layout.
+    plain = record(FIRST["bf16"])
     assert [a["output_ids"] for a in answers["first"]] == [a["output_ids"] for a in plain["first"]]
 
 
-@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, AGAIN))
-def test_a_damaged_file_costs_what_follows_it(record, layout, arrangement):
+@pytest.mark.parametrize(("layout", "name"), marked(AGAIN))
+def test_a_damaged_file_costs_what_follows_it(record, layout, name):
     """The pages before it are served from the store, it and the rest are computed; the tokens are right."""
-    before, after = record(f"{layout}-{FIRST}"), record(f"{layout}-{AGAIN}")
+    before, after = record(FIRST[layout]), record(name)
     whole, damaged = before["host_tier"]["fillers"][0], after["host_tier"]["fillers"][0]
     assert cached(damaged) == {"device": 0, "host": 0, "storage": DAMAGED_PAGE * PAGE_SIZE}
     assert damaged["output_ids"] == whole["output_ids"]
@@ -127,14 +125,14 @@ def test_a_damaged_file_costs_what_follows_it(record, layout, arrangement):
         assert cached(answer)["storage"] == 400 // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
 
 
-@pytest.mark.engine(LOSSY, "fp4")
+@pytest.mark.engine(LOSSY, FIRST["fp4"])
 def test_lost_backups_are_misses(record):
     """Every backup fails twice: what was pushed out is computed again, rightly, and the server goes on."""
     answers = record(LOSSY)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
     assert cached(found["host_hit"]) == {"device": 0, "host": 0, "storage": 0}
-    first = record("fp4")["first"][3]["output_ids"]
+    first = record(FIRST["fp4"])["first"][3]["output_ids"]
     assert found["device_hit"]["output_ids"] == found["host_hit"]["output_ids"] == first
     assert metric(answers, "sgl_kvpool_failures_total", kind="backup_lost") > 0
     assert metric(answers, "sgl_kvpool_failures_total", kind="load_pages") > 0
@@ -142,13 +140,13 @@ def test_lost_backups_are_misses(record):
     assert "a host page of the list was lost in its backup" in answers["log"]
 
 
-@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN))
-def test_metrics(record, layout, arrangement):
-    answers = record(f"{layout}-{arrangement}")
+@pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
+def test_metrics(record, layout, name):
+    answers = record(name)
     labels = {
         "layout": layout,
         "host_layout": layout,
-        "arrangement": arrangement,
+        "arrangement": arrangement_of(layout, name),
         "backend": "kvpool_mla",
         "version": "0.1.0",
     }
@@ -173,15 +171,18 @@ def test_metrics(record, layout, arrangement):
         assert metric(answers, "sgl_kvpool_failures_total", kind=kind) == 0
 
 
-@pytest.mark.parametrize(("layout", "arrangement"), servers(LAYOUTS, FIRST, AGAIN))
-def test_the_log_says_what_the_tier_is(record, layout, arrangement):
-    run_bytes = {"token_major": ROW_BYTES[layout], "page_major": LAYERS * PAGE_SIZE * ROW_BYTES[layout]}
-    label = (
-        "page_first_direct" if (layout, arrangement) in (("bf16", FIRST), ("fp8", FIRST)) else "page_first"
-    )
+@pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
+def test_the_log_says_what_the_tier_is(record, layout, name):
+    row_bytes = ROW_BYTES[layout]
+    run_bytes = {
+        "layer_major": PAGE_SIZE * row_bytes,
+        "token_major": row_bytes,
+        "page_major": LAYERS * PAGE_SIZE * row_bytes,
+    }
+    label = "page_first_direct" if name in (FIRST["bf16"], FIRST["fp8"]) else "page_first"
     line = (
         f"sgl-kvpool: host tier of 513 pages of 16 tokens ({PAGE_SIZE * LAYERS * ROW_BYTES[layout]} bytes, "
         f"all 3 layers), {label}, rows {layout}-r512-p64-b{ROW_BYTES[layout]}-v1, engine cpu, runs of "
-        f"{run_bytes[arrangement]} bytes"
+        f"{run_bytes[arrangement_of(layout, name)]} bytes"
     )
-    assert record(f"{layout}-{arrangement}")["log"].count(line) == 1
+    assert record(name)["log"].count(line) == 1

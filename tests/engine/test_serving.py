@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_tier_servers import PAGE_SIZE
+from host_tier_servers import AGAIN, AGAIN_ARRANGEMENT, DEVICE_TOKENS, FIRST, LAYOUTS, PAGE_SIZE
 
-LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYERS, TOKENS = 3, 16384
 
@@ -71,35 +70,42 @@ def test_another_sglang_version_warns_and_serves(record):
 # ------------------------------------------------------------------ every layout serves
 
 
-@pytest.mark.engine(*LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_server_says_what_it_serves(record, layout):
-    answers = record(layout)
+#: A layout, a server of it, that server's tokens and page size.
+SERVERS = [
+    ("bf16", "bf16", TOKENS, 1),
+    *((layout, FIRST[layout], DEVICE_TOKENS, PAGE_SIZE) for layout in LAYOUTS),
+]
+
+
+@pytest.mark.engine("bf16", *FIRST.values())
+@pytest.mark.parametrize(("layout", "name", "size", "page_size"), SERVERS)
+def test_server_says_what_it_serves(record, layout, name, size, page_size):
+    answers = record(name)
     info = answers["info"]
     assert info["kv_cache_layout"] == layout
     assert info["attention_backend"] == "kvpool_mla"
-    assert info["max_total_num_tokens"] == TOKENS
-    gigabytes = (TOKENS + 1) * LAYERS * ROW_BYTES[layout] / 2**30
+    assert info["max_total_num_tokens"] == size
+    gigabytes = (size + page_size) * LAYERS * ROW_BYTES[layout] / 2**30
     line = (
         f"sgl-kvpool: KV cache layout {layout}: {ROW_BYTES[layout]} bytes per token and layer, "
-        f"{LAYERS} layers, {TOKENS} tokens, {gigabytes:.2f} GB"
+        f"{LAYERS} layers, {size} tokens, {gigabytes:.2f} GB"
     )
     assert answers["log"].count(line) == 1
 
 
-@pytest.mark.engine(*LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefix_cache_hits(record, layout):
-    answers = record(layout)
+@pytest.mark.engine("bf16", *FIRST.values())
+@pytest.mark.parametrize(("layout", "name", "size", "page_size"), SERVERS)
+def test_prefix_cache_hits(record, layout, name, size, page_size):
+    answers = record(name)
     first, again = cached(answers["first"]), cached(answers["batch"])
     assert first[0] == 0
-    assert first[1] >= 40  # the bytes that the first two prompts share
-    assert all(hit >= answer["meta_info"]["prompt_tokens"] - 1
-               for hit, answer in zip(again, answers["batch"], strict=True))  # fmt: skip
+    assert first[1] >= 40 // page_size * page_size  # the bytes that the first two prompts share
+    for hit, answer in zip(again, answers["batch"], strict=True):
+        assert hit >= (answer["meta_info"]["prompt_tokens"] - 1) // page_size * page_size
 
 
-@pytest.mark.engine("bf16-rows", *LAYOUTS[1:])
-@pytest.mark.parametrize("name", ["bf16-rows", *LAYOUTS[1:]])
+@pytest.mark.engine(*FIRST.values())
+@pytest.mark.parametrize("name", FIRST.values())
 def test_stored_rows_give_the_same_tokens_with_and_without_a_hit(record, name):
     """Prefill reads stored rows for its own chunk too, so a hit and a cold prefill read the same bytes."""
     answers = record(name)
@@ -118,8 +124,8 @@ def test_the_model_knows_its_text(record):
     assert sum(a == b for a, b in zip(found, KNOWN, strict=True)) >= 3
 
 
-@pytest.mark.engine("disabled", "bf16", "bf16-rows", "bf16-native")
-@pytest.mark.parametrize("name", ["bf16", "bf16-rows", "bf16-native"])
+@pytest.mark.engine("disabled", "bf16", FIRST["bf16"], "bf16-token_major-native")
+@pytest.mark.parametrize("name", ["bf16", FIRST["bf16"], "bf16-token_major-native"])
 def test_bf16_gives_the_tokens_of_stock_sglang(record, name):
     stock, found = record("disabled"), record(name)
     assert tokens(found["first"]) == tokens(stock["first"])
@@ -128,20 +134,21 @@ def test_bf16_gives_the_tokens_of_stock_sglang(record, name):
     assert mean_distance(logprobs(found["prompt"]), logprobs(stock["prompt"])) < 0.02
 
 
-@pytest.mark.engine("fp8", "fp8-native")
+@pytest.mark.engine(FIRST["fp8"], "fp8-native")
 def test_stock_backend_reads_our_fp8_rows(record):
-    ours, stock = record("fp8"), record("fp8-native")
+    ours, stock = record(FIRST["fp8"]), record("fp8-native")
     assert stock["info"]["kv_cache_layout"] == "fp8"
     assert stock["info"]["attention_backend"] == "torch_native"
     assert mean_distance(logprobs(ours["prompt"]), logprobs(stock["prompt"])) < 0.02
 
 
-@pytest.mark.engine("bf16-rows", *LAYOUTS[1:], "damaged")
+@pytest.mark.engine(*FIRST.values(), "damaged")
 def test_log_probabilities_show_the_layout(record):
     """Each layout moves them, a little; a damaged codec moves them much more."""
-    exact = logprobs(record("bf16-rows")["prompt"])
+    exact = logprobs(record(FIRST["bf16"])["prompt"])
     distance = {
-        name: mean_distance(logprobs(record(name)["prompt"]), exact) for name in (*LAYOUTS[1:], "damaged")
+        name: mean_distance(logprobs(record(FIRST.get(name, name))["prompt"]), exact)
+        for name in (*LAYOUTS[1:], "damaged")
     }
     assert all(math.isfinite(value) for value in distance.values())
     assert 0 < distance["fp8_block_scale"] < distance["fp4"] < 0.3
@@ -150,32 +157,24 @@ def test_log_probabilities_show_the_layout(record):
     assert distance["damaged"] > 4 * distance["fp4"]
 
 
-@pytest.mark.engine("bf16", "bf16-rows")
+@pytest.mark.engine("bf16", FIRST["bf16"])
 def test_prefill_reads_rows_only_if_asked(record):
     line = "prefill attends stored rows (KVPOOL_PREFILL_READS_ROWS=1)"
-    assert line in record("bf16-rows")["log"]
+    assert line in record(FIRST["bf16"])["log"]
     assert line not in record("bf16")["log"]
 
 
 # ------------------------------------------------------------------ arrangements
 
-CROSS = [(layout, arrangement) for layout in LAYOUTS for arrangement in ("token_major", "page_major")]
-#: The layer-major server of each layout whose prefill reads stored rows.
-PLAIN = {layout: layout for layout in LAYOUTS} | {"bf16": "bf16-rows"}
-
 
 @pytest.mark.parametrize(
-    ("layout", "arrangement"),
-    [
-        pytest.param(layout, arrangement, marks=pytest.mark.engine(f"{layout}-{arrangement}", PLAIN[layout]))
-        for layout, arrangement in CROSS
-    ],
+    "layout", [pytest.param(one, marks=pytest.mark.engine(FIRST[one], AGAIN[one])) for one in LAYOUTS]
 )
-def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout, arrangement):
+def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout):
     """The same rows elsewhere: one request after the other, then all at once over pages in no order."""
-    plain, found = record(PLAIN[layout]), record(f"{layout}-{arrangement}")
+    plain, found = record(FIRST[layout]), record(AGAIN[layout])
     page_size = PAGE_SIZE
-    assert found["info"]["kv_cache_arrangement"] == arrangement
+    assert found["info"]["kv_cache_arrangement"] == AGAIN_ARRANGEMENT[layout]
     assert found["info"]["kv_cache_layout"] == layout
     assert found["info"]["page_size"] == page_size
     assert tokens(found["first"]) == tokens(plain["first"])
@@ -186,14 +185,13 @@ def test_a4_an_arrangement_gives_the_tokens_of_layer_major(record, layout, arran
     assert hits == [(length - 1) // page_size * page_size for length in lengths]
 
 
-@pytest.mark.engine(*(f"{layout}-{arrangement}" for layout, arrangement in CROSS))
-@pytest.mark.engine(*LAYOUTS)
+@pytest.mark.engine("bf16", *FIRST.values(), *AGAIN.values())
 def test_the_log_says_where_the_layers_lie(record):
-    for layout, arrangement in CROSS:
-        assert f"arrangement {arrangement}" in record(f"{layout}-{arrangement}")["log"]
-    for layout in LAYOUTS:
-        assert "arrangement layer_major (auto" in record(layout)["log"]
-        assert record(layout)["info"]["kv_cache_arrangement"] == "layer_major"
+    for layout, name in AGAIN.items():
+        assert f"arrangement {AGAIN_ARRANGEMENT[layout]}" in record(name)["log"]
+    for name in ("bf16", *FIRST.values()):
+        assert "arrangement layer_major (auto" in record(name)["log"]
+        assert record(name)["info"]["kv_cache_arrangement"] == "layer_major"
 
 
 @pytest.mark.engine("disabled", "bf16-token_major-native")
