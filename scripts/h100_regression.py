@@ -58,7 +58,10 @@ def _names(allowed: Sequence[str]) -> Any:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
@@ -249,7 +252,10 @@ def run_all(
     results = out / "results.jsonl"
     if results.exists():
         parser().error(f"{results} is there already; name another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser().error(f"--out {out}: {error.strerror}")
     shown = {"layouts": options.layouts, "core": options.core, "quick": options.quick, "tp": options.tp}
     facts = {**facts_of(machine, argv), "options": shown, "model": model_facts(options.model)}
     write_lines(results, [header(facts)])

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--windows",
         type=int,
         metavar="N",
-        help="pieces of text that are scored (as many as ten minutes allow, 32 to 128; bytes: 32)",
+        help="pieces of text that are scored (as many as ten minutes allow, 24 to 128; bytes: 32)",
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument(

@@ -90,7 +90,7 @@ def test_heads(runs, layout, heads):
     decode(make_case(layout, rank=128, heads=heads, counts=((67,),), fill=0x7F), 1)
 
 
-@pytest.mark.parametrize(("rank", "rope"), [(128, 0), (384, 64)])
+@pytest.mark.parametrize(("rank", "rope"), [(128, 0), (256, 64), (384, 64)])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_geometries(runs, layout, rank, rope):
     decode(make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3), 3)

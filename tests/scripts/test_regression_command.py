@@ -96,3 +96,20 @@ def test_a_run_in_which_everything_was_skipped_is_no_success(tmp_path):
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 1, printed
     assert "SKIPPED: 1 of 1 steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "x"], "argument --minutes: x is not a positive number"),
+        (["--core", "--only", "canonical", "--out", "{file}"], "--out {file}: File exists"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, words, said):
+    file = tmp_path / "file"
+    file.write_text("")
+    process = start(*(word.format(file=file) for word in words))
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert printed.splitlines()[-1] == "h100_regression.py: error: " + said.format(file=file)
+    assert "Traceback" not in printed
