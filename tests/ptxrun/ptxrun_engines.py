@@ -21,7 +21,7 @@ import torch
 
 CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
 #: `Transfer` and `RowLayout` of csrc: int64 numbers, by value.
-_TRANSFER, _ROW_LAYOUT = struct.Struct("9q"), struct.Struct("9q")
+_TRANSFER, _ROW_LAYOUT = struct.Struct("9q"), struct.Struct("11q")
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _COPY_THREADS, _CONVERT_THREADS = 1024, 512
 
