@@ -29,8 +29,8 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
-#: The longest jobs, ten of the 80 minutes that all tests take on two cores at 2.5 GHz.
-NOT_ON_CI = {"soak", "soak-broken", "two-stages", "two-replicas"}
+#: The longest jobs, seven of the minutes that all tests take on two cores at 2.5 GHz.
+NOT_ON_CI = {"soak", "soak-broken"}
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 LAYOUT, ARRANGEMENT = "--kv-cache-layout", "--kv-cache-arrangement"

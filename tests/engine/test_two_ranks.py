@@ -7,12 +7,14 @@ processes goes over gloo, SGLang's way on a machine without NCCL.
 import os
 
 import pytest
-from host_tier_servers import PAGE_SIZE
+from host_tier_servers import FIRST, PAGE_SIZE
 from ranked_servers import ALL_RANKS, UNREADABLE_PAGE
 from test_host_tier import LAYERS, LONG, ROW_BYTES, cached, log_probabilities, metric
 from tiny_model import KNOWN
 
 TWO_RANKS, STAGES, REPLICAS = "two-ranks", "two-stages", "two-replicas"
+#: The server of one process that the answers are compared with.
+ALONE = FIRST["fp4"]
 MISS = {"device": 0, "host": 0, "storage": 0}
 
 
@@ -26,12 +28,12 @@ def started_on_request(*names):
 servers = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(TWO_RANKS, marks=pytest.mark.engine(TWO_RANKS, "fp4")),
-        pytest.param(STAGES, marks=started_on_request(STAGES, "fp4")),
+        pytest.param(TWO_RANKS, marks=pytest.mark.engine(TWO_RANKS, ALONE)),
+        pytest.param(STAGES, marks=started_on_request(STAGES, ALONE)),
     ],
 )
 replicas = pytest.mark.parametrize(
-    "name", [pytest.param(REPLICAS, marks=started_on_request(REPLICAS, "fp4"))]
+    "name", [pytest.param(REPLICAS, marks=started_on_request(REPLICAS, ALONE))]
 )
 
 
@@ -41,7 +43,7 @@ def ids(answers):
 
 @servers
 def test_answers_are_those_of_one_process(record, name):
-    answers, alone = record(name), record("fp4")
+    answers, alone = record(name), record(ALONE)
     assert ids(answers["first"]) == ids(alone["first"])
     assert [answer["text"] for answer in answers["first"]] == KNOWN
 
@@ -113,7 +115,7 @@ def test_sglang_saw_no_rank_do_something_else(record):
 @replicas
 def test_replicas_share_a_store(record, name):
     """Two schedulers with a pool and a host tier of their own; each answers every other request."""
-    answers, alone = record(name), record("fp4")
+    answers, alone = record(name), record(ALONE)
     assert ids(answers["first"]) == ids(alone["first"])
     assert cached(answers["store_hit"]) == {**MISS, "storage": LONG}
     assert answers["store_hit"]["output_ids"] == answers["first"][3]["output_ids"]
