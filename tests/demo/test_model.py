@@ -61,8 +61,8 @@ def test_windows_of_the_byte_model(bytes_model):
 
 @pytest.mark.parametrize(
     ("window_seconds", "count"),
-    # (600 / 4 - 40 - 40) / 1 = 70, rounded down to fours; a slow machine scores the fewest all the same, a fast
-    # one all.
+    # (600 / 4 - 40 - 40) / 1 = 70, rounded down to fours; a slow machine scores the fewest all the same, a
+    # fast one all.
     [(1.0, 68), (60.0, 32), (0.01, 128)],
 )
 def test_as_many_windows_as_ten_minutes_allow(bytes_model, window_seconds, count):
