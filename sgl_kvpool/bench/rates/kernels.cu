@@ -310,6 +310,14 @@ Gather gather_of(int how) {
   return all[how];
 }
 
+// Null for rows of another size.
+template <int... ROWS>
+Gather gather_of_one_of(int row_bytes, int how) {
+  Gather found = nullptr;
+  ((row_bytes == ROWS ? void(found = gather_of<ROWS>(how)) : void()), ...);
+  return found;
+}
+
 int launched(const void* kernel, int blocks, int threads, int shared_bytes, void** arguments, cudaStream_t stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) error = cudaLaunchKernel(kernel, blocks, threads, arguments, shared_bytes, stream);
@@ -338,10 +346,8 @@ extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands,
 
 extern "C" int kvpool_gather(int row_bytes, int how, const uint8_t* pool, const int* ids, int rows, uint32_t* out,
                              int blocks, cudaStream_t stream) {
-  Gather kernel = row_bytes == 416   ? gather_of<416>(how)
-                  : row_bytes == 576 ? gather_of<576>(how)
-                  : row_bytes == 656 ? gather_of<656>(how)
-                                     : gather_of<1152>(how);
+  Gather kernel = gather_of_one_of<352, 416, 576, 656, 1152>(row_bytes, how);  // measure.ROW_BYTES
+  if (kernel == nullptr) return cudaErrorInvalidValue;
   void* arguments[] = {&pool, &ids, &rows, &out};
   int shared_bytes = how == kLoads ? 0 : kStages * kTogether * ((row_bytes + 31) / 32 * 32 + 16);
   return launched(reinterpret_cast<const void*>(kernel), blocks, 32, shared_bytes, arguments, stream);
