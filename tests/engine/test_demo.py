@@ -86,8 +86,13 @@ def test_stored_rows_were_read(results):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_tokens(record, results, goldens, layout):
     assert goldens["prompts"] == record("demo")["prompts"]
-    expected = [golden["token_ids"] for golden in goldens["greedy"][layout]]
-    found = [greedy["token_ids"] for greedy in results[layout]["greedy"]]
+    # Where a margin is within bfloat16's rounding of the logits, another CPU may give another token.
+    wide = [
+        number for number, golden in enumerate(goldens["greedy"][layout]) if golden["smallest_margin"] > 0.1
+    ]
+    expected = [goldens["greedy"][layout][number]["token_ids"] for number in wide]
+    found = [results[layout]["greedy"][number]["token_ids"] for number in wide]
+    assert len(wide) >= 4
     texts = [[bytes(ids).decode() for ids in answers] for answers in (found, expected)]
     assert texts[0] == texts[1]
 
