@@ -5,7 +5,7 @@ Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its 
 code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
-``sgl_kvpool/bench/attention/tile_costs.json``, and the tables made of them into ``docs/attention.md``;
+``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into ``docs/attention.md``;
 `--check` fails if these differ. `--try` counts a tile that the table does not have.
 """
 
@@ -27,8 +27,8 @@ import loop_costs  # noqa: E402
 import page_tables  # noqa: E402
 
 from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, table, tile_config  # noqa: E402
-from sgl_kvpool.bench.attention.limits import TILE_COSTS, UNITS, busiest_unit_clk  # noqa: E402
-from sgl_kvpool.bench.outputs import replace_file, require_writable  # noqa: E402
+from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS, busiest_unit_clk  # noqa: E402
+from sgl_kvpool.commands.bench.outputs import replace_file, require_writable  # noqa: E402
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "attention.md"

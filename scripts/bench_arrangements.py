@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.arrangement import RowPlacement
 from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.memory.arrangement import RowPlacement
 
 SCHEMA = 1
 LAYERS, PAGE_SIZE = 61, 64

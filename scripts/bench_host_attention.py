@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
-from sgl_kvpool.attention.host import Request, RowReader
+from sgl_kvpool.attention.cpu import Request, RowReader
 from sgl_kvpool.codec import decode_rows, encode_rows
 
 SCHEMA = 1

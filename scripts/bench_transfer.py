@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sgl_kvpool.bench.transfer import main
+from sgl_kvpool.commands.bench.transfer import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,10 +31,10 @@ from regression.runner import Interrupted, signals_interrupt
 from soak_leg import soak
 from soak_servers import LEGS, Leg, has_sparse_attention
 
-from sgl_kvpool.bench.outputs import commit, replace_file, require_writable
+from sgl_kvpool.commands.bench.outputs import commit, replace_file, require_writable
 from sgl_kvpool.demo.server import ServerFailed
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT, environment_problems
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_LAYOUT, environment_problems
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent

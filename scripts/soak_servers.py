@@ -13,11 +13,11 @@ from typing import Any
 from soak_in_server import BREAK
 
 from sgl_kvpool import env
+from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import model_path
-from sgl_kvpool.host.labels import NARROWEST_HOST_LAYOUT
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.named_model import find_model
+from sgl_kvpool.transfer.labels import NARROWEST_HOST_LAYOUT
 
 __all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"]
 

@@ -1,7 +1,7 @@
 """KV-cache layouts for MLA models in SGLang. Importing this imports neither torch nor SGLang."""
 
-from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import FORMAT_VERSION, MLAKVCacheLayout, RowFormat
+from sgl_kvpool.memory.arrangement import KVArrangement
 
 __version__ = "0.1.0"
 __all__ = ["FORMAT_VERSION", "KVArrangement", "MLAKVCacheLayout", "RowFormat", "__version__"]

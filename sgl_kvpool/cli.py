@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_kvpool import __version__, bench, env, warmup
+from sgl_kvpool import __version__, env
+from sgl_kvpool.commands import bench, warmup
+from sgl_kvpool.commands.plan import command as plan
 from sgl_kvpool.demo import model
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.plan import command as plan
-from sgl_kvpool.sglang_plugin.record import environment_problems
+from sgl_kvpool.sglang_plugin.options import environment_problems
 
 __all__ = ["main"]
 
@@ -221,7 +222,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from sgl_kvpool import doctor
+    from sgl_kvpool.commands import doctor
 
     _leave_in_order()
     print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)

@@ -56,7 +56,7 @@ def arguments(layout, rank=512, rope=64, **extra):
 
 def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
     """Ours, as SGLang's builder makes it; `options` are those of `bind`."""
-    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
 
     return LayoutDSATokenToKVPool.bind(layout, **(options or {}))(**arguments(layout, rank, rope, **extra))
 

@@ -61,7 +61,7 @@ def hybrid_pool(
     layout, arrangement="layer_major", rope=64, sparse=False, k_scales=None, options=None, **extra
 ):
     """Ours, as the plugin makes it; `options` are those of `bind`."""
-    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement, **(options or {}))
     return bound(**arguments(layout, rope, sparse, **extra))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvpool.arrangement import KVArrangement, RowPlacement
+from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 
 #: Axes in memory, from the outermost; written here once more, as the oracle.
 ORDER = {"layer_major": "LBNC", "token_major": "BNLC", "page_major": "BLNC"}

@@ -101,7 +101,7 @@ def git(folder, *arguments):
 
 def commit_of(folder, **environment):
     """What the copy of the package in a folder takes for its commit."""
-    code = "from sgl_kvpool.bench.outputs import commit; print(commit())"
+    code = "from sgl_kvpool.commands.bench.outputs import commit; print(commit())"
     # In the folder: it is first on the path, before any installed package.
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": "", **environment},

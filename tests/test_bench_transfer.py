@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.bench import codec, transfer, transfer_report
 from sgl_kvpool.cli import main
+from sgl_kvpool.commands.bench import codec, transfer, transfer_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks" / "transfer_cpu.json"

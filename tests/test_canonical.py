@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
-from sgl_kvpool.canonical import (
+from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
     CanonicalKVCaches,
     IndexedBy,
@@ -16,9 +16,9 @@ from sgl_kvpool.canonical import (
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.cross_layer import LayerPages
-from sgl_kvpool.page_copy import copy_pages
-from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.memory.cross_layer import LayerPages
+from sgl_kvpool.memory.page_copy import copy_pages
+from sgl_kvpool.memory.runs import PageRuns
 
 PAGES, TOKENS = 10, 16
 

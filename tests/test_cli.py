@@ -65,8 +65,8 @@ def test_print_command_prints_a_line_per_layout(capsys):
 
 @pytest.mark.parametrize("host_tier_bytes", [0, 100 << 30])
 def test_print_command_says_if_the_host_tier_is_left_out(capsys, monkeypatch, host_tier_bytes):
+    from sgl_kvpool.commands.doctor.probes import Finding
     from sgl_kvpool.demo import compare
-    from sgl_kvpool.doctor.probes import Finding
 
     monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": host_tier_bytes}))
     assert main(["demo", "--model", "bytes", "--print-command", "--layouts", "fp4"]) == 0

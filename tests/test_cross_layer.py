@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvpool.allocation import allocate_cross_layer, allocate_states, as_canonical
-from sgl_kvpool.arrangement import KVArrangement
-from sgl_kvpool.cross_layer import CrossLayerGroup, LayerPages
+from sgl_kvpool.memory.allocation import allocate_cross_layer, allocate_states, as_canonical
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.memory.cross_layer import CrossLayerGroup, LayerPages
 
 READER, OTHER = object(), object()
 #: Axes in memory, from the outermost; written here once more, as the oracle.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.page_runs import PageRuns, merged
+from sgl_kvpool.memory.runs import PageRuns, merged
 
 
 def places(runs, pages=1, page_bytes=0):

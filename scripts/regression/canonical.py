@@ -20,11 +20,17 @@ import torch
 
 from regression.records import Measurement, write_measurements
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
-from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList, byte_pages
-from sgl_kvpool.cross_layer import LayerPages
-from sgl_kvpool.page_copy import copy_pages
-from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.memory.canonical import (
+    CanonicalGroup,
+    CanonicalKVCaches,
+    LayerReference,
+    TensorList,
+    byte_pages,
+)
+from sgl_kvpool.memory.cross_layer import LayerPages
+from sgl_kvpool.memory.page_copy import copy_pages
+from sgl_kvpool.memory.runs import PageRuns
 
 LAYERS, PAGES, PAGE_SIZE = 5, 23, 64
 #: Axes of memory from the outermost: pages B, layers L, tokens X, bytes of a row C.

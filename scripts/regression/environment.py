@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.bench.outputs import commit
+from sgl_kvpool.commands.bench.outputs import commit
 
 __all__ = ["ROOT", "Machine", "driver_facts", "facts_of", "find_machine", "on_path", "sources_sha256"]
 

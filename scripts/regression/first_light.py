@@ -20,7 +20,7 @@ from regression.first_light_page import page
 from regression.records import SCHEMA, Run, StepRecord, header, read_lines, resume, write_lines
 from regression.runner import Interrupted, Step, run_steps, signals_interrupt
 from regression.steps import TESTS, isolated
-from sgl_kvpool.bench.outputs import replace_file
+from sgl_kvpool.commands.bench.outputs import replace_file
 
 __all__ = ["MINUTES", "FirstLight", "first_light_steps"]
 
@@ -207,7 +207,7 @@ def _json(path: Path) -> Any:
 
 def _tile_table(benchmarks: dict[str, Any]) -> dict[str, Any] | None:
     """Of the rows of all sweeps."""
-    from sgl_kvpool.bench.tiles.choice import choose, split_findings, table_text
+    from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
 
     rows = [row for name, one in benchmarks.items() if name.startswith("tiles-") for row in one["results"]]
     if not any(row["status"] == "measured" and row["job"]["part"] == "tile" for row in rows):

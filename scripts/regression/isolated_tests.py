@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from regression.records import read_lines, write_lines
-from sgl_kvpool.bench.crew import Jobs, Outcome, cuda_is_broken, run_jobs
+from sgl_kvpool.commands.bench.crew import Jobs, Outcome, cuda_is_broken, run_jobs
 
 __all__ = ["breadth_first", "in_order", "main"]
 

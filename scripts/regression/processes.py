@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvpool.bench.crew import end_with_parent
+from sgl_kvpool.commands.bench.crew import end_with_parent
 
 __all__ = ["Ended", "run_command"]
 

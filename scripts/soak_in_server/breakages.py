@@ -15,7 +15,7 @@ EVERY = 3
 
 def _wrong_load() -> None:
     """One byte of the first row of a load is another, in the last layer."""
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool as Pool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     load = Pool.load_to_device_per_layer
     counts = {"loads": 0}
@@ -33,7 +33,7 @@ def _wrong_load() -> None:
 
 def _wrong_tokens() -> None:
     """Loads bring the pages of a prefix in the wrong order."""
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool as Pool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     load = Pool.load_to_device_per_layer
 
@@ -45,7 +45,7 @@ def _wrong_tokens() -> None:
 
 def _overwritten_host_page() -> None:
     """A backup writes one page more than it should: what was there is another prompt's."""
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool as Pool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     back_up = Pool.backup_from_device_all_layer
     counts = {"backups": 0}
@@ -78,7 +78,7 @@ def _leaked_device_page() -> None:
 
 def _leaked_host_page() -> None:
     """A page of the host tier is forgotten when it is freed."""
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool as Pool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     free = Pool.free
     counts = {"frees": 0}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 from soak_in_server import transfers
 from soak_in_server.rows import inward_equal, outward_equal, relative_error, rows_of
 

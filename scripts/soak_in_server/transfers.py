@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 from soak_in_server.rows import inward_equal, outward_equal, rows_of
 
 __all__ = ["report", "watch"]

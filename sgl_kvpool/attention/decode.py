@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.cpu import merge
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
     MAX_PROGRAMS_PER_SM,
@@ -19,7 +20,6 @@ from sgl_kvpool.attention.decode_config import (
     partial_elements,
 )
 from sgl_kvpool.attention.decode_reference import rows_of_entries
-from sgl_kvpool.attention.host import merge
 from sgl_kvpool.codec import checks, gather_rows
 from sgl_kvpool.layout import RowFormat
 

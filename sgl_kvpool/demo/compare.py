@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.commands.doctor.probes import host
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.measure import (
     WINDOWS_PER_REQUEST,
@@ -27,7 +28,6 @@ from sgl_kvpool.demo.measure import (
 )
 from sgl_kvpool.demo.model import DemoModel
 from sgl_kvpool.demo.server import Server, ServerFailed, cpu_arguments, free_port
-from sgl_kvpool.doctor.probes import host
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["compare", "has_room_for_host_tier", "layout_server"]

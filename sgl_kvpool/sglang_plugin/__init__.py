@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line
-from sgl_kvpool.sglang_plugin.record import LAYOUT, OPTIONS, Option, environment_problems
+from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS, Option, environment_problems
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _install() -> None:
 
     if stop_if(seams.check(seams.SERVER_ARGS), fatal=bool(asked)):
         return
-    from sgl_kvpool.sglang_plugin import server_args
+    from sgl_kvpool.sglang_plugin.hooks import server_args
 
     server_args.install()
     stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=bool(asked))
@@ -78,14 +78,15 @@ def _install() -> None:
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
     if _exported(LAYOUT):
-        from sgl_kvpool.sglang_plugin import pools, startup
+        from sgl_kvpool.sglang_plugin import startup
+        from sgl_kvpool.sglang_plugin.hooks import pools
 
         stop_if(seams.check(seams.SCHEDULER))
         pools.install()
         startup.install()
         stop_if(seams.check(seams.SCHEDULER, applied=True))
     elif env.is_asked(env.FIX_TOPK):
-        from sgl_kvpool.sglang_plugin import dsa
+        from sgl_kvpool.sglang_plugin.hooks import dsa
 
         stop_if(seams.check(seams.SPARSE_ATTENTION))
         dsa.install()

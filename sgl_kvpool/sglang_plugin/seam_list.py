@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
-from sgl_kvpool.sglang_plugin.argument_rules import NUMBERS
-from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_FIELDS
-from sgl_kvpool.sglang_plugin.refusals import FEATURES
+from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
+from sgl_kvpool.sglang_plugin.rules.attention import BACKEND_FEATURES, SPECULATIVE_FIELDS
+from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES
 from sgl_kvpool.sglang_plugin.seam import Seam
 from sgl_kvpool.sglang_plugin.tier_seams import DISAGGREGATION, HOST_TIER, STATE_TIER
 

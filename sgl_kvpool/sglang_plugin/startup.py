@@ -20,7 +20,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line, say_alone
 from sgl_kvpool.sglang_plugin import seams
-from sgl_kvpool.sglang_plugin.record import is_from_command_line
+from sgl_kvpool.sglang_plugin.options import is_from_command_line
 
 __all__ = ["install", "leave", "refusal_path", "relay"]
 

@@ -6,7 +6,7 @@ import codec_oracle as oracle
 import numpy as np
 import torch
 
-from sgl_kvpool.arrangement import KVArrangement, RowPlacement
+from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 
 LAYERS, LAYER = 3, 1
 #: Weights are rounded to bfloat16, whose unit roundoff is 2**-8, and nothing else is rounded that coarsely:

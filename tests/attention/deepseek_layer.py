@@ -66,7 +66,7 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
 
 def build_pool(layout, k_scale=1.0, layer_id=LAYER):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
     pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), {layer_id: k_scale})(

@@ -21,7 +21,7 @@ def make_pool(layout, *, stock=False):
     """Of two layers, full of NaN; SGLang's own class with `stock`."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
 
     scaled = layout == "fp8_block_scale"
     arguments = {
@@ -49,7 +49,7 @@ def make_backend(pool, prefill, decode, **attributes):
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from sgl_kvpool.sglang_plugin import dsa
+    from sgl_kvpool.sglang_plugin.hooks import dsa
 
     backend = object.__new__(DeepseekSparseAttnBackend)
     table = ReqToTokenPool(8, 128, "cpu", False)

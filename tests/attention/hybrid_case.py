@@ -62,7 +62,7 @@ def make_pool(
     layout, mamba_pool, *, arrangement="layer_major", page_size=1, rope=64, mla_layers=MLA_LAYERS, **more
 ):
     """Of rows whose every byte is 0xFF: NaN where an encoding has one."""
-    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     k_scales = {layer: K_SCALES.get(layer, 0.75) for layer in mla_layers}
     bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement)
@@ -188,7 +188,7 @@ class HybridCase:
 
     def _build(self, draft_step, monkeypatch):
         if not self.on_cuda:
-            from sgl_kvpool.attention.backend import KVPoolMLABackend
+            from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 
             return KVPoolMLABackend(self.runner)
         config, draft = self.runner.model_config, self.runner.is_draft_worker
@@ -202,7 +202,7 @@ class HybridCase:
         """Put SGLang's wrapper around our backend, as the scheduler does; steps go through it from now on."""
         from sglang.srt.layers.attention import attention_registry
 
-        from sgl_kvpool.sglang_plugin import attention
+        from sgl_kvpool.sglang_plugin.hooks import attention
 
         own = inspect.unwrap(attention_registry.attn_backend_wrapper)
         self.backend = attention._wrap_for_model(own, self.runner, full or self.full)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sgl_kvpool.attention.decode_config import table
-from sgl_kvpool.bench.attention.limits import TILE_COSTS, UNITS
+from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -43,7 +43,7 @@ def runner(pool, *layers, device="cpu"):
 
 def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
     pool = LayoutMLATokenToKVPool.bind(MLAKVCacheLayout(layout), k_scales, arrangement=arrangement)(
@@ -60,7 +60,7 @@ class Case:
     """Requests with random keys at random slots; row `i` of a request is at position `i`."""
 
     def __init__(self, layout, lengths, prefixes, monkeypatch, *, reads_rows=False, k_scale=1.0, **placed):
-        from sgl_kvpool.attention.backend import KVPoolMLABackend
+        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 
         monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1" if reads_rows else "0")
         self.layout, self.lengths, self.prefixes, self.k_scale = layout, lengths, prefixes, k_scale
@@ -140,7 +140,7 @@ def test_prefill_with_and_without_prefix(layout, reads_rows, mode, monkeypatch):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_prefill_over_a_prefix_longer_than_the_workspace(split, monkeypatch):
-    from sgl_kvpool.attention.host import RowReader
+    from sgl_kvpool.attention.cpu import RowReader
 
     case = Case("fp4", [50, 61], [43, 20], monkeypatch)
     case.backend.reader = RowReader(case.pool.row_format, workspace_tokens=16)
@@ -197,7 +197,7 @@ def test_the_load_fence_of_the_host_tier_is_waited_for(monkeypatch):
 def test_servers_it_cannot_serve_are_refused():
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    from sgl_kvpool.attention.backend import KVPoolMLABackend
+    from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 
     stock = MLATokenToKVPool(8, 1, torch.bfloat16, RANK, ROPE, 1, "cpu", False)
     with pytest.raises(ValueError, match="pool is MLATokenToKVPool; start it with --kv-cache-layout"):

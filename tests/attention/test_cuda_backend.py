@@ -20,7 +20,7 @@ CONTEXT = 128  # of the request table
 
 
 def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
-    from sgl_kvpool.attention import cuda_backend as module
+    from sgl_kvpool.srt.attention import cuda as module
 
     monkeypatch.setattr(module, "get_buffer", lambda name, make: make())  # a workspace of its own per test
     monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
@@ -143,7 +143,7 @@ def test_models_without_rope(mode, monkeypatch):
 @pytest.mark.parametrize("split", [False, True])
 def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypatch):
     """What SGLang makes of a decode while another data-parallel rank prefills; no prefix is gathered."""
-    from sgl_kvpool.attention.cuda_extend import ExtendReader
+    from sgl_kvpool.srt.attention.extend import ExtendReader
 
     lengths, prefixes = [1, 40, 7, 65], [0, 39, 6, 64]
     decoded = CudaCase(layout, lengths, prefixes, monkeypatch, **placed).run("DECODE", split=split)
@@ -181,7 +181,7 @@ def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monke
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
     ((_, named),) = case.ragged
     assert named["use_ragged"] is True
-    from sgl_kvpool.attention import cuda_backend as module
+    from sgl_kvpool.srt.attention import cuda as module
 
     monkeypatch.setattr(module, "is_in_breakable_cuda_graph", lambda: True)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
@@ -208,7 +208,7 @@ def test_the_mha_form_is_sglangs(monkeypatch):
 def test_lse_of_the_mha_form_is_natural(monkeypatch):
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMhaChunkKVRunner
 
-    from sgl_kvpool.attention.mha_form import NaturalLSEChunkRunner
+    from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
 
     runner = object.__new__(NaturalLSEChunkRunner)
     base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8), and of a request without rows
@@ -224,7 +224,7 @@ def test_lse_of_the_mha_form_is_natural(monkeypatch):
 
 class TestDraftSteps:
     def container(self, case, steps, monkeypatch):
-        from sgl_kvpool.attention import draft
+        from sgl_kvpool.srt.attention import draft
 
         made = []
 
@@ -269,7 +269,7 @@ class TestDraftSteps:
             close(found, now.wanted(fresh_as_computed=False))
 
     def test_trees_are_refused(self, monkeypatch):
-        from sgl_kvpool.attention.draft import KVPoolMultiStepDraftBackend
+        from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
 
         with pytest.raises(ValueError, match="--speculative-eagle-topk 4.*use --speculative-eagle-topk 1"):
             KVPoolMultiStepDraftBackend(None, 4, 3)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_host_attention import SCALE, make_pool, oracle_attention
 
-from sgl_kvpool.attention.cuda_extend import (
+from sgl_kvpool.srt.attention.extend import (
     ExtendReader,
     extend_workspace,
     extend_workspace_bytes,
     plan_extend,
 )
-from sgl_kvpool.attention.extend_batch import bounds, cut_into_pieces, rows_of_requests
+from sgl_kvpool.srt.attention.extend_batch import bounds, cut_into_pieces, rows_of_requests
 
 pytestmark = pytest.mark.usefixtures("published")
 

@@ -27,7 +27,7 @@ def hooked(monkeypatch):
     """Our hooks in this process, `torch.cat` uncompiled, and in torch what asserts that it is on a GPU."""
     from sglang.srt.layers.attention import dsa_backend
 
-    from sgl_kvpool.sglang_plugin import dsa
+    from sgl_kvpool.sglang_plugin.hooks import dsa
 
     dsa.install()
     monkeypatch.setattr(dsa_backend, "_compiled_cat", torch.cat)

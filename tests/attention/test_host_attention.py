@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention.host import Request, RowReader, attend, merge
+from sgl_kvpool.attention.cpu import Request, RowReader, attend, merge
 
 SCALE = 0.07
 
@@ -115,7 +115,7 @@ def test_prefix_and_fresh_chunk_merge_to_the_whole():
 
 
 def test_query_blocks_equal_one_block(monkeypatch):
-    from sgl_kvpool.attention import host
+    from sgl_kvpool.attention import cpu as host
 
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
     whole = attend(q, kv, 128, SCALE, q_position=3, kv_position=5)

@@ -35,7 +35,7 @@ def factory(monkeypatch):
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
     from sglang.srt.speculative import draft_utils
 
-    from sgl_kvpool.sglang_plugin import attention
+    from sgl_kvpool.sglang_plugin.hooks import attention
 
     own = inspect.unwrap(draft_utils.DraftBackendFactory._create_backend)
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def attentions(model):
 
 
 def check(model, pool, *, multi_head=True):
-    from sgl_kvpool.attention.layers import check_layers
+    from sgl_kvpool.srt.attention.layers import check_layers
 
     check_layers(model, pool, multi_head=multi_head)
 
@@ -92,7 +92,7 @@ def test_targets(build, name, kind, layers):
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
 def test_drafts_in_the_same_checkpoint(build, kind):
     """Their one layer is number 0, whatever it is called in the checkpoint: as SGLang builds their pool."""
-    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+    from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
 
     model = build("NextN", kind)
     assert {m.layer_id for m in attentions(model).values()} == {0}
@@ -105,7 +105,7 @@ def test_drafts_in_the_same_checkpoint(build, kind):
 
 def test_scales_of_linear_layers_are_not_those_of_rows(build):
     """SGLang's loader gives one to every module of the class, and the pool refuses layers it has not."""
-    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+    from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
 
     model = build("BailingMoeV2_5", "lightning")
     for module in attentions(model).values():
@@ -157,7 +157,7 @@ class HybridServer(Server):
     def __init__(self, layout="bf16", k_scale=1.0):
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
-        from sgl_kvpool.pool import LayoutHybridLinearKVPool
+        from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
         super().__init__(layout, k_scale=k_scale)
         layer = self.attention.layer_id
@@ -188,7 +188,7 @@ def named(monkeypatch):
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 
-    from sgl_kvpool.sglang_plugin import attention
+    from sgl_kvpool.sglang_plugin.hooks import attention
 
     monkeypatch.setenv("SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD", "10")
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "25")

@@ -234,7 +234,7 @@ def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
 
 
 def test_lightning_attention_beside_another_pool_is_left_alone():
-    from sgl_kvpool.sglang_plugin import attention
+    from sgl_kvpool.sglang_plugin.hooks import attention
 
     backend = SimpleNamespace(linear_attn_backend=SimpleNamespace(kv_cache_dtype_str="fp8_e4m3"))
     runner = SimpleNamespace(token_to_kv_pool=object())

@@ -37,7 +37,7 @@ def multi_head(**changes):
 
 
 def check(*layers, on_cuda=True):
-    from sgl_kvpool.attention.layers import check_layers
+    from sgl_kvpool.srt.attention.layers import check_layers
 
     check_layers(torch.nn.ModuleList(layers), POOL, multi_head=on_cuda)
 

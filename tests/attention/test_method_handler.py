@@ -31,7 +31,7 @@ def named(monkeypatch):
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 
-    from sgl_kvpool.sglang_plugin import attention
+    from sgl_kvpool.sglang_plugin.hooks import attention
 
     monkeypatch.setenv("SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD", str(THRESHOLD))
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", str(CAPACITY))
@@ -101,7 +101,7 @@ def test_method(layers, mode, batch):
 @pytest.mark.parametrize("mode", MODES)
 def test_prefill_that_reads_rows_is_absorbed(layers, monkeypatch, mode, batch):
     """The multi-head form would attend keys of the chunk that were never rounded."""
-    from sgl_kvpool.sglang_plugin import attention
+    from sgl_kvpool.sglang_plugin.hooks import attention
 
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
     attention.register_names()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.bench.crew import run_jobs
+from sgl_kvpool.commands.bench.crew import run_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Does what a job says; the hello is the process id.
@@ -138,7 +138,7 @@ def _lives(pid):
 def test_a_broken_cuda_context_is_noticed(monkeypatch):
     import torch
 
-    from sgl_kvpool.bench.crew import cuda_is_broken
+    from sgl_kvpool.commands.bench.crew import cuda_is_broken
 
     assert not cuda_is_broken()  # no context here, or a sound one
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvpool.bench.rates import library, measure
+from sgl_kvpool.commands.bench.rates import library, measure
 
 NVDISASM = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"
 MUL = r"H(MUL2|FMA2)(\.MMA)?(\.BF16_V2)?"

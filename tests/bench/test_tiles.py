@@ -9,10 +9,10 @@ import pytest
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decode_config, table
-from sgl_kvpool.bench.tiles import cases
-from sgl_kvpool.bench.tiles import choice as choice_module
-from sgl_kvpool.bench.tiles.choice import choose, split_findings, table_text
 from sgl_kvpool.cli import main
+from sgl_kvpool.commands.bench.tiles import cases
+from sgl_kvpool.commands.bench.tiles import choice as choice_module
+from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
 from sgl_kvpool.layout import Encoding, SegmentEncoding
 
 FP4, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16

@@ -100,9 +100,9 @@ def test_lines_of_the_host_tier(results):
 
 def test_a_host_tier_where_there_is_room(monkeypatch):
     """What a machine without it gets is told in the table."""
+    from sgl_kvpool.commands.doctor.probes import Finding
     from sgl_kvpool.demo import compare
     from sgl_kvpool.demo.model import choose
-    from sgl_kvpool.doctor.probes import Finding
     from sgl_kvpool.layout import MLAKVCacheLayout
 
     for host_tier_bytes, wanted in ((None, False), (0, False), (3 << 30, False), (5 << 30, True)):

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from sgl_kvpool import doctor
-from sgl_kvpool.doctor import probes
-from sgl_kvpool.doctor.probes import Finding
+from sgl_kvpool.commands import doctor
+from sgl_kvpool.commands.doctor import probes
+from sgl_kvpool.commands.doctor.probes import Finding
 
 PROBES = ["packages", "plugin", "seams", "gpu", "would be used", "host"]
 
@@ -153,7 +153,7 @@ def test_allow_untested_makes_the_version_a_note(tmp_path):
     info = tmp_path / "sglang-0.6.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    code = "from sgl_kvpool.doctor.probes import packages; f = packages(); print(f.problems, len(f.notes))"
+    code = "from sgl_kvpool.commands.doctor.probes import packages; f = packages(); print(f.problems, len(f.notes))"
     for value, expected in (("1", "[] 1"), ("0", "KVPOOL_ALLOW_UNTESTED=1 to try")):
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "KVPOOL_ALLOW_UNTESTED": value}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
@@ -299,7 +299,7 @@ def test_a_terminated_doctor_leaves_no_child(tmp_path):
         f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
     code = (
-        "import sys; from sgl_kvpool.doctor import probes; from sgl_kvpool.cli import main;"
+        "import sys; from sgl_kvpool.commands.doctor import probes; from sgl_kvpool.cli import main;"
         "inner = probes.in_child; probes.in_child = lambda name: inner('gpu'); sys.exit(main(['doctor']))"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

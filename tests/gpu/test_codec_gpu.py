@@ -19,13 +19,7 @@ from codec_oracle import (
     row_format,
 )
 
-from sgl_kvpool.codec import (
-    decode_rows,
-    encode_rows,
-    gather_parts,
-    gather_rows,
-    store_rows,
-)
+from sgl_kvpool.codec import decode_rows, encode_rows, gather_parts, gather_rows, store_rows
 
 pytestmark = [
     pytest.mark.gpu,

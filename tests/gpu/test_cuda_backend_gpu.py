@@ -42,7 +42,7 @@ class Case:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sgl_kvpool.pool import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
         self.layout, self.lengths, self.prefixes = layout, lengths, prefixes
         dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
@@ -71,7 +71,7 @@ class Case:
         """As its constructor makes it, without a model runner."""
         from flashinfer import BatchMLAPagedAttentionWrapper
 
-        from sgl_kvpool.attention import cuda_backend as module
+        from sgl_kvpool.srt.attention import cuda as module
 
         backend = object.__new__(module.KVPoolMLACudaBackend)
         backend.token_to_kv_pool, backend.device, backend.skip_prefill = self.pool, DEVICE, False

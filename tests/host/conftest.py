@@ -68,7 +68,7 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import host_tier
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     host_tier.install()
     before = snapshot_context()
@@ -187,7 +187,7 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import host_tier
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     host_tier.install()
     before = snapshot_context()

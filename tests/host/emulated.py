@@ -15,7 +15,7 @@ CALLER, COMPUTE = 7, 8
 def calls():
     from tvm_ffi import cpp
 
-    from sgl_kvpool.host.ninja import ninja_on_path
+    from sgl_kvpool.transfer.ninja import ninja_on_path
 
     with ninja_on_path():
         return cpp.load(
@@ -45,9 +45,9 @@ class Event:
 
 def tools(page_bytes, pieces=None, **changes):
     """`EngineTools` of one direction whose device is this machine's memory."""
-    from sgl_kvpool.host.engines import EngineTools
-    from sgl_kvpool.host.jobs import RegisteredPieces
-    from sgl_kvpool.host.page_buffer import PageBuffer
+    from sgl_kvpool.transfer.engines import EngineTools
+    from sgl_kvpool.transfer.jobs import RegisteredPieces
+    from sgl_kvpool.transfer.page_buffer import PageBuffer
 
     device = torch.device("cpu")
     given = {
@@ -61,14 +61,14 @@ def slots_of(pages, page_size=4):
     """As SGLang lists them: the slots of each page in their order."""
     pages = torch.tensor(pages, dtype=torch.int64)
     slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
-    from sgl_kvpool.host.slots import DevicePages
+    from sgl_kvpool.transfer.slots import DevicePages
 
     return DevicePages(slots, page_size)
 
 
 def small_slots(monkeypatch, page_bytes, pages):
     """Page buffers whose slots hold few pages, so that transfers take many."""
-    from sgl_kvpool.host import page_buffer
+    from sgl_kvpool.transfer import page_buffer
 
     monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)
     monkeypatch.setattr(page_buffer, "_SLOT_PAGES", pages)

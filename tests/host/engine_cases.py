@@ -4,16 +4,16 @@ import numpy as np
 import torch
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
-from sgl_kvpool.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.cross_layer import LayerPages
-from sgl_kvpool.host.conversion import RowConversion
-from sgl_kvpool.host.engines import GPU_ENGINES
-from sgl_kvpool.host.page_view import packed_view
-from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.slots import DevicePages
-from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference, TensorList
+from sgl_kvpool.memory.cross_layer import LayerPages
+from sgl_kvpool.memory.runs import PageRuns
+from sgl_kvpool.transfer.conversion import RowConversion
+from sgl_kvpool.transfer.engines import GPU_ENGINES
+from sgl_kvpool.transfer.page_view import packed_view
+from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.slots import DevicePages
 
 LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
 #: Device and host layout.

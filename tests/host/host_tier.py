@@ -18,7 +18,7 @@ GUARD = 0xEE
 
 def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, layers=LAYERS, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
     return LayoutMLATokenToKVPool(
@@ -32,7 +32,7 @@ def device_pool(layout, arrangement="layer_major", page_size=4, pages=PAGES, lay
 
 def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
     """Host tier with guard bytes in every page."""
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     tier = HierarchicalMLAHostPool(pool, ratio, host_size, pool.page_size, label, **extra)
     host_bytes(tier)[...] = GUARD

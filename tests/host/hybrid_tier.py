@@ -82,7 +82,7 @@ def hybrid_pool(
     **extra,
 ):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype(is_dsa=sparse)
     if sparse:

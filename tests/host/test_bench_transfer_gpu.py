@@ -7,7 +7,7 @@ import torch
 from emulated import calls, tools
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.bench import transfer, transfer_gpu
+from sgl_kvpool.commands.bench import transfer, transfer_gpu
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from sgl_kvpool.host import lanes
-from sgl_kvpool.host.choice import LinkRates, choose
+from sgl_kvpool.transfer import lanes
+from sgl_kvpool.transfer.choice import LinkRates, choose
 
 ALL = {"run_bytes": 73728, "converts": False, "io_backend": "direct", "is_pinned": True}
 
@@ -60,13 +60,13 @@ def test_choice(changes, engine, reason):
 def plan():
     from test_plan import side
 
-    from sgl_kvpool.host.plan import TransferPlan
+    from sgl_kvpool.transfer.plan import TransferPlan
 
     return TransferPlan(side("layer_major", 0)[0], side("page_major", 0)[0], "kv")
 
 
 def gpu_engines(plan, requested, pieces=True):
-    from sgl_kvpool.host.jobs import RegisteredPieces
+    from sgl_kvpool.transfer.jobs import RegisteredPieces
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredPieces() if pieces else None

@@ -93,7 +93,7 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     monkeypatch.setattr(HierarchicalMLAHostPool, "takes", staticmethod(lambda pool: False))
     # There is no CUDA driver to register memory with.
@@ -315,7 +315,7 @@ def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monke
 
 
 def test_an_engine_that_cannot_be_built(controller_of, failures, monkeypatch, caplog):
-    from sgl_kvpool.host import cpu_engine
+    from sgl_kvpool.transfer import cpu_engine
 
     def no_compiler():
         raise RuntimeError("no compiler on purpose")

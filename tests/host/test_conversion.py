@@ -22,9 +22,9 @@ from host_tier import (
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.host.conversion import RowConversion, host_layout_problem, narrower_layouts
-from sgl_kvpool.host.labels import HOST_LAYOUTS, HostTierOptions
 from sgl_kvpool.layout import Encoding, RowFormat, Segment
+from sgl_kvpool.transfer.conversion import RowConversion, host_layout_problem, narrower_layouts
+from sgl_kvpool.transfer.labels import HOST_LAYOUTS, HostTierOptions
 
 #: Device and host layout; bytes of R=512, P=64 by hand.
 NARROWER = [
@@ -41,7 +41,7 @@ def formats(device, host, rank=512, rope=64) -> tuple[RowFormat, RowFormat]:
 
 def converted(conversion, source, threads=1):
     """By compiled code, of rows at odd distances: one page of as many rows, every other byte 0xEE."""
-    from sgl_kvpool.host.cpu_engine import _module
+    from sgl_kvpool.transfer.cpu_engine import _module
 
     count, gaps = len(source), (32, 48)
     wide = [
@@ -319,7 +319,7 @@ def test_what_is_not_narrower_is_refused(no_reserve):
 def test_plans_that_cannot_convert():
     from test_plan import side
 
-    from sgl_kvpool.host.plan import TransferPlan
+    from sgl_kvpool.transfer.plan import TransferPlan
 
     own, other = formats("bf16", "fp4")
     pair = RowConversion(source=own, target=other, k_scales=(1.0,) * 3)
@@ -344,7 +344,7 @@ def test_plans_that_cannot_convert():
 def test_rows_that_begin_anywhere_are_not_converted():
     from test_plan import side
 
-    from sgl_kvpool.host.plan import TransferPlan
+    from sgl_kvpool.transfer.plan import TransferPlan
 
     own = MLAKVCacheLayout.BF16.row_format(128, 0)
     other = MLAKVCacheLayout.FP4.row_format(128, 0, align_bytes=1)
@@ -355,7 +355,7 @@ def test_rows_that_begin_anywhere_are_not_converted():
 
 
 def test_formats_that_no_host_tier_has():
-    from sgl_kvpool.host.cpu_engine import _module
+    from sgl_kvpool.transfer.cpu_engine import _module
 
     own, other = formats("bf16", "fp8")
     kinds = [torch.tensor(n) for n in RowConversion(source=own, target=other, k_scales=(1.0,)).numbers()]

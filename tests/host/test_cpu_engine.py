@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_plan import ARRANGEMENTS, LAYERS, PAGES, distinct, side
 
-from sgl_kvpool.host.cpu_engine import CpuEngine
-from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.torch_engine import TorchEngine
+from sgl_kvpool.transfer.cpu_engine import CpuEngine
+from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
 
@@ -98,7 +98,7 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
             if name != "ninja" and not (tmp_path / name).exists():
                 (tmp_path / name).symlink_to(os.path.join(folder, name))
     program = (
-        "from sgl_kvpool.host.cpu_engine import _module; import os; print(_module(), os.environ['PATH'])"
+        "from sgl_kvpool.transfer.cpu_engine import _module; import os; print(_module(), os.environ['PATH'])"
     )
     environment = {**os.environ, "PATH": str(tmp_path), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
@@ -109,7 +109,7 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
 
 
 def test_one_that_was_asked_for_by_name_has_to_be_built(monkeypatch, failures):
-    from sgl_kvpool.host import cpu_engine
+    from sgl_kvpool.transfer import cpu_engine
 
     def fails():
         raise RuntimeError("ninja exited with status 1")
@@ -122,7 +122,7 @@ def test_one_that_was_asked_for_by_name_has_to_be_built(monkeypatch, failures):
 
 
 def test_instructions_are_those_of_the_machine():
-    from sgl_kvpool.host.cpu_engine import _flags
+    from sgl_kvpool.transfer.cpu_engine import _flags
 
     assert "-mavx2" in _flags("AVX2")
     assert "-mavx2" in _flags("AVX512")

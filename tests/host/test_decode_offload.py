@@ -31,7 +31,7 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import host_tier
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     host_tier.install()
     before, made = snapshot_context(), []
@@ -64,7 +64,7 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
 def test_a_prefill_server_finds_what_a_decode_server_offloaded(
     manager_of, controller_of, tmp_path, layout, arrangement
 ):
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     fill(pool := device_pool(layout, arrangement, pages=9))
     # 5 tokens of a prompt and 8 of its answer: pages 6 and 2 are offloaded, the prompt's first is not.

@@ -111,7 +111,7 @@ def stack_of(kernels, published, process_group):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import host_tier
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     host_tier.install()
     before = snapshot_context()
@@ -152,7 +152,7 @@ def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     pool = dsa_pool(layout, **SHARED)
     result = stack_of(pool, label)
@@ -197,7 +197,7 @@ def test_index_keys_beside_a_narrower_tier(stack_of, layout, host):
     """It holds more tokens in the same bytes, and so do the index keys."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     def sizes(options):
         pool = dsa_pool(layout, options=options, **BIG)

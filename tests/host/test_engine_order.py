@@ -7,9 +7,9 @@ import pytest
 from emulated import CALLER, COMPUTE, calls, slots_of, small_slots, tools
 from test_plan import LAYERS, PAGES, ROW, TOKENS, distinct, side
 
-from sgl_kvpool.host.engines import GPU_ENGINES, KernelEngine, StagedEngine
-from sgl_kvpool.host.lane import Lane
-from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.transfer.engines import GPU_ENGINES, KernelEngine, StagedEngine
+from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.plan import TransferPlan
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
@@ -24,7 +24,7 @@ class Server:
         sizes = {"layers": 5, "tokens": 2, "row": 16}
         self.page_bytes = 5 * 2 * 16
         small_slots(monkeypatch, self.page_bytes, 3)
-        monkeypatch.setattr("sgl_kvpool.host.staged_engine._GROUP_BYTES", 2 * 2 * 16)
+        monkeypatch.setattr("sgl_kvpool.transfer.staged_engine._GROUP_BYTES", 2 * 2 * 16)
         self.device, self.on_device = side(arrangement, 0, pages=MANY, **sizes)
         self.host, self.on_host = side("page_major", 0, pages=MANY, **sizes)
         self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
@@ -176,7 +176,7 @@ def test_a_lane_counts_a_load_once(counting):
 def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, counting, failures, engine):
     """Whichever kernel or copy of a load fails: the bytes are right, and the next load is the engine's."""
     small_slots(monkeypatch, LAYERS * TOKENS * ROW, 2)
-    monkeypatch.setattr("sgl_kvpool.host.staged_engine._GROUP_BYTES", 2 * TOKENS * ROW)
+    monkeypatch.setattr("sgl_kvpool.transfer.staged_engine._GROUP_BYTES", 2 * TOKENS * ROW)
     device, on_device = side("layer_major", 0)
     host, on_host = side("page_major", 0, pages=PAGES + 2)
     shared = tools(LAYERS * TOKENS * ROW)

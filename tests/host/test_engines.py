@@ -13,12 +13,12 @@ from test_plan import ARRANGEMENTS, LAYERS, PAGES, ROW, TOKENS, distinct, side
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
-from sgl_kvpool.host import page_buffer
-from sgl_kvpool.host.conversion import RowConversion
-from sgl_kvpool.host.engines import GPU_ENGINES, CopyEngine, StagedEngine
-from sgl_kvpool.host.jobs import CopyJob, RegisteredPieces
-from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.host.staged_engine import _GROUP_BYTES, _groups
+from sgl_kvpool.transfer import page_buffer
+from sgl_kvpool.transfer.conversion import RowConversion
+from sgl_kvpool.transfer.engines import GPU_ENGINES, CopyEngine, StagedEngine
+from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.staged_engine import _GROUP_BYTES, _groups
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
 
@@ -112,8 +112,8 @@ def test_parts_of_several_sizes_in_one_plan(published):
     """A real DSA pool: rows of 656 bytes and index keys of 132 per token, packed one after the other."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.canonical import CanonicalKVCaches
-    from sgl_kvpool.host.page_view import packed_view
+    from sgl_kvpool.memory.canonical import CanonicalKVCaches
+    from sgl_kvpool.transfer.page_view import packed_view
 
     pool = DSATokenToKVPool(
         size=4 * 64, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64, layer_num=3,
@@ -293,6 +293,6 @@ def test_and_other_geometries(own, other, geometry):
 
 
 def test_names_of_engines():
-    from sgl_kvpool.host.labels import GPU_ENGINE_NAMES
+    from sgl_kvpool.transfer.labels import GPU_ENGINE_NAMES
 
     assert tuple(GPU_ENGINES) == GPU_ENGINE_NAMES

@@ -309,8 +309,8 @@ def test_format_tags_tell_pages_apart():
 
 
 def test_the_public_name():
-    from sgl_kvpool import host
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt import host
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     assert host.HierarchicalMLAHostPool is HierarchicalMLAHostPool
     with pytest.raises(AttributeError, match="no attribute 'Pool'"):

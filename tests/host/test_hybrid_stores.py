@@ -180,7 +180,7 @@ def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
     """SGLang brings as many of both. Others are refused: no state is moved under a key of another."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-    from sgl_kvpool.sglang_plugin import state_tier
+    from sgl_kvpool.sglang_plugin.hooks import state_tier
 
     (tier, asked), io = (hybrid_of().tiers[1], []), getattr(state_tier, name)
 

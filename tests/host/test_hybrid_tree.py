@@ -91,9 +91,9 @@ def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, l
 
 
 def test_a_narrower_host_tier_changes_rows_and_no_state(hybrid_of):
-    from sgl_kvpool.host.conversion import RowConversion
-    from sgl_kvpool.host.labels import HostTierOptions
     from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.transfer.conversion import RowConversion
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     model = hybrid_of("bf16", host_tier=HostTierOptions(layout="fp4"))
     tokens = prompt(6)
@@ -161,7 +161,7 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
     """As many host slots per slot of the device, of rows and of states; together what was asked for."""
-    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
     rows, states = model.tiers
@@ -176,7 +176,7 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
     """All of it together is what was asked for. An index key has 128 values of a byte and a float32."""
-    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     model = hybrid_of(
         "bf16", page_size=64, sparse=sparse, drafts=drafts, sizes={"hicache_size": 1},
@@ -195,7 +195,7 @@ def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
     """Whichever of them does not fit."""
     from importlib import import_module
 
-    from sgl_kvpool.host.memory import HostTierTooLarge
+    from sgl_kvpool.srt.host.memory import HostTierTooLarge
 
     module = import_module(f"sglang.srt.mem_cache.pool_host.{'base' if which == 'mla' else which}")
     monkeypatch.setattr(module, "host_memory_budget_bytes", lambda *_: 0)

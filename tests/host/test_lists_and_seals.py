@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.host.page_seal import SEAL_BYTES, DamagedPage, opened, sealed
-from sgl_kvpool.host.slots import pages_of, slot_list_problem
+from sgl_kvpool.srt.host.page_seal import SEAL_BYTES, DamagedPage, opened, sealed
+from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
 
 @given(

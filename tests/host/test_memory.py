@@ -10,8 +10,8 @@ from host_tier import device_pool, host_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.host.jobs import RegisteredPieces
-from sgl_kvpool.host.memory import page_pieces, pin
+from sgl_kvpool.srt.host.memory import page_pieces, pin
+from sgl_kvpool.transfer.jobs import RegisteredPieces
 
 # ------------------------------------------------------------------ too much
 
@@ -35,7 +35,7 @@ def test_what_sglang_keeps_free(published):
     """The demo and the doctor ask without importing SGLang."""
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.host.labels import KEPT_FREE_BYTES
+    from sgl_kvpool.transfer.labels import KEPT_FREE_BYTES
 
     assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == KEPT_FREE_BYTES
 
@@ -161,7 +161,7 @@ def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatc
 
 
 def test_progress_is_said(monkeypatch, caplog):
-    from sgl_kvpool.host import memory as module
+    from sgl_kvpool.srt.host import memory as module
 
     monkeypatch.setattr(module, "_PROGRESS_SECONDS", -1.0)
     memory, page_bytes = buffer()

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.allocation import allocate_cross_layer, as_canonical
-from sgl_kvpool.canonical import (
+from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
+from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
     CanonicalKVCaches,
     LayerReference,
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.cross_layer import LayerPages
-from sgl_kvpool.host.plan import TransferPlan
-from sgl_kvpool.page_runs import PageRuns
+from sgl_kvpool.memory.cross_layer import LayerPages
+from sgl_kvpool.memory.runs import PageRuns
+from sgl_kvpool.transfer.plan import TransferPlan
 
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 LAYERS, PAGES, TOKENS, ROW = 3, 7, 4, 5

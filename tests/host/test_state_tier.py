@@ -12,7 +12,7 @@ ODD = 16  # what slots begin at multiples of
 
 def state_tier(pool, label="page_first", ratio=2.0, size=0, **extra):
     """Host tier with guard bytes everywhere."""
-    from sgl_kvpool.host.states import HierarchicalStatePoolHost
+    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
 
     tier = HierarchicalStatePoolHost(pool, ratio, size, label, **extra)
     host_bytes(tier)[...] = GUARD
@@ -245,7 +245,7 @@ def test_stores_get_the_order_of_sglang(kind):
 
 
 def test_pages_that_are_not_what_was_stored():
-    from sgl_kvpool.host.page_seal import DamagedPage
+    from sgl_kvpool.srt.host.page_seal import DamagedPage
 
     pool = state_pool()
     fill_states(pool)
@@ -283,7 +283,7 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
     slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
     assert state_tier(pool, ratio=3.5).size == int(6 * 3.5) + 1
     assert state_tier(pool, size=1e-3).size == int(1e6 // slot) + 1
-    from sgl_kvpool.host import memory as tier_memory
+    from sgl_kvpool.srt.host import memory as tier_memory
 
     with pytest.raises(tier_memory.HostTierTooLarge, match=r"needs .* GB for \d+ states .*--hicache-ratio"):
         state_tier(pool, ratio=1e9)
@@ -294,8 +294,8 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_size_is_split_by_the_bytes_of_the_host(host):
     """Not by those of the device, where rows of bf16 are 2.77 times as long."""
-    from sgl_kvpool.host.labels import HostTierOptions
-    from sgl_kvpool.host.shares import TierShares
+    from sgl_kvpool.srt.host.shares import TierShares
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     states = state_pool(slots=6)
     pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
@@ -318,9 +318,9 @@ def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, noth
     """Through page buffers that hold a slot of states, and through those that hold a few parts."""
     from emulated import calls, tools
 
-    from sgl_kvpool.host import page_buffer
-    from sgl_kvpool.host.engines import GPU_ENGINES
-    from sgl_kvpool.host.slots import DevicePages
+    from sgl_kvpool.transfer import page_buffer
+    from sgl_kvpool.transfer.engines import GPU_ENGINES
+    from sgl_kvpool.transfer.slots import DevicePages
 
     pool = state_pool(kind)
     fill_states(pool)

@@ -311,7 +311,7 @@ def test_a_draft_that_is_not_packed(controller_of, store):
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     controller = controller_of(device_pool("fp8", pages=9), store=store)
     draft = device_pool("fp8", pages=9, layers=2, start_layer=0)
@@ -368,7 +368,7 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
 
 def test_digests_do_not_slow_a_store_down(controller_of, store):
     """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
-    from sgl_kvpool.host.page_seal import opened, sealed
+    from sgl_kvpool.srt.host.page_seal import opened, sealed
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
     began = time.perf_counter()

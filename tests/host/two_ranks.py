@@ -213,7 +213,7 @@ CASES = {
 def main(rank, folder):
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.sglang_plugin import host_tier
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     host_tier.install()

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.named_model import find_model
-from sgl_kvpool.plan import command, report
-from sgl_kvpool.plan.command import Candidate
-from sgl_kvpool.plan.planned import Plan
-from sgl_kvpool.plan.plot import draw
+from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.plan import command, report
+from sgl_kvpool.commands.plan.command import Candidate
+from sgl_kvpool.commands.plan.planned import Plan
+from sgl_kvpool.commands.plan.plot import draw
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 V32 = str(CONFIGS / "deepseek_v32.json")
@@ -268,7 +268,7 @@ def _stat(pid):
 def _asks_sglang(pid):
     """Imports start programs of other names for a moment."""
     try:
-        return b"sgl_kvpool.plan.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"sgl_kvpool.commands.plan.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -5,7 +5,7 @@ import pytest
 from dsa_pools import dsa_pool
 from host_tier import ROW_BYTES, device_pool
 
-from sgl_kvpool.plan.host_tier import HostBytes, host_tokens, largest_whole_gb
+from sgl_kvpool.commands.plan.host_tier import HostBytes, host_tokens, largest_whole_gb
 
 INDEX_BYTES = 132
 
@@ -19,7 +19,7 @@ def _any_machine(published, monkeypatch):
 
 
 def tier_of(pool, size_gb, page_size):
-    from sgl_kvpool.host.pool import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     return HierarchicalMLAHostPool(pool, 2.0, size_gb, page_size, "page_first")
 
@@ -28,7 +28,7 @@ def tier_of(pool, size_gb, page_size):
 @pytest.mark.parametrize("page_size", [1, 61, 64])
 @pytest.mark.parametrize(("layout", "host"), [("bf16", "bf16"), ("fp4", "fp4"), ("bf16", "fp4")])
 def test_rows(layout, host, page_size, size_gb):
-    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     options = HostTierOptions(layout="same" if host == layout else host)
     pool = device_pool(layout, page_size=page_size, host_tier=options)
@@ -55,8 +55,8 @@ def test_index_keys_come_on_top():
 @pytest.mark.parametrize("size_gb", [0.0011, 0.004])
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_rows_and_states_share(layout, size_gb):
-    from sgl_kvpool.host.shares import TierShares
-    from sgl_kvpool.host.states import HierarchicalStatePoolHost
+    from sgl_kvpool.srt.host.shares import TierShares
+    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
 
     requests = hybrid_tier.request_pool()
     pool = hybrid_tier.hybrid_pool(layout, requests.mamba_pool, page_size=64, tokens=128)

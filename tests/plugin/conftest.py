@@ -89,7 +89,7 @@ def resolve(monkeypatch):
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     for name in ("KV_CACHE_LAYOUT", "FIX_TOPK", "KV_CACHE_ARRANGEMENT", "KV_HOST_LAYOUT", "KV_HOST_ENGINE"):
         monkeypatch.delenv(f"KVPOOL_{name}", raising=False)
-    from sgl_kvpool.sglang_plugin import record
+    from sgl_kvpool.sglang_plugin import options as record
 
     # What records of other tests were asked for.
     monkeypatch.setattr(record, "_asked", set())

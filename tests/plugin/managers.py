@@ -64,8 +64,9 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin import disaggregation, record
-    from sgl_kvpool.sglang_plugin.record import LAYOUT
+    from sgl_kvpool.sglang_plugin import options as record
+    from sgl_kvpool.sglang_plugin.hooks import disaggregation
+    from sgl_kvpool.sglang_plugin.options import LAYOUT
 
     monkeypatch.setattr(record, "_asked", set())
     disaggregation.install()
@@ -117,8 +118,8 @@ def manager_of(bootstrap, no_groups, monkeypatch):
 
 def pool_of(layout, make=device_pool, **extra):
     """A pool that has gone through our hook of SGLang's builder."""
-    from sgl_kvpool.sglang_plugin import pools
-    from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT
+    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 
     decided = SimpleNamespace(**{LAYOUT.attribute: layout, ARRANGEMENT.attribute: "auto"})
     builder = SimpleNamespace(server_args=decided, use_mla_backend=True, is_draft_worker=True)

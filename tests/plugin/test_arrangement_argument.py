@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_kvpool.arrangement import KVArrangement
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, LAYOUT, OPTIONS, arrangement_of, layout_of
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT, OPTIONS, arrangement_of, layout_of
 
 ENV = "KVPOOL_KV_CACHE_ARRANGEMENT"
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]

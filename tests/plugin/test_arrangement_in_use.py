@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_kvpool.arrangement import KVArrangement
+from sgl_kvpool.memory.arrangement import KVArrangement
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def built(published, arranged, monkeypatch):
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     def build(
         arrangement,
@@ -99,7 +99,7 @@ def test_a_pool_of_another_arrangement_is_noticed(built):
 
 @pytest.mark.parametrize(("arrangement", "said"), [(None, "layer_major"), ("token_major", "token_major")])
 def test_server_info(arranged, arrangement, said):
-    from sgl_kvpool.sglang_plugin.launching import _get_server_info, build_server_info
+    from sgl_kvpool.sglang_plugin.hooks.launching import _get_server_info, build_server_info
 
     args = arranged(arrangement)
     engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
@@ -109,7 +109,7 @@ def test_server_info(arranged, arrangement, said):
 
 
 def test_server_info_without_a_layout(resolve, checkpoints):
-    from sgl_kvpool.sglang_plugin.launching import build_server_info
+    from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
 
     args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
     assert build_server_info(lambda args, info: {"version": 1}, args, {}) == {"version": 1}

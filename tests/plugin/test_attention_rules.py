@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_kvpool.attention.readers import KVPOOL_DEVICES
-from sgl_kvpool.sglang_plugin.attention_rules import BACKEND_FEATURES, SPECULATIVE_ALGORITHMS
+from sgl_kvpool.sglang_plugin.rules.attention import BACKEND_FEATURES, SPECULATIVE_ALGORITHMS
 
 OURS = "kvpool_mla"
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
@@ -111,9 +111,9 @@ def test_backends_that_cast_the_pool(serve, device, argv, flag, phase):
 
 def test_devices():
     """Nothing but CPUs and CUDA; the check itself, since SGLang refuses most devices before."""
-    from sgl_kvpool.arrangement import KVArrangement
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin import attention_rules
+    from sgl_kvpool.memory.arrangement import KVArrangement
+    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
     assert KVPOOL_DEVICES == ("cpu", "cuda")
     view = SimpleNamespace(
@@ -172,9 +172,9 @@ def test_what_is_refused_beside_ours(serve, argv, layout):
 )
 def test_every_feature(field, value):
     """The check itself: SGLang refuses some of these combinations first, in words of its own."""
-    from sgl_kvpool.arrangement import KVArrangement
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.attention_rules import check_backends
+    from sgl_kvpool.memory.arrangement import KVArrangement
+    from sgl_kvpool.sglang_plugin.rules.attention import check_backends
 
     off = {feature.field: None for feature in BACKEND_FEATURES}
     view = SimpleNamespace(
@@ -198,7 +198,7 @@ def test_features_exist_in_sglang():
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.attention_rules import SPECULATIVE_FIELDS
+    from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_FIELDS
 
     used = {*SPECULATIVE_FIELDS, *(feature.field for feature in BACKEND_FEATURES)}
     assert used <= {field.name for field in record_fields(ServerArgs)}
@@ -209,7 +209,7 @@ def test_models_beyond_the_kernels(serve):
         serve("cuda", "fp4", "--dtype", "float32")
     assert serve("cpu", "fp4", "--dtype", "float32") == (OURS, OURS)
     assert serve("cuda", "fp4", "--dtype", "float16") == (OURS, OURS)
-    from sgl_kvpool.sglang_plugin import attention_rules
+    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
     view = SimpleNamespace(device="cuda", attention_backend=OURS)
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +225,7 @@ def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeyp
     """Mistral-Large-3's: the backends in a list of SGLang's, in which ours is, are not told."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
-    from sgl_kvpool.sglang_plugin import attention_rules
+    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
     config = json.loads((Path(checkpoints["mla"]) / "config.json").read_text())
     config["llama_4_scaling"] = {"original_max_position_embeddings": 8192, "beta": 0.1}
@@ -304,7 +304,7 @@ def test_other_algorithms_are_refused(serve, algorithm):
 def test_every_algorithm_of_sglang_is_decided():
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.sglang_plugin import attention_rules
+    from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 
     known = {*SPECULATIVE_ALGORITHMS, *attention_rules._UNSHOWN_ALGORITHMS, "NONE"}
     assert {algorithm.name for algorithm in SpeculativeAlgorithm} == known

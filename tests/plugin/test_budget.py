@@ -20,7 +20,8 @@ def configurator(published, resolve, checkpoints):
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.sglang_plugin import pools, seams, startup
+    from sgl_kvpool.sglang_plugin import seams, startup
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     assert seams.check(seams.SCHEDULER) == []
     pools.install()
@@ -102,7 +103,7 @@ def test_a_draft_pays_no_workspace_and_eagle_scales_by_rows(configurator):
 def test_k_scales_come_from_attn_mqa_once():
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sgl_kvpool.sglang_plugin.pools import collect_k_scales
+    from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
 
     def layer(number, mqa, mha):
         module = torch.nn.Module()
@@ -127,7 +128,7 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     model = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 0, v_head_dim=512)])
     model[0].k_scale_float = 0.5
@@ -184,7 +185,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
 
     tier = [] if "without" in arguments else ["--enable-hierarchical-cache"]
     arguments = [a for a in arguments if a != "without"]
@@ -219,7 +220,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache")
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
@@ -261,10 +262,10 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     from sglang.srt.mem_cache.memory_pool import MambaPool
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.host import page_buffer
-    from sgl_kvpool.host.state_view import StateView
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.budget import page_buffer_bytes
+    from sgl_kvpool.sglang_plugin.hooks.budget import page_buffer_bytes
+    from sgl_kvpool.srt.host.state_view import StateView
+    from sgl_kvpool.transfer import page_buffer
 
     args = resolve(
         checkpoints[model], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache",
@@ -303,10 +304,10 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups import overrides
 
-    from sgl_kvpool.attention import few_queries
     from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin import workspaces
+    from sgl_kvpool.sglang_plugin.hooks import workspaces
+    from sgl_kvpool.srt.attention import few_queries
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
     config = overrides.model_config_of(args)

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sgl_kvpool.sglang_plugin import attention
+from sgl_kvpool.sglang_plugin.hooks import attention
 
 OURS = "kvpool_mla"
 

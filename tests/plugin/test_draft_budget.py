@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_kvpool.plan.command import ask
+from sgl_kvpool.commands.plan.command import ask
 
 CONFIGS = Path(__file__).parent.parent / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
@@ -157,7 +157,7 @@ def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
 def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):
     from types import SimpleNamespace
 
-    from sgl_kvpool.plan.plannable import has_own_draft
+    from sgl_kvpool.commands.plan.plannable import has_own_draft
 
     def own(draft):
         return has_own_draft(

@@ -31,8 +31,8 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.attention import sparse
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.srt.attention import sparse
 
     pools.install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -130,7 +130,7 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
 def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout):
     """Lists of 2048 slots, one per query, of any number of queries: SGLang pads beyond its requests."""
     from sgl_kvpool.attention.decode import workspace_bytes
-    from sgl_kvpool.attention.sparse import sparse_workspace_bytes
+    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
     kvc = hooked(layout)
     found = sizes_of(kvc)._fixed_overhead_bytes
@@ -156,7 +156,7 @@ def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
     """Of target and draft, and both have one layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    from sgl_kvpool.pool import LayoutDSATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
 
     for draft in (None, "dsa3"):
         classes = classes_of(hooked(layout, draft_model=draft))
@@ -173,7 +173,7 @@ def test_dense_models_keep_out_of_it(hooked, resolve, checkpoints, monkeypatch, 
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("kvpool_mla",) * 2)
     kvc = hooked("fp4", draft_model="mla3" if draft else None)
@@ -212,7 +212,7 @@ def test_a_pool_of_sglangs_own_is_noticed(hooked):
     """Where SGLang builds another class than it asked us for."""
     from dsa_pools import dsa_pool, stock_pool
 
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     kvc = hooked("bf16")
     with pytest.raises(RuntimeError, match="bf16 was asked for, but SGLang built a DSATokenToKVPool"):

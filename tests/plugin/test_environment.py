@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sgl_kvpool import env
-from sgl_kvpool.doctor import probes
-from sgl_kvpool.sglang_plugin.record import environment_problems
+from sgl_kvpool.commands.doctor import probes
+from sgl_kvpool.sglang_plugin.options import environment_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 

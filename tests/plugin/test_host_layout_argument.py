@@ -9,7 +9,7 @@ HOST_LAYOUTS = ["same", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 
 
 def options(args):
-    from sgl_kvpool.sglang_plugin.record import host_tier_of
+    from sgl_kvpool.sglang_plugin.options import host_tier_of
 
     found = host_tier_of(args)
     return found.layout, found.engine
@@ -92,7 +92,7 @@ def test_the_copy_engine_does_not_encode():
 
 
 def test_what_the_server_says_of_itself(arranged):
-    from sgl_kvpool.sglang_plugin.launching import _in_use
+    from sgl_kvpool.sglang_plugin.hooks.launching import _in_use
 
     args = arranged(None, HICACHE, "--kv-host-layout", "fp4", layout="bf16")
     assert _in_use(args)["kv_host_layout"] == "fp4"

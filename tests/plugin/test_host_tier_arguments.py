@@ -124,10 +124,10 @@ def on_a_gpu(
     offloads=False,
 ):
     """The check itself: no CUDA device can be resolved on a machine without one."""
-    from sgl_kvpool.arrangement import KVArrangement
-    from sgl_kvpool.host.labels import HostTierOptions
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.sglang_plugin.refusals import check_host_tier
+    from sgl_kvpool.memory.arrangement import KVArrangement
+    from sgl_kvpool.sglang_plugin.rules.host_tier import check_host_tier
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     view = SimpleNamespace(
         enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",

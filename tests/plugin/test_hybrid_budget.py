@@ -39,7 +39,7 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
 
     pools.install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -107,7 +107,7 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     """To the byte: rest = states and their padding slot, work space, and whole tokens of rows."""
     from sglang.srt.runtime_context import get_schedule
 
-    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     kvc = hooked(layout, model)
     rest = kvc._handle_max_mamba_cache(REST_GB)
@@ -190,7 +190,7 @@ def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model):
     """The draft of such a model is one MLA layer, which SGLang puts into a hybrid pool of its own."""
-    from sgl_kvpool.pool import LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]
     kvc = hooked(layout, model, draft=True, stage=(0, 1))
@@ -231,7 +231,7 @@ def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_a_sparse_hybrid(hooked, layout):
     """GLM5-Next: rows by their layout, index keys as SGLang counts them."""
-    from sgl_kvpool.pool import LayoutDSATokenToKVPool, LayoutHybridLinearKVPool
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutHybridLinearKVPool
 
     tilelang = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 

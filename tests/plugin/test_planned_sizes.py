@@ -11,7 +11,7 @@ import pytest
 import torch
 from configurators import configurator
 
-from sgl_kvpool.plan.command import ask
+from sgl_kvpool.commands.plan.command import ask
 
 CONFIGS = Path(__file__).resolve().parents[1] / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
@@ -91,8 +91,8 @@ def sglang(published, resolve, folders, monkeypatch):
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.attention import few_queries, sparse
-    from sgl_kvpool.sglang_plugin import pools
+    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.srt.attention import few_queries, sparse
 
     pools.install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -272,7 +272,7 @@ def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
     """transformers would put DeepSeek-V3's, such as a latent of 512."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sgl_kvpool.plan.plannable import IncompleteConfig, check_geometry
+    from sgl_kvpool.commands.plan.plannable import IncompleteConfig, check_geometry
 
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     file = tmp_path / "config.json"

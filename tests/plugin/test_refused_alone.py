@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.sglang_plugin import argument_rules
+from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
 LAYOUT = ("--kv-cache-layout", "fp4")
 #: The two that start a server.

@@ -23,7 +23,7 @@ def view(server_args):
 
 
 def asked(server_args):
-    from sgl_kvpool.sglang_plugin.record import layout_of
+    from sgl_kvpool.sglang_plugin.options import layout_of
 
     layout = layout_of(server_args)
     return layout and layout.value
@@ -148,7 +148,7 @@ def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, la
 
 
 def test_every_refused_feature_is_tested():
-    from sgl_kvpool.sglang_plugin.refusals import FEATURES as TABLE
+    from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES as TABLE
 
     # Those with arrangements are tested in test_arrangement_argument.py.
     assert {feature.flag for feature in TABLE if feature.arrangements is None} == set(FEATURES)
@@ -173,7 +173,7 @@ def test_refused_fields_exist_in_sglang():
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.refusals import FEATURES as TABLE
+    from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES as TABLE
 
     assert {feature.field for feature in TABLE} <= {f.name for f in record_fields(ServerArgs)}
 
@@ -248,7 +248,7 @@ def test_engine_keyword(resolve, checkpoints, monkeypatch):
 
 def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypatch):
     from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin.launching import _launch_scheduler_processes
+    from sgl_kvpool.sglang_plugin.hooks.launching import _launch_scheduler_processes
 
     seen = []
 
@@ -267,7 +267,7 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
 
 
 def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
-    from sgl_kvpool.sglang_plugin.launching import _launch_scheduler_actors
+    from sgl_kvpool.sglang_plugin.hooks.launching import _launch_scheduler_actors
 
     packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     with pytest.raises(ValueError, match="RayEngine does not work with KV cache layout fp4"):
@@ -278,7 +278,7 @@ def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):
 def test_a_record_resolved_without_the_plugin_is_refused():
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.server_args import require_decided
+    from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
 
     with pytest.raises(RuntimeError, match="resolved before SGLang's plugins were loaded"):
         require_decided(ServerArgs(model_path="dummy"))

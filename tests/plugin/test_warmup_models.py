@@ -6,8 +6,8 @@ import pytest
 from hybrid_configs import LAYERS, MLA_LAYERS
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-from sgl_kvpool.named_model import find_model
-from sgl_kvpool.warmup.served import model_of
+from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.warmup.served import model_of
 
 
 def test_shapes_of_checkpoints(checkpoints, tmp_path):

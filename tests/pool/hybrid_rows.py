@@ -74,7 +74,7 @@ def written_by(method, pool, layer_id, loc, nope, rope):
 def locations(kind, pool, slots):
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from sgl_kvpool.pool.arranged import RowWriteLoc
+    from sgl_kvpool.srt.pool.arranged import RowWriteLoc
 
     if kind == "tensor":
         return slots

@@ -24,7 +24,7 @@ def mla(dtype=torch.bfloat16, page_size=4, size=12, kind="MLATokenToKVPool", lay
 
 def ours(layout, arrangement, page_size=4, size=12, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     layout = MLAKVCacheLayout(layout)
     shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]

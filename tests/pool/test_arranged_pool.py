@@ -18,7 +18,7 @@ PAGES = 5  # one of them the padded one
 
 def make_pool(layout, arrangement, page_size=4, pages=PAGES, size=None, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     layout = MLAKVCacheLayout(layout)
     shown = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}[layout.sglang_kv_cache_dtype()]
@@ -249,7 +249,7 @@ def test_cpu_copies_of_no_slot_are_refused(arrangement):
 @pytest.mark.parametrize("arrangement", CROSS)
 def test_rows_written_by_number_once_per_step(arrangement):
     """What the attention backend does: `slot_to_row` once, then every layer with the same numbers."""
-    from sgl_kvpool.pool.arranged import RowWriteLoc
+    from sgl_kvpool.srt.pool.arranged import RowWriteLoc
 
     pool = make_pool("fp8_block_scale", arrangement)
     slots = torch.tensor([9, 2])
@@ -277,7 +277,7 @@ def test_numbers_of_any_integer_type(arrangement):
 
 
 def test_bind_checks_names_and_takes_them_as_strings():
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     with pytest.raises(ValueError, match="unknown KV cache arrangement 'zzz'"):
         LayoutMLATokenToKVPool.bind("fp4", arrangement="zzz")

@@ -216,7 +216,7 @@ def test_geometries_that_no_layout_stores():
 
 
 def test_the_class_of_dense_models_is_another():
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     given = arguments("fp4", kv_cache_layout="fp4")
     for name in ("index_head_dim", "kv_cache_dim"):

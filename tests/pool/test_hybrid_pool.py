@@ -30,7 +30,7 @@ def test_sizes_and_shapes(layout, rope, page_size):
     """Of the rows alone: the states are counted by their own pool."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool, RowPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, RowPool
 
     pool = hybrid_pool(layout, rope=rope, page_size=page_size)
     row, slots = ROW_BYTES[layout][rope == 0], SIZE + page_size
@@ -56,7 +56,7 @@ def test_sizes_and_shapes(layout, rope, page_size):
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_asked_for(layout, arrangement):
-    from sgl_kvpool.host.labels import HostTierOptions
+    from sgl_kvpool.transfer.labels import HostTierOptions
 
     options = HostTierOptions(engine="cpu")
     pool = hybrid_pool(layout, arrangement, options={"host_tier": options, "readers": ("kvpool_mla",)})

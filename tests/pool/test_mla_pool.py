@@ -14,7 +14,7 @@ SIZE, LAYERS, START = 37, 3, 5  # slots without the padded page, layers, first m
 
 def make_pool(layout, *, rank=512, rope=64, page_size=1, size=SIZE, k_scales=None, **extra):
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     shown = MLAKVCacheLayout(layout).sglang_kv_cache_dtype()
     arguments = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
 
-from sgl_kvpool.canonical import CanonicalKVCaches
+from sgl_kvpool.memory.canonical import CanonicalKVCaches
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -37,7 +37,7 @@ def test_c5_states_are_one_tensor_per_layer_and_kind():
 
 def test_a_hybrid_of_our_rows_and_states():
     from sgl_kvpool.layout import MLAKVCacheLayout
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     pool = hybrid(full_kv_pool_class=LayoutMLATokenToKVPool.bind(MLAKVCacheLayout.FP4))
     caches = CanonicalKVCaches.from_pool(pool)
@@ -116,7 +116,7 @@ def test_a_hybrid_around_a_pool_of_two_kinds_is_refused():
 
 
 def test_pipeline_stages_without_layers():
-    from sgl_kvpool.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     none = {"size": 12, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 0, **MLA}
     pools = [mla(layers=0)] + [

@@ -7,8 +7,8 @@ import pytest
 import torch
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
-from sgl_kvpool.canonical import CanonicalKVCaches, IndexedBy
-from sgl_kvpool.page_copy import copy_pages
+from sgl_kvpool.memory.canonical import CanonicalKVCaches, IndexedBy
+from sgl_kvpool.memory.page_copy import copy_pages
 
 pytestmark = pytest.mark.usefixtures("published")
 

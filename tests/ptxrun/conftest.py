@@ -98,6 +98,6 @@ def runs():
 @pytest.fixture
 def few_blocks(monkeypatch):
     """Transfer kernels of fewer warps, of a number that is no power of two: they take several turns."""
-    from sgl_kvpool.host import jobs
+    from sgl_kvpool.transfer import jobs
 
     monkeypatch.setattr(jobs, "KERNEL_BLOCKS", 3)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from codec_oracle import LAYOUTS, assert_same_bits, assert_same_bytes, assert_same_values, hard_rows
 
-from sgl_kvpool.arrangement import KVArrangement, RowPlacement
 from sgl_kvpool.codec import reference
 from sgl_kvpool.codec import triton as kernels
 from sgl_kvpool.layout import SegmentEncoding
+from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 
 FILL = 0xEE
 LAYERS, LAYER, PAGES, PAGE_SIZE = 3, 1, 11, 8

@@ -13,7 +13,7 @@ import sgl_kvpool
 from sgl_kvpool import codec
 from sgl_kvpool.attention import DecodeWorkspace, decode
 from sgl_kvpool.attention.decode_config import decode_config, partial_elements
-from sgl_kvpool.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
 
 TOP_K, SCALE = 256, 0.06
 

@@ -8,9 +8,9 @@ import torch
 from engine_cases import ARRANGEMENTS, CONVERSIONS, LAYERS
 from ptxrun_engines import Kernels
 
-from sgl_kvpool.host.engines import GPU_ENGINES
-from sgl_kvpool.host.page_view import packed_view
-from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.transfer.engines import GPU_ENGINES
+from sgl_kvpool.transfer.page_view import packed_view
+from sgl_kvpool.transfer.plan import TransferPlan
 
 pytestmark = [
     pytest.mark.skipif(ptxrun_builds.nvcc() is None, reason="needs nvcc"),

@@ -20,7 +20,7 @@ from regression.runner import Step
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
-from sgl_kvpool.bench.tiles import choice
+from sgl_kvpool.commands.bench.tiles import choice
 
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))

@@ -13,7 +13,7 @@ import soak
 import soak_checks
 from regression.processes import _processes
 
-from sgl_kvpool.sglang_plugin.record import ARRANGEMENT, HOST_LAYOUT
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = json.loads((ROOT / "docs" / "benchmarks" / "soak_cpu.json").read_text())["legs"]

@@ -97,8 +97,8 @@ def construct_on_cpu():
 def steps_of(options):
     """Launches and calls of each step for one server, by the step's name."""
     from sgl_kvpool import KVArrangement, MLAKVCacheLayout
-    from sgl_kvpool.warmup import attention, contents
-    from sgl_kvpool.warmup.served import Served
+    from sgl_kvpool.commands.warmup import attention, contents
+    from sgl_kvpool.commands.warmup.served import Served
 
     layout = MLAKVCacheLayout(options.pop("layout"))
     options["arrangement"] = KVArrangement(options.pop("arrangement", "layer_major"))

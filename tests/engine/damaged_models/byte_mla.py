@@ -1,6 +1,6 @@
 """Loaded by SGLang in the scheduler process, before the pool is built."""
 
-from sgl_kvpool.attention import host
+from sgl_kvpool.attention import cpu as host
 from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
 
 _gather_rows = host.gather_rows

@@ -3,7 +3,7 @@
 from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
-from sgl_kvpool.host.lane import Lane
+from sgl_kvpool.transfer.lane import Lane
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 _run = Lane.run

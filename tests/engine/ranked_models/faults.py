@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.runtime_context import get_parallel
 
-from sgl_kvpool.host.lane import Lane
+from sgl_kvpool.transfer.lane import Lane
 
 _run, _get = Lane.run, HiCacheFile.get
 

@@ -1,0 +1,1 @@
+"""What `sgl-kvpool` runs besides the demo."""

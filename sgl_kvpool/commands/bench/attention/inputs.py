@@ -1,0 +1,174 @@
+"""Pools, lists and queries of a workload, and the check of a result against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from sgl_kvpool import KVArrangement, RowFormat
+from sgl_kvpool.attention.decode_reference import mla_decode_reference
+from sgl_kvpool.codec import encode_rows
+from sgl_kvpool.commands.bench.attention.cases import PAGE_SIZE, Workload
+from sgl_kvpool.memory.arrangement import RowPlacement
+
+__all__ = ["RANK", "ROPE", "SCALE", "Problem", "WrongResult", "buffer_bytes", "check", "make_problem"]
+
+RANK, ROPE = 512, 64
+SCALE = (RANK + ROPE) ** -0.5
+#: Norm of the error, relative to that of the result: weights and results are rounded to bf16, 2**-9 each.
+ERROR_LIMIT = 0.01
+_CHECKED_QUERIES = 3
+#: Different rows; prime, so that pages differ in theirs.
+_BASE_ROWS = 16381
+_CHUNK_ROWS = 1 << 18
+
+
+class WrongResult(Exception):
+    """A result is not attention over the rows it should be."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one workload on rows of one format.
+
+    Attributes
+    ----------
+    workload : Workload
+    fmt : RowFormat
+    pool : Tensor [rows, row_bytes], uint8
+        One layer's view.
+    page : (int, int) or None
+        As `mla_decode` takes it: entries of `row_ids` are slots that become rows this way.
+    page_tables : Tensor [sets, batch, pages], int32
+        Pages of each request, in order; the same for all sets of a sparse workload.
+    row_ids : Tensor [sets, batch, rows_per_list], int32
+        Slots. A call uses one of the sets.
+    row_counts : Tensor [queries], int32
+    q : Tensor [queries, heads, R + P], bfloat16
+    """
+
+    workload: Workload
+    fmt: RowFormat
+    pool: torch.Tensor
+    page: tuple[int, int] | None
+    page_tables: torch.Tensor
+    row_ids: torch.Tensor
+    row_counts: torch.Tensor
+    q: torch.Tensor
+    _expected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def sets(self) -> int:
+        return len(self.row_ids)
+
+    def on_rows(self, pool: torch.Tensor, fmt: RowFormat) -> Problem:
+        """The same lists over another pool."""
+        return replace(self, pool=pool, fmt=fmt, _expected={})
+
+    def expected(self, query: int, number: int) -> torch.Tensor:
+        """What a query's result is to be with a set of lists, float64 [heads, R]; computed once."""
+        if (query, number) not in self._expected:
+            each = self.workload.queries_per_list
+            self._expected[query, number] = mla_decode_reference(
+                self.q[query : query + 1],
+                self.pool,
+                self.row_ids[number, query // each, None],
+                self.row_counts[query : query + 1],
+                self.fmt,
+                SCALE,
+                page=self.page,
+            )[0][0]
+        return self._expected[query, number]
+
+    def new_out(self) -> torch.Tensor:
+        """Room for a result."""
+        return self.q.new_empty((*self.q.shape[:2], self.fmt.kv_lora_rank))
+
+
+def _pages_and_sets(workload: Workload, row_bytes: int, device: Any) -> tuple[int, int]:
+    """Pages of a pool, the reserved one included, and the number of sets of lists."""
+    pages = workload.batch * -(-workload.context // PAGE_SIZE)
+    sets = device.sets(workload.rows * row_bytes)
+    if workload.pool_tokens:
+        available = workload.pool_tokens // PAGE_SIZE
+        return available + 1, max(1, min(sets, available // pages))
+    # Lists of a sparse workload differ within the same contexts.
+    return pages * (1 if workload.kind == "sparse" else sets) + 1, sets
+
+
+def buffer_bytes(workload: Workload, fmt: RowFormat, device: Any) -> int:
+    """Device memory of the pool with all layers, and of the lists while they are made."""
+    pages, sets = _pages_and_sets(workload, fmt.row_bytes, device)
+    lists = sets * workload.rows * 4 + (16 * workload.batch * workload.context)
+    return pages * PAGE_SIZE * fmt.row_bytes * workload.layers + lists
+
+
+def make_problem(workload: Workload, fmt: RowFormat, device: Any, seed: int = 0) -> Problem:
+    """Random inputs on a device; only the rows of one layer are written."""
+    pages, sets = _pages_and_sets(workload, fmt.row_bytes, device)
+    where = device.device
+    generator = torch.Generator(device=where).manual_seed(seed)
+    placement = RowPlacement(
+        KVArrangement(workload.arrangement), workload.layers, pages, PAGE_SIZE, fmt.row_bytes
+    )
+    buffer = torch.empty(placement.total_bytes, dtype=torch.uint8, device=where)
+    pool = placement.layer_view(buffer, workload.layers // 2)
+    _fill(pool, placement, fmt, generator)
+
+    of_request = -(-workload.context // PAGE_SIZE)
+    # As SGLang's allocator hands pages out after a while: in any order, never page 0.
+    different = 1 if workload.kind == "sparse" else sets
+    order = torch.randperm(pages - 1, generator=generator, device=where)[
+        : different * workload.batch * of_request
+    ]
+    tables = (order + 1).view(different, workload.batch, of_request).expand(sets, -1, -1)
+    if workload.kind == "sparse":
+        row_ids = torch.empty(sets, workload.batch, workload.rows_per_list, dtype=torch.int32, device=where)
+        for number in range(sets):
+            keys = torch.rand(workload.batch, workload.context, generator=generator, device=where)
+            tokens = keys.topk(workload.rows_per_list, dim=-1).indices
+            found = tables[number].gather(1, tokens // PAGE_SIZE)
+            row_ids[number] = (found * PAGE_SIZE + tokens % PAGE_SIZE).int()
+    else:
+        tokens = torch.arange(PAGE_SIZE, dtype=torch.int32, device=where)
+        row_ids = (tables.int()[..., None] * PAGE_SIZE + tokens).flatten(2)[..., : workload.context]
+    of_group = torch.arange(workload.queries_per_list, dtype=torch.int32, device=where)
+    counts = workload.rows_per_list - workload.queries_per_list + 1 + of_group
+    q = torch.randn(
+        workload.queries, workload.heads, RANK + ROPE, generator=generator, device=where, dtype=torch.bfloat16
+    )
+    return Problem(
+        workload, fmt, pool, placement.slot_pages, tables.int().contiguous(), row_ids.contiguous(),
+        counts.repeat(workload.batch), q,
+    )  # fmt: skip
+
+
+def _fill(pool: torch.Tensor, placement: RowPlacement, fmt: RowFormat, generator: torch.Generator) -> None:
+    values = torch.randn(_BASE_ROWS, RANK + ROPE, generator=generator, device=pool.device).bfloat16()
+    base = encode_rows(values[:, :RANK], values[:, RANK:], fmt)
+    slots = placement.pages * placement.page_size_tokens
+    for first in range(0, slots, _CHUNK_ROWS):
+        some = torch.arange(first, min(first + _CHUNK_ROWS, slots), device=pool.device)
+        pool[placement.slot_to_row(some)] = base[some % _BASE_ROWS]
+
+
+def check(problem: Problem, out: torch.Tensor, number: int) -> float:
+    """Largest relative error of some queries of a result, computed from a set of lists.
+
+    Raises
+    ------
+    WrongResult
+        Above `ERROR_LIMIT`, or not a number.
+    """
+    queries = problem.workload.queries
+    out = out.view(queries, problem.workload.heads, -1)
+    worst = 0.0
+    for query in sorted({0, queries // 2, queries - 1})[:_CHECKED_QUERIES]:
+        expected = problem.expected(query, number)
+        error = (out[query].double() - expected).norm() / expected.norm()
+        if not error.item() <= ERROR_LIMIT:
+            raise WrongResult(f"query {query}: relative error {error.item():.3g}, limit {ERROR_LIMIT}")
+        worst = max(worst, error.item())
+    return worst

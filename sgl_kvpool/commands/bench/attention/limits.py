@@ -1,0 +1,132 @@
+"""How fast an attention over rows could be: three limits, from peaks measured in the same run.
+
+What a call has to do, with N lists of M rows, T queries of H heads, R = 512 latent and P = 64 rotary values:
+
+* **bytes**: every row of every list once, 4 bytes per entry of a list, queries in and results out:
+  ``N M row_bytes + 4 N M + 2 T H (R + P) + 2 T H R + 4 T H``, at the rate of a torch copy, whose bytes are
+  those read and those written.
+* **matrix**: scores over R + P values and sums over R, two operations per product and sum:
+  ``2 T H M (2 R + P)``, at the rate of a large bf16 product. Padding of tiles is not counted.
+* **multiprocessors**, of `mla_decode` alone: ``N M`` rows times the clocks that a row takes of the busiest
+  unit of a multiprocessor. They are counted in the machine code of each tile (``attention_facts.py``) and
+  stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
+
+The clock is the highest that the device reports. So each limit is a bound that nobody has to reach.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool.attention.decode_config import tile_config
+from sgl_kvpool.commands.bench.attention.cases import Workload
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+
+__all__ = [
+    "TILE_COSTS",
+    "UNITS",
+    "Peaks",
+    "Work",
+    "busiest_unit_clk",
+    "limits_us",
+    "sm_clk_per_row",
+    "work_of",
+]
+
+#: A list of objects, one per layout and number of query heads; ``docs/attention.md`` says what they hold.
+TILE_COSTS = Path(__file__).with_name("tile_costs.json")
+#: Units of a multiprocessor whose clocks per row are in `TILE_COSTS`.
+UNITS = ("shared_memory", "issue", "integer", "tensor")
+_ENTRY_BYTES, _BF16_BYTES, _LSE_BYTES = 4, 2, 4
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the device does at best.
+
+    Attributes
+    ----------
+    copy_bytes_per_s : float
+        Read plus written, of a large copy in the same run.
+    matmul_flop_per_s : float
+        Of a large bf16 product in the same run.
+    sm_count : int
+        0 on a CPU, which has no limit of the third kind here.
+    clock_hz : float
+    """
+
+    copy_bytes_per_s: float
+    matmul_flop_per_s: float
+    sm_count: int
+    clock_hz: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts of one call; see the module."""
+
+    row_bytes: int
+    other_bytes: int
+    flop: int
+    sm_clk: float
+
+
+def busiest_unit_clk(costs: Mapping[str, Any]) -> float:
+    """Clocks per row of the unit that an object of `TILE_COSTS` asks most of."""
+    return max(costs[f"{unit}_clk_per_row"] for unit in UNITS)
+
+
+@cache
+def _clk_of_one_tile() -> dict[tuple[str, int], float]:
+    """By layout and pairs of a tile."""
+    return {(x["layout"], x["heads"]): busiest_unit_clk(x) for x in json.loads(TILE_COSTS.read_text("utf-8"))}
+
+
+def sm_clk_per_row(layout: MLAKVCacheLayout, pairs: int) -> float:
+    """Clocks of a multiprocessor that `mla_decode` takes per row of a list, in all tiles.
+
+    Parameters
+    ----------
+    layout : MLAKVCacheLayout
+    pairs : int
+        (query, head) pairs that share the list.
+    """
+    tile = tile_config(layout, pairs)
+    return -(-pairs // tile.pairs) * _clk_of_one_tile()[layout.value, tile.pairs]
+
+
+def work_of(workload: Workload, fmt: RowFormat) -> Work:
+    """What a workload has to do on rows of a format."""
+    rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
+    rows, pairs = workload.rows, workload.queries * workload.heads
+    return Work(
+        row_bytes=rows * fmt.row_bytes,
+        other_bytes=rows * _ENTRY_BYTES + pairs * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
+        flop=2 * pairs * workload.rows_per_list * (2 * rank + rope),
+        sm_clk=rows * sm_clk_per_row(fmt.layout, workload.heads * workload.queries_per_list),
+    )
+
+
+def limits_us(work: Work, peaks: Peaks, *, ours: bool) -> dict[str, float]:
+    """Least microseconds that each of the three allows.
+
+    Parameters
+    ----------
+    work : Work
+    peaks : Peaks
+    ours : bool
+        Whether `mla_decode` does it; the third limit is missing for others and on a CPU.
+    """
+    seconds = {
+        "bytes": (work.row_bytes + work.other_bytes) / peaks.copy_bytes_per_s,
+        "matrix": work.flop / peaks.matmul_flop_per_s,
+    }
+    clocks = peaks.sm_count * peaks.clock_hz
+    if ours and clocks:
+        seconds["multiprocessors"] = work.sm_clk / clocks
+    return {name: value * 1e6 for name, value in seconds.items()}

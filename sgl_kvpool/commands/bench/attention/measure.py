@@ -1,0 +1,207 @@
+"""Measures attention on a device, one item at a time, and never stops for one that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.commands.bench.attention.cases import OURS, Item
+from sgl_kvpool.commands.bench.attention.inputs import (
+    RANK,
+    ROPE,
+    Problem,
+    WrongResult,
+    buffer_bytes,
+    check,
+    make_problem,
+)
+from sgl_kvpool.commands.bench.attention.limits import Peaks, limits_us, work_of
+from sgl_kvpool.commands.bench.attention.peers import Prepared, Runner
+from sgl_kvpool.commands.bench.attention.report import best_us, print_table
+
+__all__ = ["Bench", "run"]
+
+#: Share of the free memory that a pool may take; the rest is for what runners allocate.
+MEMORY_SHARE = 0.85
+
+
+class Bench:
+    """Measures items on a device.
+
+    Parameters
+    ----------
+    device : CudaDevice or CpuDevice
+    peaks : Peaks
+    everyone : dict of str to Runner
+    """
+
+    def __init__(self, device: Any, peaks: Peaks, everyone: dict[str, Runner]) -> None:
+        self.device, self.peaks, self.everyone = device, peaks, everyone
+        self._reasons: dict[str, str | None] = {}
+        self._problem: tuple[Any, Problem] | None = None
+        #: Why nothing can be measured any more: a CUDA error stays.
+        self.broken: str | None = None
+
+    def measure(self, item: Item) -> dict:
+        """A row: the item's facts and its `status`, with a `reason` unless it is "measured"."""
+        if self.broken:
+            return _row(item, "not run", self.broken)
+        reason = self.missing(item.runner) or self.everyone[item.runner].refusal(item.workload)
+        if reason:
+            return _row(item, "skipped", reason)
+        try:
+            problem = self.problem(item)
+            if isinstance(problem, str):
+                return _row(item, "skipped", problem)
+            prepared = self.everyone[item.runner].prepare(problem)
+            return _row(item, "measured", **self.timings(item, prepared))
+        except WrongResult as error:
+            return _row(item, "wrong", str(error))
+        except torch.OutOfMemoryError as error:
+            return _row(item, "skipped", _first_line(error))
+        except Exception as error:  # a peer may fail in any way; ours is reported as a missed target
+            row = _row(item, "failed", f"{type(error).__name__}: {_first_line(error)}")
+            try:
+                self.device.synchronize()
+            except RuntimeError:
+                self.broken = f"the device failed in {item.runner}, {item.workload.name}"
+            return row
+
+    def missing(self, name: str) -> str | None:
+        """Why a runner cannot be had; tried once."""
+        if name not in self._reasons:
+            try:
+                self.everyone[name].load(self.device)
+                self._reasons[name] = None
+            except Exception as error:  # peers fail to load in any way; the reason is in the report
+                self._reasons[name] = f"{type(error).__name__}: {_first_line(error)}"
+        return self._reasons[name]
+
+    def peers(self) -> dict[str, str]:
+        """ "loaded", or why not, for every peer that was asked for."""
+        return {name: reason or "loaded" for name, reason in self._reasons.items() if name != OURS}
+
+    def problem(self, item: Item) -> Problem | str:
+        """Inputs, shared by runners that follow each other; the reason why they do not fit."""
+        # SGLang's FP4 pool is made from BF16 rows.
+        key = (item.workload, item.layout)
+        if self._problem is None or self._problem[0] != key:
+            self._problem = None
+            fmt = MLAKVCacheLayout(item.layout).row_format(RANK, ROPE)
+            needed, free = buffer_bytes(item.workload, fmt, self.device), self.device.free_bytes()
+            if needed > MEMORY_SHARE * free:
+                return f"pool of {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
+            self._problem = key, make_problem(item.workload, fmt, self.device)
+        return self._problem[1]
+
+    def timings(self, item: Item, prepared: Prepared) -> dict:
+        """Checked times and what follows from them."""
+        calls, last = prepared.calls, len(prepared.calls) - 1
+        error = 0.0
+        for number in {0, last}:
+            _poison(prepared)
+            error = max(error, check(prepared.problem, calls[number](), number))
+        for call in calls[1:last]:  # schedules are made by first calls
+            call()
+        us = self.device.median_us(calls)
+        graph_us, no_graph = None, None
+        try:
+            graph = self.device.graph_us(calls)
+            if graph is not None:
+                graph_us, replay = graph
+                _poison(prepared)
+                error = max(error, check(prepared.problem, replay(), last))
+        except WrongResult as caught:
+            raise WrongResult(f"in a CUDA graph, {caught}") from None
+        except Exception as caught:  # not every peer can be captured; the report says why
+            no_graph = f"{type(caught).__name__}: {_first_line(caught)}"
+            self.device.synchronize()
+        return {
+            **self.rates(item, us, graph_us),
+            **({"no_graph": no_graph} if no_graph else {}),
+            "relative_error": float(f"{error:.2g}"),
+            "rotating_sets": len(calls),
+            "pool_rows": len(prepared.problem.pool),
+            "row_stride_bytes": prepared.problem.pool.stride(0),
+            **prepared.facts,
+        }
+
+    def rates(self, item: Item, us: float, graph_us: float | None) -> dict:
+        """Rates and limits of a time."""
+        fmt = MLAKVCacheLayout(item.layout).row_format(RANK, ROPE)
+        work = work_of(item.workload, fmt)
+        limits = limits_us(work, self.peaks, ours=item.runner == OURS)
+        tightest = max(limits, key=limits.__getitem__)
+        row = {"us": round(us, 2), "graph_us": None if graph_us is None else round(graph_us, 2)}
+        seconds = max(best_us(row), 0.01) * 1e-6
+        return {
+            **row,
+            "row_bytes": fmt.row_bytes,
+            "rows_per_s": round(item.workload.rows / seconds),
+            "row_gb_per_s": round(work.row_bytes / seconds / 1e9, 2),
+            "of_copy_peak": round(work.row_bytes / seconds / self.peaks.copy_bytes_per_s, 4),
+            "tflop_per_s": round(work.flop / seconds / 1e12, 3),
+            "limits_us": {name: round(limit, 3) for name, limit in limits.items()},
+            "tightest_limit": tightest,
+            "of_tightest_limit": round(limits[tightest] * 1e-6 / seconds, 4),
+        }
+
+
+def _row(item: Item, status: str, reason: str | None = None, **more: Any) -> dict:
+    return {**item.facts, "status": status, **({"reason": reason} if reason else {}), **more}
+
+
+def _poison(prepared: Prepared) -> None:
+    """NaN where results and partial results go; memory that a peer allocates itself held NaN last."""
+    for buffer in prepared.buffers:
+        buffer.fill_(float("nan"))
+    if not prepared.buffers:
+        torch.full_like(prepared.problem.new_out(), float("nan"))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else "no message"
+
+
+def run(
+    bench: Bench,
+    chosen: Sequence[Item],
+    minutes: float,
+    clock: Any = time.monotonic,
+    after_workload: Any = None,
+) -> list[dict]:
+    """Measure in order until the time is spent; the others get a row that says so.
+
+    Parameters
+    ----------
+    bench : Bench
+    chosen : sequence of Item
+    minutes : float
+        From now; a measurement that has begun is finished.
+    clock : callable
+        Seconds.
+    after_workload : callable, optional
+        Called with all rows so far whenever a workload is done.
+    """
+    end = clock() + minutes * 60
+    rows: list[dict] = []
+    for number, item in enumerate(chosen):
+        if clock() >= end:
+            row = _row(item, "not run", f"the {minutes:g} minutes were spent")
+        else:
+            row = bench.measure(item)
+        rows.append(row)
+        if row["status"] != "not run":
+            print_table(row)
+            following = chosen[number + 1].workload if number + 1 < len(chosen) else None
+            if after_workload is not None and following != item.workload:
+                after_workload(rows)
+    left_out = sum(row["status"] == "not run" for row in rows)
+    if left_out:
+        print(f"{left_out} of {len(rows)} measurements not run: {rows[-1].get('reason')}")
+    return rows

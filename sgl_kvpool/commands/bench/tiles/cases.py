@@ -1,0 +1,128 @@
+"""Which tiles of `mla_decode` are compared, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
+from sgl_kvpool.commands.bench.attention.cases import Workload
+
+__all__ = [
+    "CPU_HEADS",
+    "HEADS",
+    "checks",
+    "jobs",
+    "other_splits",
+    "tile_of",
+    "tiles",
+    "workload_of",
+    "workloads",
+]
+
+#: Query heads of a rank: what DeepSeek, Kimi and GLM have with TP 8, and one with more.
+HEADS = (16, 8, 32)
+CPU_HEADS = (2,)
+_TOP_K = 2048
+#: (block_rows, warps, stages, programs_per_sm). 128 decoded rows are 144 KB of shared memory, 64 are 72 KB;
+#: two programs of 4 warps have 255 registers per thread.
+_DECODED_SHAPES = ((64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2))
+#: Rows that are operands as they are; with 3 stages two blocks of them wait in shared memory.
+_BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
+#: Pairs of tiles that are compared, by heads: the smallest that holds them, one that has room to spare, and
+#: for 32 heads two tiles of half of them.
+_PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
+
+
+def tiles(layout: MLAKVCacheLayout, heads: int) -> list[TileConfig]:
+    """Tiles to compare for this many query heads, that of the table first."""
+    shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
+    wanted = _PAIRS.get(heads, (16,))
+    found = [tile for name, tile in table() if name is layout and tile.pairs in wanted]
+    for pairs in wanted:
+        for rows, warps, stages, programs in shapes:
+            found.append(
+                TileConfig(pairs=pairs, block_rows=rows, warps=warps, stages=stages, programs_per_sm=programs)
+            )
+    return list(dict.fromkeys(found))
+
+
+def workloads(heads: int, *, on_gpu: bool = True) -> list[Workload]:
+    """Batches of this many query heads, most important first: dense contexts and top-k lists in turn."""
+    if not on_gpu:
+        return [Workload("sparse", heads, 1, 64, 40)]  # one block of rows takes the interpreter a second
+    found = []
+    for batch, context in ((64, 32768), (1, 32768), (16, 8192), (128, 2048)):
+        found.append(Workload("dense", heads, batch, context, context))
+        found.append(Workload("sparse", heads, batch, 32768, _TOP_K))
+    return found
+
+
+def _job(
+    workload: Workload, layout: MLAKVCacheLayout, tile: TileConfig, splits: int, part: str
+) -> dict[str, Any]:
+    return {
+        "part": part,
+        "kind": workload.kind,
+        "heads": workload.heads,
+        "batch": workload.batch,
+        "context": workload.context,
+        "rows_per_list": workload.rows_per_list,
+        "layout": layout.value,
+        "tile": asdict(tile),
+        "splits": splits,
+    }
+
+
+def tile_of(job: dict[str, Any]) -> TileConfig:
+    """The tile of a job."""
+    return TileConfig(**job["tile"])
+
+
+def workload_of(job: dict[str, Any]) -> Workload:
+    """The workload of a job."""
+    return Workload(job["kind"], job["heads"], job["batch"], job["context"], job["rows_per_list"])
+
+
+def checks(
+    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
+) -> list[dict[str, Any]]:
+    """Every tile on a small workload, with and without splits: compiles it, and says whether it is right.
+
+    Sizes are such that the kernels are those of the larger workloads.
+    """
+    batch, context = (3, 1024) if on_gpu else (1, 40)
+    found = []
+    for count in heads:
+        workload = Workload("dense", count, batch, context, context)
+        found += [
+            _job(workload, layout, tile, splits, "check")
+            for layout in layouts
+            for tile in tiles(layout, count)
+            for splits in ((2, 1) if on_gpu else (2,))
+        ]
+    return found
+
+
+def jobs(
+    heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], sm_count: int, *, on_gpu: bool = True
+) -> list[dict[str, Any]]:
+    """Every tile on every workload, with the splits of the rule; those of a workload and layout together."""
+    found = []
+    for count in heads:
+        for workload in workloads(count, on_gpu=on_gpu):
+            for layout in layouts:
+                for tile in tiles(layout, count):
+                    config = config_of_tile(tile, count, workload.batch, workload.rows_per_list, sm_count)
+                    found.append(_job(workload, layout, tile, config.splits, "tile"))
+    return found
+
+
+def other_splits(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same tile and workload with other splits: half, twice, one less, one more."""
+    splits = job["splits"]
+    most = min(MAX_SPLITS, max(2, -(-job["rows_per_list"] // job["tile"]["block_rows"])))
+    others = [n for n in dict.fromkeys((splits // 2, splits - 1, splits + 1, splits * 2)) if 1 <= n <= most]
+    return [{**job, "part": "splits", "splits": n} for n in others if n != splits]

@@ -1,0 +1,196 @@
+"""From measured tiles to the tile table: which are best, and the text of the table."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import TileConfig, table
+from sgl_kvpool.commands.bench.attention.report import best_us
+from sgl_kvpool.commands.bench.tiles.cases import tile_of
+from sgl_kvpool.layout import SegmentEncoding
+
+__all__ = ["Choice", "choose", "split_findings", "table_text"]
+
+#: A tile replaces another one if it takes at most this share of its time.
+REPLACES = 0.98
+#: A table gets a smaller tile beside one that would do, or two tiles instead of one, if that saves as much.
+ADDS = 0.97
+#: Splits of the rule are mentioned if others take at most this share of their time.
+BETTER_SPLITS = 0.95
+
+
+@dataclass
+class Choice:
+    """A table for the layouts that were measured.
+
+    Attributes
+    ----------
+    tiles : dict of MLAKVCacheLayout to tuple of TileConfig
+        As `decode_config` has them.
+    reasons : list of str
+        What was compared, a line per decision.
+    wrong, wrong_in_table : list of str
+        Tiles that gave wrong results, failed or hung, which are not chosen; and those of them that are in the
+        present table.
+    """
+
+    tiles: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    wrong_in_table: list[str] = field(default_factory=list)
+
+
+def _where(job: dict[str, Any]) -> tuple:
+    return job["kind"], job["batch"], job["context"]
+
+
+def _workload(job: dict[str, Any]) -> str:
+    return f"{job['kind']}, {job['heads']} heads, batch {job['batch']}, context {job['context']}"
+
+
+def _name(tile: TileConfig) -> str:
+    return (
+        f"{tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps, {tile.stages} stages, "
+        f"{tile.programs_per_sm} per SM"
+    )
+
+
+class _Times:
+    """Times of tiles of one layout, by heads and workload."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.of: dict[int, dict[TileConfig, dict[tuple, float]]] = defaultdict(lambda: defaultdict(dict))
+        self.wrong: dict[TileConfig, str] = {}
+        for row in rows:
+            job, tile = row["job"], tile_of(row["job"])
+            if row["status"] in ("wrong", "failed"):
+                self.wrong.setdefault(tile, f"{row['status']} at {_workload(job)}: {row['reason']}")
+            elif row["status"] == "measured" and job["part"] == "tile":
+                self.of[job["heads"]][tile][_where(job)] = best_us(row)
+
+    def best(self, heads: int, pairs: int, current: TileConfig | None) -> TileConfig | None:
+        """The fastest tile of this many pairs; the current one unless another is clearly faster."""
+        found = [t for t in self.of[heads] if t.pairs == pairs and t not in self.wrong]
+        if not found:
+            return None
+        first = current if current in found else found[0]
+        fastest = min(found, key=lambda tile: self.ratio(heads, tile, first) or math.inf)
+        ratio = self.ratio(heads, fastest, first)
+        return fastest if ratio is not None and ratio <= REPLACES else first
+
+    def ratio(self, heads: int, tile: TileConfig, other: TileConfig) -> float | None:
+        """Time of a tile over that of another: geometric mean over the workloads that both have."""
+        times, others = self.of[heads][tile], self.of[heads][other]
+        both = [math.log(times[where] / others[where]) for where in times if where in others]
+        return math.exp(sum(both) / len(both)) if both else None
+
+    def count(self, heads: int, tile: TileConfig, other: TileConfig) -> int:
+        return len(self.of[heads][tile].keys() & self.of[heads][other].keys())
+
+
+def choose(rows: Sequence[dict[str, Any]]) -> Choice:
+    """The tile table that follows from measured rows.
+
+    Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
+    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
+    Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
+    """
+    choice = Choice()
+    names = dict.fromkeys(row["job"]["layout"] for row in rows)
+    for layout in MLAKVCacheLayout:
+        if layout.value in names:
+            _choose_for(layout, _Times([r for r in rows if r["job"]["layout"] == layout.value]), choice)
+    return choice
+
+
+def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None:
+    current = {tile.pairs: tile for name, tile in table() if name is layout}
+    for tile, why in times.wrong.items():
+        line = f"{layout}, {_name(tile)}: {why}"
+        choice.wrong.append(line)
+        if tile in current.values():
+            choice.wrong_in_table.append(line)
+    chosen = {pairs: tile for pairs, tile in current.items() if tile not in times.wrong}
+
+    def say(text: str) -> None:
+        choice.reasons.append(f"{layout}: {text}")
+
+    for heads in (16, 32):
+        best = times.best(heads, heads, current.get(heads))
+        if best is None:
+            continue
+        chosen[heads] = best
+        old = current.get(heads)
+        if old is None or old == best:
+            say(f"{heads} heads: {_name(best)}, as in the table")
+        elif old in times.wrong or times.ratio(heads, best, old) is None:
+            say(f"{heads} heads: {_name(best)}; the table's ({_name(old)}) is wrong or was not measured")
+        else:
+            say(f"{heads} heads: {_name(best)}, {_ratio(times, heads, best, old)} the table's ({_name(old)})")
+    usual = chosen.get(16)
+    small = times.best(8, 8, current.get(8))
+    if usual is not None and small is not None and (ratio := times.ratio(8, small, usual)) is not None:
+        chosen[8] = small
+        verdict = ""
+        if ratio > (1.0 if 8 in current else ADDS):
+            del chosen[8]
+            verdict = ": none of 8 in the table"
+        say(f"8 heads: {_name(small)}, {_ratio(times, 8, small, usual)} a tile of 16{verdict}")
+    large = chosen.get(32)
+    if usual is not None and large is not None and (ratio := times.ratio(32, usual, large)) is not None:
+        verdict = ""
+        if ratio <= ADDS:
+            del chosen[32]
+            verdict = ": none of 32 in the table"
+        say(f"32 heads, two tiles of 16: {_ratio(times, 32, usual, large)} a tile of 32{verdict}")
+    choice.tiles[layout] = tuple(chosen[pairs] for pairs in sorted(chosen))
+
+
+def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> str:
+    ratio = times.ratio(heads, tile, other)
+    return f"{ratio:.2f} of the time (mean of {times.count(heads, tile, other)} workloads) of"
+
+
+def table_text(choice: Choice) -> str:
+    """The table as decode_config.py has it; latents that were not measured keep their tiles.
+
+    Of layouts that store latents alike, the first that was measured decides.
+    """
+    present: dict[MLAKVCacheLayout, list[TileConfig]] = defaultdict(list)
+    for layout, tile in table():
+        present[layout].append(tile)
+    found: dict[SegmentEncoding, Sequence[TileConfig]] = {}
+    for layout in (*choice.tiles, *MLAKVCacheLayout):
+        found.setdefault(layout.latent, choice.tiles.get(layout) or present[layout])
+    lines = ["_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {"]
+    for latent in dict.fromkeys(layout.latent for layout in MLAKVCacheLayout):
+        lines.append(f"    _E.{latent.name}: (")
+        lines += [f"        {tile!r}," for tile in found[latent]]
+        lines.append("    ),")
+    return "\n".join([*lines, "}"])
+
+
+def split_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where other splits than the rule's are clearly faster, a line each."""
+    base: dict[str, tuple[int, float]] = {}
+    best: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        job = row["job"]
+        if row["status"] != "measured" or job["part"] == "check":
+            continue
+        name = f"{job['layout']}, {_workload(job)}, {_name(tile_of(job))}"
+        found = job["splits"], best_us(row)
+        if job["part"] == "tile":
+            base[name] = found
+        elif name not in best or found[1] < best[name][1]:
+            best[name] = found
+    return [
+        f"{name}: {best[name][0]} splits take {best[name][1] / us:.2f} of the time of the rule's {splits}"
+        for name, (splits, us) in base.items()
+        if name in best and best[name][1] <= BETTER_SPLITS * us
+    ]

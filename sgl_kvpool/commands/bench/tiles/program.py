@@ -1,0 +1,162 @@
+"""Tiles and splits of `mla_decode` beside each other, and the tile table that follows from their times.
+
+    sgl-kvpool bench tiles [--heads 16,8,32] [--layouts ...] [--json PATH] [--continue]
+        [--device cuda|cpu]
+
+First every tile is compiled and checked on a small workload, many at a time. Then each is timed with the
+splits that the rule of decode_config.py gives it, on dense contexts of 2k to 32k tokens and on top-k 2048,
+batch 1 to 128; the fastest of each workload also with other splits. Every result is compared with the float64
+reference. A tile that hangs or faults is left out, and costs only itself.
+
+What is printed last is the tile table to commit, with the reasons. `--device cpu` runs the kernels in
+Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.commands.bench.attention.device import CpuDevice, CudaDevice
+from sgl_kvpool.commands.bench.attention.limits import Peaks
+from sgl_kvpool.commands.bench.attention.measure import Bench
+from sgl_kvpool.commands.bench.attention.report import best_us
+from sgl_kvpool.commands.bench.crew import Jobs, Outcome, cuda_is_broken, run_jobs
+from sgl_kvpool.commands.bench.outputs import Report, commit, require_writable
+from sgl_kvpool.commands.bench.tiles.cases import CPU_HEADS, HEADS, checks, jobs, other_splits, tile_of
+from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+from sgl_kvpool.commands.bench.tiles.runner import measure
+
+__all__ = ["main"]
+
+SCHEMA = 1
+_JOB_LIMIT_S = 45.0
+_MOST_WORKERS = 12
+
+
+def _worker(name: str) -> int:
+    sent = Jobs()
+    if name == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, by the first launch
+    device: Any = CpuDevice(rounds=1) if name == "cpu" else CudaDevice(seconds_per_timing=0.02, min_rounds=7)
+    # Nothing is asked of limits here.
+    bench = Bench(device, Peaks(1e12, 1e12, 0, 0.0), {})
+    for job in sent.begin({**device.facts(), "sm_count": device.sm_count or 4}):
+        sent.answer(measure(bench, job), usable=not (bench.broken or cuda_is_broken()))
+    return 0
+
+
+class _Sweep:
+    """Which jobs are left, and which come next."""
+
+    def __init__(self, report: Report, arguments: argparse.Namespace) -> None:
+        self.report, self.arguments = report, arguments
+        self.on_gpu = arguments.device == "cuda"
+
+    def left(self, wanted: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those without a row, of tiles that have been right so far."""
+        return [job for job in wanted if not self.report.has(job) and not self._is_bad(job)]
+
+    def tile_jobs(self, machine: dict[str, Any]) -> list[dict[str, Any]]:
+        self.report.facts["machine"] = machine
+        a = self.arguments
+        self.planned = jobs(a.heads, a.layouts, machine["sm_count"], on_gpu=self.on_gpu)
+        return self.left(self.planned)
+
+    def ended(self, outcome: Outcome) -> list[dict[str, Any]]:
+        """Take in a result; returns jobs that come next."""
+        row = {"job": outcome.job, **(outcome.value or {"status": "failed", "reason": outcome.failure})}
+        self.report.add(row)
+        print(_line(row), flush=True)
+        return self._splits_of_the_fastest(outcome.job) if outcome.job["part"] == "tile" else []
+
+    def _splits_of_the_fastest(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        """Once all tiles of a workload and layout have been measured."""
+        group = [other for other in self.planned if _group(other) == _group(job)]
+        if self.left(group):
+            return []
+        rows = [r for r in self.report.rows if r["job"] in group and r["status"] == "measured"]
+        if not rows:
+            return []
+        return self.left(other_splits(min(rows, key=best_us)["job"]))
+
+    def _is_bad(self, job: dict[str, Any]) -> bool:
+        """Whether this tile was wrong, or failed, on rows of this layout."""
+        return any(
+            row["status"] in ("wrong", "failed")
+            and (row["job"]["layout"], row["job"]["tile"]) == (job["layout"], job["tile"])
+            for row in self.report.rows
+        )
+
+
+def _group(job: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in job.items() if name not in ("tile", "splits", "part")}
+
+
+def _line(row: dict[str, Any]) -> str:
+    job, tile = row["job"], tile_of(row["job"])
+    head = (
+        f"{job['part']:7}{job['kind']:7}{job['heads']:4} heads, batch {job['batch']:4}, {job['context']:6} "
+        f"{job['layout']:16}{tile.pairs:3} x {tile.block_rows:3} rows, {tile.warps} warps, "
+        f"{tile.programs_per_sm} per SM, {job['splits']:3} splits"
+    )
+    if row["status"] != "measured":
+        return f"{head}  {row['status']}: {row['reason']}"
+    return f"{head}{best_us(row):10.1f} us {row['rows_per_s'] / 1e9:7.2f} G rows/s"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _layouts(text: str) -> tuple[MLAKVCacheLayout, ...]:
+    return tuple(MLAKVCacheLayout(word) for word in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Measure, print, write; returns the exit status: 1 if a tile of the table is wrong or fails."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--heads", type=_numbers, help="of a rank; commas (16,8,32)")
+    parser.add_argument("--layouts", type=_layouts, default=tuple(MLAKVCacheLayout), help="commas (all)")
+    parser.add_argument("--json", type=Path, help="write the results here, after each measurement")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results of --json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        return _worker(arguments.device)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu is a dry run")
+    arguments.heads = arguments.heads or (HEADS if arguments.device == "cuda" else CPU_HEADS)
+    require_writable(parser, arguments.json)
+    facts = {"benchmark": "tiles", "schema": SCHEMA, "commit": commit(), "device": arguments.device}
+    report = Report(arguments.json, facts, arguments.goes_on)
+    sweep = _Sweep(report, arguments)
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_kvpool.cli",
+        "bench",
+        "tiles",
+        "--worker",
+        "--device",
+        arguments.device,
+    ]
+    small = sweep.left(checks(arguments.heads, arguments.layouts, on_gpu=sweep.on_gpu))
+    workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2)) if sweep.on_gpu else 1
+    left = run_jobs(command, small, ended=sweep.ended, workers=workers, job_limit_s=2 * _JOB_LIMIT_S)
+    left = left or run_jobs(command, sweep.tile_jobs, ended=sweep.ended, job_limit_s=_JOB_LIMIT_S)
+    choice = choose(report.rows)
+    for line in (*choice.wrong, *choice.reasons, *split_findings(report.rows)):
+        print(line)
+    print(f"\nthe tile table to commit, in sgl_kvpool/attention/decode_config.py:\n\n{table_text(choice)}")
+    if left:
+        print(left)
+    return int(bool(left) or bool(choice.wrong_in_table))

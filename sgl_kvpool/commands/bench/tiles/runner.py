@@ -1,0 +1,67 @@
+"""`mla_decode` with a tile and splits that are given, for `bench.attention`'s measurements."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, partial_elements
+from sgl_kvpool.commands.bench.attention.cases import OURS, Item, Workload
+from sgl_kvpool.commands.bench.attention.inputs import RANK, SCALE, Problem
+from sgl_kvpool.commands.bench.attention.measure import Bench
+from sgl_kvpool.commands.bench.attention.peers import Prepared
+from sgl_kvpool.commands.bench.tiles.cases import tile_of, workload_of
+
+__all__ = ["TileRunner", "measure"]
+
+
+class TileRunner:
+    """A `Runner` of `bench.attention` that launches one configuration.
+
+    Parameters
+    ----------
+    tile : TileConfig
+    splits : int
+    """
+
+    def __init__(self, tile: TileConfig, splits: int) -> None:
+        self.tile, self.splits = tile, splits
+
+    def load(self, device: Any) -> None:
+        """Nothing that may be missing."""
+
+    def refusal(self, workload: Workload) -> str | None:
+        return None
+
+    def prepare(self, problem: Problem) -> Prepared:
+        from sgl_kvpool.attention.decode_launch import launch
+
+        w, fmt = problem.workload, problem.fmt
+        tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
+        config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
+        out = problem.new_out()
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        room = torch.empty(
+            partial_elements(fmt, w.queries, w.heads, self.splits), dtype=torch.float32, device=out.device
+        )
+        q = problem.q[..., :RANK], problem.q[..., RANK:]
+
+        def call(row_ids: torch.Tensor) -> torch.Tensor:
+            launch(
+                *q, problem.pool, row_ids, problem.row_counts, None, fmt, SCALE, 1.0, w.queries_per_list,
+                problem.page, out, lse, room, config,
+            )  # fmt: skip
+            return out
+
+        return Prepared([partial(call, ids) for ids in problem.row_ids], [out, lse, room], problem)
+
+
+def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
+    """A row of a job of `cases`: status, and time and rate or a reason."""
+    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"])
+    row = bench.measure(Item(workload_of(job), OURS, MLAKVCacheLayout(job["layout"]).value))
+    kept = ("status", "reason", "us", "graph_us", "rows_per_s", "row_gb_per_s", "relative_error", "no_graph")
+    return {name: row[name] for name in kept if name in row}

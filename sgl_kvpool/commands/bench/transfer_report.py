@@ -1,0 +1,161 @@
+"""What `bench transfer` found on a CPU, as lines for a terminal and as a picture. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLUMNS",
+    "DIRECTIONS",
+    "PLAN_LIMIT_MS",
+    "RATE_LIMIT",
+    "conversion_line",
+    "draw",
+    "engine_line",
+    "figure_of",
+    "heading",
+    "missed",
+    "plan_line",
+]
+
+RATE_LIMIT, PLAN_LIMIT_MS = 0.7, 1.0
+DIRECTIONS = ("to_host", "to_device")
+
+#: What the columns of the table are.
+COLUMNS = """\
+run bytes: bytes that lie together in the pool and move in one piece
+of a copy: speed of engine `cpu`, for scattered pages, beside torch's copy of as many contiguous bytes
+           in the same run; 1 is as fast
+target:    what `of a copy` has to reach in both directions. Single rows (token_major) have none
+of torch:  the same speed beside torch's copies of the same pages
+as LAYOUT: with another layout on the host, which encodes and decodes; GB/s are bytes of the pool's rows"""
+
+
+def target(row: dict[str, Any]) -> float | None:
+    """Least share of a contiguous copy's speed; None for rows that move one by one to pages of the host."""
+    return None if row["arrangement"] == KVArrangement.TOKEN_MAJOR.value else RATE_LIMIT
+
+
+def missed(report: dict[str, Any]) -> list[str]:
+    """Targets that were missed, each with what was measured."""
+    found = []
+    if report["plan"]["ms"] > PLAN_LIMIT_MS:
+        found.append(f"descriptors {report['plan']['ms']:g} ms (target {PLAN_LIMIT_MS:g} ms)")
+    for row in report["cpu_engine"]:
+        least = target(row)
+        found += [
+            f"{row['layout']} {row['arrangement']} {direction.replace('_', ' ')} "
+            f"{row[f'{direction}_of_copy']:.2f} (target {least:.2f})"
+            for direction in DIRECTIONS
+            if least is not None and row[f"{direction}_of_copy"] < least
+        ]
+    return found
+
+
+def plan_line(plan: dict[str, Any]) -> str:
+    """Time to make descriptors, beside its target."""
+    verdict = "ok" if plan["ms"] <= PLAN_LIMIT_MS else "MISSED"
+    return (
+        f"{plan['descriptors']} descriptors of {plan['pages']} pages: {plan['ms']:g} ms, "
+        f"target {PLAN_LIMIT_MS:g} ms: {verdict}"
+    )
+
+
+def heading() -> str:
+    """Of the table of `engine_line`."""
+    return (
+        f"{'':15} {'':11} {'':>9} {'of a copy':>17} {'':6} {'':6} {'of torch':>17}\n"
+        f"{'layout':15} {'arrangement':11} {'run bytes':>9} {'to host':>7} {'to device':>9} {'target':>6} "
+        f"{'':6} {'to host':>7} {'to device':>9}"
+    )
+
+
+def engine_line(row: dict[str, Any]) -> str:
+    """One pool, with MISSED if it is below its target in a direction."""
+    least = target(row)
+    shown, verdict = "", ""
+    if least is not None:
+        slowest = min(row[f"{direction}_of_copy"] for direction in DIRECTIONS)
+        shown, verdict = f"{least:.2f}", "ok" if slowest >= least else "MISSED"
+    return (
+        f"{row['layout']:15} {row['arrangement']:11} {row['run_bytes']:9} {row['to_host_of_copy']:7.2f} "
+        f"{row['to_device_of_copy']:9.2f} {shown:>6} {verdict:6} {row['to_host_of_torch']:7.2f} "
+        f"{row['to_device_of_torch']:9.2f}"
+    )
+
+
+def conversion_line(row: dict[str, Any]) -> str:
+    """One pair of layouts."""
+    return (
+        f"{row['layout']:15} as {row['host_layout']:15}: to host {row['to_host_gb_per_s']:.2f} GB/s, "
+        f"{row['to_host_of_torch']:.1f} of torch; to device {row['to_device_gb_per_s']:.2f} GB/s, "
+        f"{row['to_device_of_torch']:.1f} of torch"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write `figure_of` a report, as it stands in the JSON, as PNG."""
+    figure_of(report).savefig(path, dpi=120, format="png")
+
+
+def figure_of(report: dict[str, Any]) -> Figure:
+    """Bars of both directions beside the copy and the targets; missed ones are marked. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows: Sequence[dict[str, Any]] = report["cpu_engine"]
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colors = {"to_host": "tab:blue", "to_device": "tab:orange"}
+    for shift, direction in zip((-0.2, 0.2), DIRECTIONS, strict=True):
+        values = [row[f"{direction}_of_copy"] for row in rows]
+        bars = axes.bar(
+            [place + shift for place in range(len(rows))], values, 0.4, color=colors[direction],
+            label=direction.replace("_", " "),
+        )  # fmt: skip
+        axes.bar_label(bars, [f"{value:.2f}" for value in values], label_type="center", fontsize=7,
+                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        for bar, row, value in zip(bars, rows, values, strict=True):
+            least = target(row)
+            if least is not None and value < least:
+                bar.set(edgecolor="red", linewidth=1.5, hatch="///")
+    axes.axhline(1, color="black", linewidth=1, label="torch's contiguous copy")
+    aims = [(place, least) for place, row in enumerate(rows) if (least := target(row)) is not None]
+    axes.hlines(
+        [least for _, least in aims],
+        [place - 0.45 for place, _ in aims],
+        [place + 0.45 for place, _ in aims],
+        color="dimgrey", linestyle="--", linewidth=1.5, label="target (token_major: none)",
+    )  # fmt: skip
+    handles = axes.get_legend_handles_labels()[0]
+    if any(bar.get_hatch() for bar in axes.patches):
+        handles.append(Patch(facecolor="white", edgecolor="red", hatch="///", label="target missed"))
+    labels = [f"{row['layout']}\n{row['arrangement']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, rotation=45, ha="right", fontsize=8)
+    axes.set_ylabel("speed, contiguous copy = 1")
+    axes.set_ylim(bottom=0)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
+    figure.suptitle(
+        f"Pages of {report['layers']} layers, {report['page_size_tokens']} tokens each, between a pool and a "
+        f"page_major host tier: engine cpu"
+    )
+    axes.set_title(f"{_where(report)}\n{plan_line(report['plan'])}", fontsize=9)
+    return figure
+
+
+def _where(report: dict[str, Any]) -> str:
+    """Machine, versions and date."""
+    machine = report["machine"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {report['threads']} threads, torch {report['torch']}, "
+        f"{report['date']}{', --quick' if report.get('quick') else ''}"
+    )

@@ -1,0 +1,83 @@
+"""`sgl-kvpool doctor`: what is installed, whether it fits together, and what a server here would use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+from sgl_kvpool.commands.doctor import probes
+from sgl_kvpool.commands.doctor.probes import Finding
+
+__all__ = ["SCHEMA", "as_json", "as_text", "examine", "problems"]
+
+SCHEMA = 1
+
+
+def examine() -> dict[str, Finding]:
+    """Run every probe, whatever happens to the others; findings by the probe's name."""
+    findings = {
+        "packages": _guarded(probes.packages),
+        "plugin": _guarded(probes.plugin),
+        "seams": _guarded(partial(probes.in_child, "seams")),
+        "gpu": _guarded(partial(probes.in_child, "gpu")),
+    }
+    device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
+    findings["would be used"] = _guarded(partial(probes.used, device))
+    if "devices" not in findings["gpu"].facts:
+        findings["would be used"].notes.append("a guess: whether there is a GPU is not known, see above")
+    findings["host"] = _guarded(partial(probes.in_child, "host"))
+    return findings
+
+
+def _guarded(probe: Callable[[], Finding]) -> Finding:
+    """A probe's finding; if it fails, that is the finding."""
+    try:
+        return probe()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, the report is printed
+        return Finding(problems=[f"the probe failed: {type(error).__name__}: {error}"])
+
+
+def problems(findings: dict[str, Finding]) -> list[str]:
+    """All problems, each with its probe's name."""
+    return [f"{name}: {problem}" for name, finding in findings.items() for problem in finding.problems]
+
+
+def as_json(findings: dict[str, Finding]) -> str:
+    """The report for programs: ``schema``, ``ok``, and facts, problems and notes by probe."""
+    probed = {name: asdict(finding) for name, finding in findings.items()}
+    return json.dumps({"schema": SCHEMA, "ok": not problems(findings), "probes": probed}, indent=1)
+
+
+def as_text(findings: dict[str, Finding]) -> str:
+    """The report for people; its last line is the verdict."""
+    lines = []
+    for name, finding in findings.items():
+        lines.append(name)
+        lines += [f"  {key:20} {_value(key, value)}" for key, value in finding.facts.items()]
+        lines += [f"  PROBLEM {problem}" for problem in finding.problems]
+        lines += [f"  note: {note}" for note in finding.notes]
+    found = problems(findings)
+    count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+    lines += ["", f"{count}, see above" if found else "no problem found"]
+    return "\n".join(lines)
+
+
+def _value(key: str, value: object) -> str:
+    if key.startswith("memlock"):
+        return "unlimited" if value is None else str(value)
+    if value is None:
+        return "-"
+    if key.endswith("_bytes"):
+        return f"{value} ({value / 1e9:.1f} GB)" if isinstance(value, int) else str(value)
+    if isinstance(value, list):
+        return "; ".join(map(_device, value)) or "none"
+    return str(value)
+
+
+def _device(device: dict) -> str:
+    major, minor = device["capability"]
+    return f"{device['name']} ({major}.{minor}, {device['memory_bytes'] / 1e9:.0f} GB)"

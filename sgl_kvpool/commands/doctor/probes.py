@@ -1,0 +1,315 @@
+"""What `sgl-kvpool doctor` looks at. Each probe returns facts, problems and notes, and may fail.
+
+Probes that import other packages run in a process of their own (:mod:`sgl_kvpool.commands.doctor.child`), since a
+broken installation may hang, end or crash the process that imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import __version__, env
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.transfer.labels import KEPT_FREE_BYTES
+
+__all__ = [
+    "Finding",
+    "cgroup_free_bytes",
+    "gpu",
+    "host",
+    "in_child",
+    "packages",
+    "plugin",
+    "seams",
+    "used",
+]
+
+#: Distributions whose version is worth knowing; "-" in the report where one is absent.
+_PACKAGES = (
+    *("sglang", "torch", "flashinfer-python", "triton"),
+    *("sglang-kernel", "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"),
+)
+_GROUP = "sglang.srt.plugins"
+_ENTRY_POINT = "sgl_kvpool.sglang_plugin:register"
+#: Importing all of SGLang's modules that we touch takes 25 s on two cores.
+_TIMEOUT_SECONDS = 300
+
+
+@dataclass
+class Finding:
+    """What one probe saw.
+
+    Attributes
+    ----------
+    facts : dict
+        Values by name, JSON types only.
+    problems : list of str
+        What keeps layouts from working, with the way out.
+    notes : list of str
+        What is worth knowing and no problem.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def packages() -> Finding:
+    """Versions of Python and of the distributions that play a part."""
+    from sgl_kvpool.sglang_plugin.seams import version_problem
+
+    finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
+    for name in _PACKAGES:
+        try:
+            finding.facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            finding.facts[name] = None
+    problem = version_problem()
+    try:
+        tried = env.flag(env.ALLOW_UNTESTED)
+    except ValueError:  # the probe of the plugin says so
+        tried = False
+    if problem and finding.facts["sglang"] and tried:
+        finding.notes.append(f"{problem}; {env.ALLOW_UNTESTED} is set")
+    elif problem:
+        finding.problems.append(problem)
+    return finding
+
+
+def plugin() -> Finding:
+    """Whether SGLang will load the plugin, and what the environment asks of it."""
+    from sgl_kvpool.sglang_plugin.options import OPTIONS, environment_problems
+
+    finding = Finding()
+    found = importlib.metadata.entry_points(group=_GROUP, name=env.PLUGIN)
+    finding.facts["entry point"] = next((point.value for point in found), None)
+    if finding.facts["entry point"] not in (None, _ENTRY_POINT):
+        finding.problems.append(
+            f"another package has taken the name {env.PLUGIN}: its entry point is "
+            f"{finding.facts['entry point']}, ours is {_ENTRY_POINT}; uninstall that package"
+        )
+    if not found:
+        finding.problems.append(
+            f"no entry point {env.PLUGIN} in group {_GROUP}: install the package (pip install -e .), a "
+            "folder on PYTHONPATH is not enough"
+        )
+    finding.facts[env.SGLANG_PLUGINS] = os.environ.get(env.SGLANG_PLUGINS) or None
+    problem = env.plugin_list_problem()
+    if problem:
+        finding.problems.append(problem)
+    finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
+    finding.problems += environment_problems()
+    options = {option.env: option for option in OPTIONS}
+    asked = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
+    if env.KV_CACHE_LAYOUT not in asked:
+        finding.notes += [
+            f"{name} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
+            "--kv-cache-layout will refuse to start"
+            for name in asked
+        ]
+    return finding
+
+
+def seams() -> Finding:
+    """Whether the installed SGLang still has what we take hold of. Imports SGLang."""
+    from sgl_kvpool.sglang_plugin import seams as ours
+
+    every = [*ours.SERVER_ARGS, *ours.MODEL, *ours.LAUNCHER, *ours.SCHEDULER]
+    problems = ours.check(every)
+    return Finding({"checked": len(every), "hold": len(every) - len(problems)}, problems)
+
+
+def gpu() -> Finding:
+    """GPUs as torch sees them, and the driver. Imports torch."""
+    finding = Finding({"driver": None, "CUDA of the driver": None})
+    _driver(finding)
+
+    import torch
+
+    finding.facts["CUDA of torch"] = torch.version.cuda
+    finding.facts["devices"] = devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": properties.name,
+                "capability": [properties.major, properties.minor],
+                "memory_bytes": properties.total_memory,
+            }
+        )
+        if properties.major != 9:
+            finding.notes.append(
+                f"{properties.name} has compute capability {properties.major}.{properties.minor}; the "
+                "kernels are compiled and tested for 9.0 (H100, H200)"
+            )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices and finding.facts["driver"] is None:
+        finding.notes.append("no GPU: only the model of `sgl-kvpool demo` can be served, on the CPU")
+    elif not devices and visible is not None:
+        finding.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs; unset it to use them")
+    elif not devices:
+        finding.problems.append(
+            f"the driver is for CUDA {finding.facts['CUDA of the driver']} and torch, built for CUDA "
+            f"{torch.version.cuda}, sees no GPU: install a driver that is at least as new as torch's CUDA"
+        )
+    return finding
+
+
+def _driver(finding: Finding) -> None:
+    """Version of the NVIDIA driver; none is no problem, a broken one is."""
+    try:
+        import pynvml
+    except ImportError as error:
+        finding.notes.append(f"the driver's version is unknown: {error}")
+        return
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        finding.facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        finding.facts["CUDA of the driver"] = f"{version // 1000}.{version % 1000 // 10}"
+    except pynvml.NVMLError as error:
+        if error.value not in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            finding.problems.append(
+                f"the NVIDIA driver does not answer ({error}): reload its kernel modules, reboot, or "
+                "reinstall it"
+            )
+
+
+def used(device: str) -> Finding:
+    """What a server on `device` would use for each layout."""
+    from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
+    from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, choose_arrangement
+    from sgl_kvpool.sglang_plugin.rules.attention import is_chosen
+
+    finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else "torch"})
+    try:
+        asked = ARRANGEMENT.exported() or AUTO
+    except ValueError:  # the probe of the plugin says so
+        asked = AUTO
+    arrangement = choose_arrangement(asked)
+    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
+    for layout in MLAKVCacheLayout:
+        stock = suggestions(layout, device, arrangement)
+        if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):
+            text = f"attention by {KVPOOL_BACKEND}, chosen by itself"
+        elif device in KVPOOL_DEVICES:
+            text = f"attention by a backend of SGLang's choice, or by {KVPOOL_BACKEND} if you name it"
+        elif stock:
+            text = f"name an --attention-backend: {', '.join(stock)}"
+        else:
+            text = f"refused on {device} in this release"
+        finding.facts[layout.value] = text
+    return finding
+
+
+def host() -> Finding:
+    """Memory that a host tier could use, the limit on locked memory, and cores."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    finding = Finding(
+        {
+            "memlock_soft_bytes": None if soft == resource.RLIM_INFINITY else soft,
+            "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
+            "memory_bytes": None,
+            "free_bytes": None,
+            "host_tier_bytes": None,
+            "compiler": shutil.which(os.environ.get("CXX", "c++")),
+            "cores": os.cpu_count(),
+        }
+    )
+    if finding.facts["compiler"] is None:
+        finding.notes.append(
+            "no C++ compiler (c++, or what CXX names): the host tier's copies would be torch's, which are "
+            "slower; install g++"
+        )
+    if soft != resource.RLIM_INFINITY:
+        finding.notes.append(
+            f"at most {soft} bytes of memory may be locked (ulimit -l): registering a host pool with a "
+            "network card (RDMA) may fail; raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
+        )
+    try:
+        import psutil
+    except ImportError as error:
+        finding.problems.append(
+            f"free memory is unknown ({error}): pip install psutil, which SGLang needs too"
+        )
+        return finding
+    memory = psutil.virtual_memory()
+    limited = cgroup_free_bytes()
+    finding.facts["memory_bytes"] = memory.total
+    free = memory.available if limited is None else min(memory.available, limited)
+    finding.facts["free_bytes"] = free
+    finding.facts["host_tier_bytes"] = max(0, free - KEPT_FREE_BYTES)
+    if free <= KEPT_FREE_BYTES:
+        finding.notes.append(
+            f"--enable-hierarchical-cache would not start: SGLang keeps {KEPT_FREE_BYTES / 1e9:.1f} GB of "
+            "host memory free"
+        )
+    return finding
+
+
+def cgroup_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups; None without a limit.
+
+    Of a group's use, pages of files that the kernel can drop (`inactive_file`) count as free. Both versions
+    of control groups; a container sees its own group as `root`.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    free: list[int] = []
+    for controllers, mount, limit, use in (
+        ("", root, "memory.max", "memory.current"),
+        ("memory", root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        paths = [line[2] for line in lines if len(line) == 3 and controllers in line[1].split(",")]
+        for group in {Path(path.lstrip("/")) for path in paths} | {Path()}:
+            for folder in (mount / group, *(mount / parent for parent in group.parents)):
+                left = _free_in(folder, limit, use)
+                if left is not None:
+                    free.append(left)
+    return min(free, default=None)
+
+
+def _free_in(folder: Path, limit: str, use: str) -> int | None:
+    """Bytes left in one control group; None where it sets no limit or is not there."""
+    try:
+        # "max" where version 2 sets no limit; version 1 then says nearly 2^63.
+        allowed, taken = int((folder / limit).read_text()), int((folder / use).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    droppable = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
+
+
+def in_child(name: str) -> Finding:
+    """Run the probe of this name in a process of its own; RuntimeError if that gives no answer."""
+    done = subprocess.run(
+        # -P: nothing is imported from the working folder.
+        [sys.executable, "-P", "-m", "sgl_kvpool.commands.doctor.child", name],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_TIMEOUT_SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        return Finding(**json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, TypeError, ValueError):
+        ending = "\n".join(done.stderr.splitlines()[-3:])
+        raise RuntimeError(
+            f"its process ended with status {done.returncode} and no answer: {ending}"
+        ) from None

@@ -1,0 +1,143 @@
+"""The process that asks SGLang: `python -m sgl_kvpool.commands.plan.child`, a request on stdin, answers on stdout.
+
+SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are a
+process's own. Input: one JSON object, with `machine` and `servers`. Output: one JSON line for
+each server, in their order; what cannot be read ends it, since no other server would be read either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from typing import Any
+
+#: Modules whose functions decide; all have to be there before the GPU is described.
+_MODULES = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.model_executor.model_runner",
+)
+
+
+def main() -> int:
+    """Answer one request; returns the exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print
+    request = json.load(sys.stdin)
+    import importlib
+
+    for module in _MODULES:
+        importlib.import_module(module)
+    from sglang.srt.plugins import load_plugins
+
+    from sgl_kvpool import env
+    from sgl_kvpool.sglang_plugin.seams import version_problem
+
+    problem = version_problem()
+    if problem is not None and not env.flag(env.ALLOW_UNTESTED):
+        sys.exit(problem)
+    load_plugins()
+    from sgl_kvpool.commands.plan.sizing import Machine, ServerRequest
+
+    machine = Machine(**request["machine"])
+    enough: dict[tuple[Any, ...], str] = {}
+    for server in request["servers"]:
+        wanted = ServerRequest(server["model_path"], server["layout"], tuple(server["arguments"]))
+        answer = _in_a_fork(wanted, machine)
+        if "too_heavy" in answer:
+            # Asked once: the weights are those of every layout.
+            ranks = answer["too_heavy"]
+            key = (wanted.model_path, *ranks.values())
+            if key not in enough:
+                enough[key] = _enough(wanted, machine, **ranks)
+            answer = {"refused": f"{answer['refused']}; {enough[key]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        if "unreadable" in answer:
+            break
+    return 0
+
+
+def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
+    """How many GPUs a server starts on that does not on `tp_size`, in words; SGLang is asked, in forks."""
+    groups = tp_size // attention_ranks  # of DP attention
+    for ranks in range(attention_ranks + 1, heads + 1):
+        count = groups * ranks
+        if heads % ranks or machine.weights_gib / count >= machine.gpu_gib:
+            continue
+        more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
+        if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
+            return f"{count} GPUs do (--tp {count}{', more than a node of eight has' if count > 8 else ''})"
+    return f"no number of GPUs does whose ranks of attention divide the {heads} heads"
+
+
+def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
+    """What the fork answered, or that it ended without a word."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(_answer(wanted, machine), pipe)
+            status = 0
+        except BaseException:  # a fork must not go on in its parent's stack
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)  # not the end of the program, which is the parent's
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status or not text:
+        ended = os.waitstatus_to_exitcode(status)
+        return {"failed": f"the process that sized it ended with status {ended}"}
+    return json.loads(text)
+
+
+def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
+    """Sizes of a server, or why SGLang would not start it, or cannot read what it was told to."""
+    from sgl_kvpool.attention.topk_transform import UnsupportedCombination
+    from sgl_kvpool.commands.plan.gpu import DescribedGPU, describe
+    from sgl_kvpool.commands.plan.plannable import IncompleteConfig, TooHeavy
+    from sgl_kvpool.commands.plan.sizing import size_server
+
+    describe(DescribedGPU(machine.gpu_gib, machine.gpu_count))
+    try:
+        return size_server(wanted, machine)
+    except TooHeavy as error:
+        ranks = {"attention_ranks": error.attention_ranks, "heads": error.heads, "tp_size": error.tp_size}
+        return {"refused": str(error), "too_heavy": ranks}
+    except UnsupportedCombination as error:
+        if error.instead is None:
+            return {"refused": str(error)}
+        named = tuple(
+            f"--dsa-{phase}-backend={name}"
+            for phase, name in zip(("prefill", "decode"), error.instead, strict=True)
+        )
+        flags = {word.partition("=")[0] for word in named}
+        if flags & {word.partition("=")[0] for word in wanted.arguments}:
+            return {"refused": str(error)}  # of what the user named, or of what was tried already
+        return {"refused": str(error), "instead": named}
+    except (OSError, IncompleteConfig) as error:
+        # No such model, no network to look it up, no sizes in it: a reason for no layout.
+        traceback.print_exc()
+        return {"unreadable": str(error)}
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:
+        # What SGLang and our rules refuse arguments with: the server would not start.
+        traceback.print_exc()
+        return {"refused": str(error) or repr(error)}
+    except Exception as error:  # of SGLang's readers of configurations, which check nothing
+        traceback.print_exc()
+        return {
+            "failed": f"sizing ended with {type(error).__name__}: {error}. Fields that config.json lacks, or "
+            "has with another type than SGLang reads, end so; if it is whole, this is a mistake of sgl-kvpool"
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

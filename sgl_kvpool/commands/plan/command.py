@@ -1,0 +1,326 @@
+"""The subcommand `plan`: its arguments, the servers it asks about, and the process that asks SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.commands.named_model import find_model
+from sgl_kvpool.commands.plan import plot, report
+from sgl_kvpool.commands.plan.plannable import check_sizes
+from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Plan
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.transfer.labels import NARROWEST_HOST_LAYOUT
+
+__all__ = ["add_arguments", "run"]
+
+#: What CUDA and NCCL take of a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
+#: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
+#: on H100s of 79.6 (pull request 3888).
+TAKEN_GIB = 3.0
+#: What this command decides itself.
+_OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
+         "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
+         "--enable-hierarchical-cache")  # fmt: skip
+
+#: A checkpoint that SGLang reads the configuration of, besides the model's.
+_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server to ask about: layouts on the device (None: SGLang as it is) and on the host."""
+
+    layout: str | None
+    host_layout: str | None = None
+
+    def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
+        """Of `sglang.launch_server`, without the model. A host tier needs a size in GB of a rank."""
+        found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
+        if self.layout is not None:
+            found += ["--kv-cache-layout", self.layout]
+        if host_gb is not None:
+            found += ["--enable-hierarchical-cache", "--hicache-size", str(host_gb)]
+            if self.host_layout is not None:
+                found += ["--kv-host-layout", self.host_layout]
+        return [*found, *others]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of `sgl-kvpool plan`."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_CONFIG",
+        help="a checkpoint's folder, a config.json alone, or owner/name on Hugging Face",
+    )
+    parser.add_argument(
+        "--gpu-gb",
+        type=_gpu_gib,
+        required=True,
+        metavar="N",
+        help="memory of one GPU as nvidia-smi shows it, in GiB: H100 79.6, H200 140.4",
+    )
+    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="ranks of tensor parallelism (1)")
+    parser.add_argument(
+        "--host-gb",
+        type=_host_gb,
+        metavar="N",
+        help="memory for a host tier on each node, all ranks together, in GB (1e9 bytes)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_count,
+        metavar="N",
+        help=f"tokens of a request, prompt and answer (the model's context, {CONTEXT_TOKENS} at most)",
+    )
+    parser.add_argument(
+        "--weights-gb",
+        type=_gib,
+        metavar="N",
+        help="GiB of all weights, a draft's among them (the folders' safetensors files; else 0)",
+    )
+    parser.add_argument(
+        "--taken-gb",
+        type=_gib,
+        default=TAKEN_GIB,
+        metavar="N",
+        help=f"memory of a GPU in GiB that is taken before the weights are loaded ({TAKEN_GIB:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
+    parser.add_argument(
+        "server_arguments",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="behind --: further arguments of sglang.launch_server, for every layout",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, draw; 1 if no layout of ours can be served so.
+
+    Raises
+    ------
+    ValueError
+        No such model, or an argument that makes no sense.
+    OSError
+        The plot cannot be written.
+    """
+    model = find_model(arguments.model)
+    if model.config is not None:
+        check_sizes(json.loads(model.config))
+    _check(arguments)
+    if arguments.plot is not None:
+        plot.check_plot(arguments.plot)
+    weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
+    machine = {
+        "gpu_gib": arguments.gpu_gb,
+        "gpu_count": max(arguments.tp, 8),  # a node has eight; SGLang asks whether there are enough
+        "taken_gib": arguments.taken_gb,
+        "weights_gib": weights_gib or 0.0,
+        "drafts_included": arguments.weights_gb is not None,
+    }
+    candidates = _candidates(arguments.host_gb is not None)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(model.sglang_path())
+        others = list(_drafts_here(arguments.server_arguments, model.named, path, stack))
+        servers = [_request(path, each, arguments, others) for each in candidates]
+        print(f"asking SGLang about {len(servers)} servers; a minute ...", file=sys.stderr, flush=True)
+        answers = _ask_again(machine, servers, ask(machine, servers))
+    plan = Plan.of(
+        model=model.launch_path,
+        machine=machine,
+        weights_known=weights_gib is not None,
+        tp_size=arguments.tp,
+        host_gb=arguments.host_gb,
+        context_tokens=arguments.context,
+        servers=list(zip(candidates, answers, strict=True)),
+        others=arguments.server_arguments,
+    )
+    # The words first: a picture that cannot be drawn is no reason to lose them.
+    print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
+    if arguments.plot is not None:
+        plot.draw(plan, arguments.plot)
+    return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
+
+
+def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let a process of SGLang's size servers.
+
+    Parameters
+    ----------
+    machine : dict
+        Fields of `sizing.Machine`.
+    servers : list of dict
+        Fields of `sizing.ServerRequest`.
+
+    Returns
+    -------
+    list of dict
+        What `sizing.size_server` returns, or `refused` with the reason.
+
+    Raises
+    ------
+    OSError
+        SGLang cannot read the model, or another file of the arguments.
+    RuntimeError
+        With the last words of the process, if it has not answered.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
+    # It looks at no GPU that is here, and forks, so it wants no threads.
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**inherited, **alone},
+        start_new_session=True,  # a group of its own: ending it ends the fork that sizes a server too
+    )
+    try:
+        said, complaints = process.communicate(json.dumps({"machine": machine, "servers": servers}))
+    except BaseException:  # Ctrl-C and SIGTERM: nothing may be left running
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    last = "\n".join(complaints.splitlines()[-15:])
+    answers = [] if process.returncode else [json.loads(line) for line in said.splitlines()]
+    for answer in answers:
+        if "unreadable" in answer:  # for any server, and so the last answer
+            raise OSError(answer["unreadable"])
+        if "failed" in answer:
+            raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
+    if len(answers) != len(servers):
+        raise RuntimeError(
+            f"the process that asks SGLang ended with status {process.returncode}; its last lines:\n{last}"
+        )
+    return answers
+
+
+def _ask_again(
+    machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Those that are refused with arguments to name instead, with these."""
+    again = [number for number, answer in enumerate(answers) if "instead" in answer]
+    if not again:
+        return answers
+    changed = [
+        {**servers[number], "arguments": [*servers[number]["arguments"], *answers[number]["instead"]]}
+        for number in again
+    ]
+    found = list(answers)
+    for number, answer in zip(again, ask(machine, changed), strict=True):
+        if "refused" not in answer:
+            found[number] = {**answer, "added": answers[number]["instead"]}
+    return found
+
+
+def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
+    """Arguments of a server with a folder for the name of a draft on Hugging Face; see `sglang_path`."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag, draft = (name, value) if equals else (before, word)
+        if flag in _DRAFT and not Path(draft).exists():
+            folder = path if draft == model else stack.enter_context(find_model(draft).sglang_path())
+            yield f"{name}={folder}" if equals else folder
+        else:
+            yield word
+        before = word
+
+
+def _request(
+    model_path: str, candidate: Candidate, arguments: argparse.Namespace, others: Sequence[str]
+) -> dict[str, Any]:
+    # The size of a host tier changes nothing on the device; which one fits is known afterwards.
+    host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
+    words = candidate.arguments(arguments.tp, others, host_gb)
+    return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
+
+
+def _candidates(with_host: bool) -> list[Candidate]:
+    layouts = [layout.value for layout in MLAKVCacheLayout]
+    found = [Candidate(None), *(Candidate(layout) for layout in layouts)]
+    if with_host:
+        narrowest = NARROWEST_HOST_LAYOUT
+        found += [Candidate(layout, narrowest) for layout in layouts if layout != narrowest]
+    return found
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in _names(arguments.server_arguments):
+        # SGLang's parser takes the beginning of a name for it.
+        if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
+            raise ValueError(
+                f"{name} is what this command plans; use --model, --tp and --host-gb, and "
+                "leave it out behind --, and of a file that --config names"
+            )
+    if arguments.taken_gb >= arguments.gpu_gb:
+        raise ValueError(
+            f"--taken-gb {arguments.taken_gb:g} leaves nothing of a GPU of {arguments.gpu_gb:g} GiB"
+        )
+
+
+def _names(words: Sequence[str]) -> Iterator[str]:
+    """Names of the arguments that SGLang gets: those of a file behind --config among them."""
+    for number, word in enumerate(words):
+        yield word.partition("=")[0]
+        if word == "--config" and number + 1 < len(words):  # the one way in which SGLang reads it
+            yield from _names_in(Path(words[number + 1]))
+
+
+def _names_in(file: Path) -> list[str]:
+    """Names of arguments in a YAML file of a server; ValueError if it holds none."""
+    import yaml  # which SGLang brings; the other subcommands do without both
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {file} holds no arguments: it is a {type(found).__name__}")
+    return ["--" + str(name).replace("_", "-") for name in found]
+
+
+def _number(text: str, what: str, limit: float, *, least: float | None = None) -> float:
+    """A number up to `limit`, from `least` or, without it, above 0; the error says what it is of."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
+    if not (value > 0 if least is None else least <= value) or value > limit:  # NaN is neither
+        above = "above 0" if least is None else f"of {least:g} or more"
+        raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
+    return value
+
+
+def _gpu_gib(text: str) -> float:
+    # nvidia-smi shows MiB: 81559 is an H100.
+    return _number(text, "the memory of one GPU in GiB (MiB divided by 1024)", 1000)
+
+
+def _host_gb(text: str) -> float:
+    return _number(text, "memory of one node in GB", 1e5)
+
+
+def _gib(text: str) -> float:
+    return _number(text, "memory in GiB", 1e5, least=0)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)

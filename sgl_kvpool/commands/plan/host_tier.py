@@ -1,0 +1,100 @@
+"""How much a host tier holds, by the arithmetic of SGLang's host pools (`pool_host/base.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvpool.srt.host.shares import TierShares
+
+__all__ = ["HostBytes", "HostTokens", "host_tokens", "largest_whole_gb"]
+
+_GB = 1e9  # of --hicache-size
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """What a host tier keeps.
+
+    Attributes
+    ----------
+    token_bytes : int
+        Rows of a token in all layers, packed drafts included, in the host's layout.
+    index_bytes : int
+        Index keys of a token in all layers that have some; they lie under the pages of the rows.
+    device_tokens : int
+        Tokens of the device pool.
+    slot_bytes : int
+        States of a slot in all linear layers, as the host keeps them; 0 for models without.
+    device_slots : int
+    draft_bytes : int
+        Of a token, in a host pool of a draft's own, which has as many tokens; on top of --hicache-size.
+    """
+
+    token_bytes: int
+    index_bytes: int
+    device_tokens: int
+    slot_bytes: int = 0
+    device_slots: int = 0
+    draft_bytes: int = 0
+
+    @property
+    def page_token_bytes(self) -> int:
+        """Of a token in all pools that hold whole pages."""
+        return self.token_bytes + self.index_bytes + self.draft_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether rows and states share the size."""
+        return bool(self.slot_bytes and self.device_slots)
+
+    def shares(self, size_gb: float) -> tuple[float, float]:
+        """GB of rows and of states out of --hicache-size."""
+        if not self.has_states:
+            return size_gb, 0.0
+        return TierShares(
+            rows=self.device_tokens * self.token_bytes,
+            index_keys=self.device_tokens * self.index_bytes,
+            states=self.device_slots * self.slot_bytes,
+            device_rows=0,
+        ).split(size_gb)
+
+
+@dataclass(frozen=True)
+class HostTokens:
+    """What fits: whole pages, of tokens, and slots of states."""
+
+    tokens: int
+    slots: int
+    total_bytes: int
+
+
+def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
+    """Tokens and slots of a host tier.
+
+    Parameters
+    ----------
+    held : HostBytes
+    size_gb : float
+        Of --hicache-size, 1e9 bytes; of one rank.
+    page_size : int
+        Tokens.
+    """
+    row_gb, state_gb = held.shares(size_gb)
+    # One page more than fits: SGLang reserves it for padding and counts it, in both kinds of pools.
+    pages = int(row_gb * _GB // held.token_bytes) // page_size + 1
+    slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
+    tokens = pages * page_size
+    return HostTokens(tokens, slots, tokens * held.page_token_bytes + slots * held.slot_bytes)
+
+
+def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
+    """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank; 0 for none.
+
+    The size is that of the rows; index keys of sparse attention and drafts with pools of their own come on
+    top. Padding, a page and a slot, is not counted.
+    """
+    padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
+    size = int(memory_gb)
+    while size > 0 and host_tokens(held, size, page_size).total_bytes - padding_bytes > memory_gb * _GB:
+        size -= 1
+    return size

@@ -1,0 +1,145 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+from sgl_kvpool.commands.plan.planned import Plan, PlannedServer
+
+__all__ = ["text"]
+
+
+def text(plan: Plan) -> str:
+    """The plan for a terminal."""
+    refused = {server.refused for server in plan.servers}
+    if len(refused) == 1 and None not in refused:
+        return "\n".join([*_head(plan), "", f"no server starts, with a layout or without: {refused.pop()}"])
+    return "\n".join([*_head(plan), "", *_table(plan), "", *_notes(plan), *_reasons(plan), *_commands(plan)])
+
+
+def _head(plan: Plan) -> list[str]:
+    machine, facts = plan.machine, plan.model
+    lines = []
+    if facts:
+        kind = {"sparse": "MLA with sparse attention (DSA)", "dense": "MLA"}[facts["kind"]]
+        linear = f" and {facts['linear_layers']} linear layers" if facts["linear_layers"] else ""
+        lines.append(
+            f"{facts['name']}: {kind}, {facts['layers_with_rows']} layers with rows{linear}, latent "
+            f"{facts['kv_lora_rank']}, rope {facts['qk_rope_head_dim']}, context {facts['context_len']}"
+        )
+    weights = f"{machine['weights_gib']:.1f} GiB of weights"
+    if not plan.weights_known:
+        weights = "NO WEIGHTS (unknown: give --weights-gb; real numbers are smaller)"
+    if plan.draft_weights_gib is not None:
+        weights += f" and {plan.draft_weights_gib:.1f} GiB of a draft's"
+        if not plan.draft_weights_gib:
+            weights += " (unknown: give the sum of both to --weights-gb; real numbers are smaller)"
+    fraction = f", --mem-fraction-static {plan.mem_fraction_static:g}" if facts else ""
+    lines.append(
+        f"{plan.tp_size} x Hopper GPU of {machine['gpu_gib']:g} GiB, {machine['taken_gib']:g} GiB taken "
+        f"before loading, {weights}{fraction}"
+    )
+    if plan.attention_copies > 1:
+        lines.append(
+            f"DP attention: the ranks hold the attention weights {plan.attention_copies} times; sizes are "
+            "too large unless --weights-gb counts them so"
+        )
+    lines.append("sizes are SGLang's own for these arguments; nothing here was run on a GPU")
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    base = next((server.tokens for server in plan.servers if server.tokens), 0)
+    has_host = any(server.hicache_size_gb for server in plan.servers)
+    has_states = any(server.state_slots for server in plan.servers)
+    head = f"{'layout':26} {'bytes per token':>15} {'tokens':>10} {'':>6} {'requests':>9}"
+    head += f" {'state slots':>11}" if has_states else ""
+    head += f" {'host tokens':>12} {'requests':>9}" if has_host else ""
+    lines = [f"requests of {plan.context_tokens} tokens at a time", head]
+    for server in plan.servers:
+        if server.refused is not None:
+            lines.append(f"{server.name:26} {'refused, see below':>15}")
+            continue
+        line = (
+            f"{server.name:26} {server.token_bytes:15} {server.tokens:10} {server.tokens / base:5.2f}x "
+            f"{server.requests:9}"
+        )
+        line += f" {server.state_slots:11}" if has_states else ""
+        if has_host:
+            shown = (server.host_tokens, server.host_requests) if server.hicache_size_gb else ("-", "-")
+            line += f" {shown[0]:>12} {shown[1]:>9}"
+        lines.append(line)
+    return lines
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What the numbers of the table count."""
+    tiers = [server for server in plan.servers if server.hicache_size_gb]
+    lines = []
+    if plan.row_copies > 1:
+        where = "on its GPU and in its host memory" if tiers else "on its GPU"
+        lines.append(
+            f"the {plan.row_copies} ranks of a cache hold the same rows, each all of them, {where}: tokens "
+            "are counted once"
+        )
+    if tiers and plan.host_gb is not None:
+        lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]
+    if plan.host_gb is not None and not tiers:
+        lines.append(
+            f"no host tier: {plan.host_gb:g} GB are less than 1 GB per rank, the smallest --hicache-size"
+        )
+    return [*lines, ""] if lines else []
+
+
+def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
+    """What --hicache-size is, and why it differs by layout."""
+    by_size: dict[int, list[str]] = {}
+    for server in tiers:
+        rows = server.host_layout or server.layout or ""
+        by_size.setdefault(server.hicache_size_gb, []).append(rows)
+    sizes = [
+        f"{size} with {'/'.join(dict.fromkeys(rows))} rows on the host" for size, rows in by_size.items()
+    ]
+    line = f"--hicache-size {', '.join(sizes) if len(sizes) > 1 else tiers[0].hicache_size_gb}: "
+    line += f"GB of the {rank_gb:g} GB that each rank of a node has"
+    beside = {server.host_index_bytes for server in tiers}
+    if beside != {0}:
+        line += (
+            f". It counts rows alone: {'/'.join(map(str, sorted(beside)))} bytes per token of index keys and "
+            "drafts come on top, beside narrow rows more of them"
+        )
+    if any(server.host_slots for server in tiers):
+        line += ". Rows and states of linear layers share it"
+    return line
+
+
+def _host_contents(tiers: list[PlannedServer]) -> list[str]:
+    lines = [
+        "host tokens include copies of the device's (--hicache-write-policy write_through, SGLang's "
+        "default): the two do not add up"
+    ]
+    small = [server.name for server in tiers if server.host_tokens <= server.tokens]
+    if small:
+        lines.append(
+            f"{'; '.join(small)}: the host has room for no more tokens than the device, so it adds little; "
+            "give more --host-gb, or a narrower --kv-host-layout"
+        )
+    return lines
+
+
+def _reasons(plan: Plan) -> list[str]:
+    lines = ["attention (prefill, decode):"]
+    refused: dict[str, list[str]] = {}
+    for server in plan.servers:
+        if server.refused is not None:
+            refused.setdefault(server.refused, []).append(server.name)
+        elif server.host_layout is None and server.attention is not None:
+            found = server.attention  # with another layout on the host it is the same
+            lines.append(f"  {server.name}: {found['prefill']}, {found['decode']}: {found['why']}")
+    lines += [f"  {'; '.join(names)}: refused: {reason}" for reason, names in refused.items()]
+    bounds = {server.limit for server in plan.servers if server.tokens and server.limit != "memory for rows"}
+    lines += [f"requests are bounded by {bound} where more would fit" for bound in sorted(bounds)]
+    return lines
+
+
+def _commands(plan: Plan) -> list[str]:
+    commands = [s.command for s in plan.servers if s.layout is not None and s.refused is None]
+    return ["", "to start one:", *(f"  {command}" for command in commands)] if commands else []

@@ -1,0 +1,292 @@
+"""What SGLang decides about one server on the described GPU: arguments, attention, and the cache.
+
+Each server is sized in a process of its own: SGLang's arguments and configuration are the process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvpool.commands.named_model import weights_gib
+from sgl_kvpool.commands.plan.plannable import (
+    check_drafts,
+    check_geometry,
+    check_heads,
+    check_plannable,
+    check_weights,
+    has_own_draft,
+)
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
+from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
+
+__all__ = ["Machine", "ServerRequest", "size_server"]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory that a server finds.
+
+    Attributes
+    ----------
+    gpu_gib : float
+        Memory of one GPU.
+    gpu_count : int
+    taken_gib : float
+        Of each GPU, taken before weights are loaded: CUDA's context, NCCL's buffers.
+    weights_gib : float
+        Of the whole model; every rank of tensor parallelism has as much of it.
+    drafts_included : bool
+        Whether a separate draft model's are among them; else they are added where they lie in a folder.
+    """
+
+    gpu_gib: float
+    gpu_count: int
+    taken_gib: float
+    weights_gib: float
+    drafts_included: bool = False
+
+
+@dataclass(frozen=True)
+class ServerRequest:
+    """One server to size.
+
+    Attributes
+    ----------
+    model_path : str
+        Folder that SGLang reads the configuration from, or a name on Hugging Face.
+    layout : str or None
+        Of --kv-cache-layout; None for SGLang as it is.
+    arguments : tuple of str
+        Of `sglang.launch_server`, --kv-cache-layout and --kv-host-layout among them.
+    """
+
+    model_path: str
+    layout: str | None
+    arguments: tuple[str, ...]
+
+
+def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
+    """Let SGLang resolve a server's arguments and size its cache.
+
+    Parameters
+    ----------
+    request : ServerRequest
+    machine : Machine
+
+    Returns
+    -------
+    dict
+        Plain values; see the keys below. All of one rank.
+
+    Raises
+    ------
+    Exception, SystemExit
+        Whatever SGLang or our rules refuse such a server with.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+    from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
+    from sglang.srt.server_args import prepare_server_args
+
+    from sgl_kvpool.commands.plan.kernels import attention_of
+    from sgl_kvpool.sglang_plugin.hooks import pools
+
+    pools.install()
+    arguments = ("--model-path", request.model_path, "--device", "cuda", *request.arguments)
+    server_args = _parsed(prepare_server_args, arguments)
+    server_args.resolve_once()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    view = resolving_view(server_args)
+    model_config = model_config_of(server_args)
+    check_plannable(server_args, view, model_config)
+    check_geometry(model_config, Path(request.model_path))
+    check_heads(model_config)
+    layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
+    # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
+    ranks = view.tp_size * view.dp_size
+    configurator = _configurator(server_args, view, model_config)
+    caches = configurator.attn_dp_size * view.dp_size
+    check_drafts(view, configurator)
+    draft_gib = None if machine.drafts_included else _draft_weights_gib(view)
+    all_weights_gib = machine.weights_gib + (draft_gib or 0.0)
+    check_weights(all_weights_gib, machine, view.tp_size, view.mem_fraction_static, model_config)
+    config, available_bytes = _sized(configurator, machine, all_weights_gib / view.tp_size)
+    sizes = _pool_configurator(configurator)
+    attention = attention_of(layout, view, is_dsa=is_dsa(model_config))
+    states = configurator.mambaish_config
+    tier = None
+    if layout is not None and view.enable_hierarchical_cache:
+        tier = _host_tier(configurator, layout)
+    return {
+        "page_size": view.page_size,
+        "tokens": config.max_total_num_tokens,
+        "max_running_requests": config.max_running_requests,
+        "asked_running_requests": view.max_running_requests,
+        "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
+        "state_slot_bytes": _slot_bytes(configurator),
+        "cell_bytes": sizes._cell_size,
+        "workspace_bytes": sizes._fixed_overhead_bytes,
+        "available_bytes": available_bytes,
+        "mem_fraction_static": view.mem_fraction_static,
+        "kv_cache_dtype": view.kv_cache_dtype,
+        # Schedulers that have a cache of their own, each of `tokens`.
+        "caches": caches,
+        # Ranks that hold the rows of one cache, each all of them.
+        "row_copies": ranks // caches,
+        "attention_copies": configurator.attn_dp_size,
+        # Of a draft model of its own that `weights_gib` does not have: 0 where it is not known.
+        "draft_weights_gib": draft_gib,
+        "ranks_per_node": ranks // view.nnodes,
+        "attention": asdict(attention),
+        "host": tier,
+        "model": _facts(model_config, configurator),
+    }
+
+
+def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
+    """SGLang's record of arguments; ValueError with what its parser says of wrong ones."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(list(arguments))
+    except SystemExit as ended:
+        lines = said.getvalue().strip().splitlines()
+        raise ValueError(lines[-1] if lines else "these arguments start no server") from ended
+
+
+def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
+    """SGLang's KVCacheConfigurator of the target, as its model runner makes it, without a model."""
+    import torch
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
+    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+        resolve_spec_aux_hidden_state_config,
+    )
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
+    dtypes = {"auto": model_config.dtype, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+    dtypes["fp8_e4m3"] = torch.float8_e4m3fn
+    if view.kv_cache_dtype not in dtypes:
+        raise ValueError(f"--kv-cache-dtype {view.kv_cache_dtype} is none that this plans; leave it out")
+    return KVCacheConfigurator(
+        device="cuda",
+        gpu_id=0,
+        attn_dp_size=get_parallel().attn_dp_size,
+        pp_size=1,
+        pp_group=None,
+        model=None,
+        model_config=model_config,
+        server_args=server_args,
+        kv_cache_dtype=dtypes[view.kv_cache_dtype],
+        kv_cache_dtype_str=view.kv_cache_dtype,
+        model_dtype=model_config.dtype,
+        page_size=view.page_size,
+        sliding_window_size=None,
+        spec_algorithm=algorithm,
+        is_draft_worker=False,
+        post_capture_kv_active=False,  # which SGLang has for multi-head models alone
+        spec_aux_config=resolve_spec_aux_hidden_state_config(
+            server_args=server_args,
+            model_config=model_config,
+            spec_algorithm=algorithm,
+            is_draft_worker=False,
+        ),
+        is_hybrid_swa=False,
+        is_hybrid_swa_compress=False,
+        use_mla_backend=True,
+        layer_info=resolve_layer_indices(model=None, model_config=model_config, is_draft_worker=False),
+        forward_stream=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        memory_pool_config=None,
+    )
+
+
+def _draft_weights_gib(view: Any) -> float | None:
+    """Weights of a draft model of its own, which SGLang loads before it sizes the cache; None without one."""
+    if not has_own_draft(view):
+        return None
+    return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
+
+
+def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:
+    """SGLang's MemoryPoolConfig, and the bytes for rows that it was made from."""
+    from types import SimpleNamespace
+
+    from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.runtime_context import get_parallel
+
+    free_gib = machine.gpu_gib - machine.taken_gib
+    left_gib = free_gib - rank_weights_gib
+    kv_cache_configurator.get_available_gpu_memory = lambda *_, **__: left_gib
+    found: list[int] = []
+    from_budget = type(configurator).config_from_budget
+
+    def watched(self: Any, budget_bytes: int, **kwargs: Any) -> Any:
+        found.append(budget_bytes)
+        return from_budget(self, budget_bytes, **kwargs)
+
+    type(configurator).config_from_budget = watched
+    # There are no process groups here, and the memory is the same on every rank.
+    with get_parallel().override(world_group=SimpleNamespace(cpu_group=None)):
+        return configurator._resolve_memory_pool_config(free_gib), found[-1]
+
+
+def _pool_configurator(configurator: Any) -> Any:
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    return create_memory_pool_configurator(configurator)
+
+
+def _slot_bytes(configurator: Any) -> int:
+    """Of the states of a request in all linear layers; 0 for models without."""
+    states = configurator.mambaish_config
+    return 0 if states is None else states.mamba2_cache_params.mamba_cache_per_req
+
+
+def _target_layers(configurator: Any) -> int:
+    """Layers of the target, of this stage, that have rows."""
+    with_rows = layers_with_rows(configurator.model_config)
+    return configurator.layer_info.num_effective_layers if with_rows is None else len(with_rows)
+
+
+def _host_tier(configurator: Any, layout: MLAKVCacheLayout) -> dict[str, int]:
+    """Bytes that the host keeps; fields of `host_tier.HostBytes` but the device's sizes."""
+    from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.srt.host.states import padded_slot_bytes
+
+    model_config = configurator.model_config
+    host_layout = host_tier_of(configurator.server_args).host_layout(layout)
+    device_row, host_row = (row_format_of(model_config, each).row_bytes for each in (layout, host_layout))
+    rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
+    on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in (layout, host_layout))
+    return {
+        "token_bytes": rows * host_row,
+        # What SGLang counts for a token of the device besides.
+        "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
+        "draft_bytes": on_host,
+        "slot_bytes": padded_slot_bytes(_slot_bytes(configurator)),
+    }
+
+
+def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:
+    """What the model is, for the report."""
+    with_rows = layers_with_rows(model_config)
+    return {
+        "name": model_name(model_config),
+        "kind": "sparse" if is_dsa(model_config) else "dense",
+        "linear_layers": 0 if with_rows is None else model_config.num_hidden_layers - len(with_rows),
+        "layers_with_rows": _target_layers(configurator) + packed_layers(configurator),
+        "kv_lora_rank": model_config.kv_lora_rank,
+        "qk_rope_head_dim": model_config.qk_rope_head_dim,
+        "context_len": model_config.context_len,
+    }

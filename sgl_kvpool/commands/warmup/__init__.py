@@ -1,0 +1,115 @@
+"""`sgl-kvpool warmup`: compiles what a server would compile, so that its start finds it on disk."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from sgl_kvpool.commands.named_model import NamedModel, find_model
+from sgl_kvpool.commands.warmup.caches import VARIABLES
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin.options import (
+    ARRANGEMENT,
+    AUTO,
+    HOST_ENGINE,
+    HOST_LAYOUT,
+    LAYOUT,
+    OPTIONS,
+    Option,
+    choose_arrangement,
+)
+from sgl_kvpool.transfer.labels import CPU_ENGINE
+
+if TYPE_CHECKING:
+    from sgl_kvpool.commands.warmup.served import Served
+
+__all__ = ["EPILOG", "add_arguments", "run"]
+
+EPILOG = f"""
+Compiled code is kept in folders, which are printed. A server finds it there if it runs as the same user, or
+with the same variables, on the same kind of machine, with the same versions of everything. The variables
+that move the folders, on a CPU: {", ".join(VARIABLES["cpu"])}. On CUDA: {", ".join(VARIABLES["cuda"])};
+SGLang puts the last two into SGLANG_CACHE_DIR (~/.cache/sglang) unless they are set. The CUDA part has not
+been run yet.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a server that change what it compiles, and the device."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_CONFIG",
+        help="a checkpoint's folder, a config.json alone, or owner/name (DeepSeek-V3's shape)",
+    )
+    helps = {
+        LAYOUT: "only this layout (all)",
+        ARRANGEMENT: "how the pages of all layers lie (layer_major)",
+        HOST_LAYOUT: "as the server's; changes nothing, engines have all of them in",
+        HOST_ENGINE: "as the server's; changes nothing, engines are compiled together",
+    }
+    for option in OPTIONS:
+        choices = option.values if option is LAYOUT else option.choices
+        parser.add_argument(
+            option.flag, dest=option.name, choices=choices, help=f"{helps[option]}. Also {option.env}"
+        )
+    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="ranks that share the heads (1)")
+    parser.add_argument("--page-size", type=_positive, default=64, metavar="N", help="tokens of a page (64)")
+    parser.add_argument(
+        "--draft-tokens", type=_positive, default=0, metavar="N",
+        help="the server's --speculative-num-draft-tokens (no drafts)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="whose server (cuda if torch sees a GPU)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile and say so; returns 1 if something could not be compiled."""
+    model = None if arguments.model is None else find_model(arguments.model)
+    told = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
+    import sglang  # noqa: F401  # first: it moves caches, some of which are looked for at other imports
+    import torch
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; what is compiled on one depends on it")
+    engine = told[HOST_ENGINE]
+    if engine not in (None, HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
+        raise ValueError(
+            f"{HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
+        )
+
+    from sgl_kvpool.commands.warmup.contents import steps_on_cpu, steps_on_cuda
+    from sgl_kvpool.commands.warmup.steps import carry_out
+
+    served = _served(model, arguments, told)
+    steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
+    print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
+    for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
+        print(f"  {cache.name} in {cache.folder()} ({cache.variable})")
+    outcomes = carry_out(steps)
+    counts = {state: sum(o.state == state for o in outcomes) for state in ("compiled", "was there", "FAILED")}
+    print(f"{counts['compiled']} compiled, {counts['was there']} there before, {counts['FAILED']} failed")
+    return 1 if counts["FAILED"] else 0
+
+
+def _served(
+    model: NamedModel | None, arguments: argparse.Namespace, told: dict[Option, str | None]
+) -> Served:
+    """A model's shape with the arguments of a server."""
+    from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
+
+    shape = DEEPSEEK_V3 if model is None else model_of(model)
+    layout = told[LAYOUT]
+    return shape.told(
+        layouts=tuple(MLAKVCacheLayout) if layout in (None, AUTO) else (MLAKVCacheLayout(layout),),
+        arrangement=choose_arrangement(told[ARRANGEMENT] or AUTO),
+        page_size_tokens=arguments.page_size,
+        tensor_parallel=arguments.tp,
+        draft_tokens=arguments.draft_tokens,
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)

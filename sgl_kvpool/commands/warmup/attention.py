@@ -1,0 +1,215 @@
+"""Batches of a few tokens through our attention backend on CUDA, as SGLang would bring them.
+
+The pool, the request table and the backend are those of a server, so what they launch is what a server
+launches: the same kernels, with the same numbers compiled into them. Values are zeros, and nobody looks at
+the results.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sgl_kvpool.commands.warmup.batches import split_and_whole
+from sgl_kvpool.commands.warmup.served import Served
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["Attention", "publish"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+#: Slots of one prefill: a stored prefix, and the new tokens behind it.
+_PREFIX, _NEW = 40, 5
+
+
+def publish(served: Served, device: str) -> None:
+    """Make this process one in which SGLang's parts find a server's arguments."""
+    from sglang.srt.runtime_context import SpawnRanks
+    from sglang.srt.runtime_context import publish as publish_arguments
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path="dummy",  # never opened
+        device=device,
+        tp_size=served.tensor_parallel,
+        page_size=served.page_size_tokens,
+        speculative_num_draft_tokens=served.draft_tokens or None,
+    )
+    publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+class Attention:
+    """Attention over rows of one layout; nothing is allocated before it is needed.
+
+    Parameters
+    ----------
+    served : Served
+        Of a dense model, or a hybrid one.
+    layout : MLAKVCacheLayout
+    device : str
+    """
+
+    def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
+        self.served, self.layout, self.device = served, layout, device
+        self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=False)
+
+    def batch_sizes(self, queries: int) -> list[int]:
+        """Requests of a batch whose lists are split, and of one whose lists are not."""
+        served = self.served
+        return split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
+
+    @cached_property
+    def most_requests(self) -> int:
+        queries = {1, self.served.draft_tokens or 1}
+        return max(size for count in queries for size in self.batch_sizes(count))
+
+    @cached_property
+    def pool(self) -> Any:
+        """SGLang's pool with rows of the layout, of a few pages."""
+        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+
+        served = self.served
+        tokens = max(self.most_requests * max(served.draft_tokens, 1), _PREFIX + _NEW)
+        size = -(-tokens // served.page_size_tokens) * served.page_size_tokens
+        shown = _DTYPES[self.layout.sglang_kv_cache_dtype()]
+        bound: Any = LayoutMLATokenToKVPool.bind(self.layout, arrangement=served.arrangement)
+        return bound(
+            size, served.page_size_tokens, shown, served.kv_lora_rank, served.qk_rope_head_dim,
+            served.layers, self.device, False,
+        )  # fmt: skip
+
+    @cached_property
+    def layer(self) -> Any:
+        """Absorbed attention of the first layer."""
+        return self._layer(self.fmt.head_dim, self.served.kv_lora_rank, key_heads=1)
+
+    def _layer(self, head_dim: int, v_head_dim: int, key_heads: int) -> Any:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        return RadixAttention(
+            num_heads=self.served.heads_per_rank, head_dim=head_dim, scaling=self.served.scale,
+            num_kv_heads=key_heads, layer_id=0, v_head_dim=v_head_dim,
+        )  # fmt: skip
+
+    @cached_property
+    def backend(self) -> Any:
+        """Of a server's target model."""
+        from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
+
+        return KVPoolMLACudaBackend(self.runner)
+
+    @cached_property
+    def runner(self) -> Any:
+        """What constructors of backends look at of SGLang's ModelRunner."""
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        served = self.served
+        config = SimpleNamespace(
+            context_len=served.context_tokens, num_attention_heads=served.heads, scaling=served.scale,
+            kv_lora_rank=served.kv_lora_rank, qk_rope_head_dim=served.qk_rope_head_dim,
+            qk_nope_head_dim=served.qk_nope_head_dim, v_head_dim=served.v_head_dim,
+        )  # fmt: skip
+        return SimpleNamespace(
+            model_config=config, device=self.device, dtype=torch.bfloat16, page_size=served.page_size_tokens,
+            token_to_kv_pool=self.pool, model=torch.nn.ModuleList([self.layer]), is_draft_worker=False,
+            req_to_token_pool=ReqToTokenPool(self.most_requests, served.table_width, self.device, False),
+            kv_index_translator=None,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- what is used
+
+    def few_queries(self, mode: str, queries: int) -> None:
+        """Decode, verification of drafts or a draft's extend, in batches of all kinds.
+
+        Parameters
+        ----------
+        mode : str
+            Name of a `ForwardMode`.
+        queries : int
+            Per request.
+        """
+        for requests in self.batch_sizes(queries):
+            batch = self._batch(mode, [0] * requests, [queries] * requests)
+            if mode == "TARGET_VERIFY":
+                batch.seq_lens = torch.zeros_like(batch.seq_lens)  # does not count what is verified
+            batch.spec_info = SimpleNamespace(draft_token_num=queries, num_tokens_per_req=queries)
+            self._forward(batch, requests * queries)
+
+    def draft_step(self) -> None:
+        """A step of a draft, which counts what was drafted before it."""
+        from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
+
+        backend = KVPoolMLACudaBackend(self.runner, skip_prefill=True, draft_step=1)
+        for requests in self.batch_sizes(1):
+            self._forward(self._batch("DECODE", [0] * requests, [1] * requests), requests, backend)
+
+    def prefill(self, *, in_pieces: bool) -> None:
+        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in pieces."""
+        reader, batch = self.backend._reader, self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
+        workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
+        if in_pieces:
+            reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None
+        try:
+            self._forward(batch, 2 * _NEW)
+        finally:
+            reader.workspace_tokens, reader.wrapper = workspace_tokens, wrapper
+
+    def multi_head(self) -> None:
+        """The MHA form, whose keys and values a model computes from the latent."""
+        served, runner = self.served, self.backend.mha_chunk_kv_cache
+        width = served.qk_nope_head_dim + served.qk_rope_head_dim
+        layer = self._layer(width, served.v_head_dim, served.heads_per_rank)
+        batch = self._batch("EXTEND", [0], [_NEW])
+        batch.num_prefix_chunks, batch.mha_return_lse, batch.mha_one_shot = 0, False, False
+        runner.update_wrapper(batch)
+        q, k = (self._zeros(_NEW, served.heads_per_rank, width) for _ in range(2))
+        runner.forward(q, k, self._zeros(_NEW, served.heads_per_rank, served.v_head_dim), layer, batch)
+
+    def read_rows(self) -> None:
+        """Rows as keys, for prefixes that the MHA form attends."""
+        for dtype in (torch.int32, torch.int64):
+            slots = torch.arange(_NEW, dtype=dtype, device=self.device)
+            self.pool.get_mla_kv_buffer(self.layer, slots, torch.bfloat16)
+
+    # ---------------------------------------------------------------- a batch
+
+    def _batch(self, mode: str, prefixes: list[int], fresh: list[int]) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        lengths = torch.tensor([p + n for p, n in zip(prefixes, fresh, strict=True)])
+        on_device = lengths.to(self.device)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode[mode],
+            batch_size=len(fresh),
+            input_ids=torch.zeros(sum(fresh), dtype=torch.int64, device=self.device),
+            # All of them the first: its slots are zeros, as those of SGLang's padding.
+            req_pool_indices=torch.zeros(len(fresh), dtype=torch.int64, device=self.device),
+            seq_lens=on_device,
+            out_cache_loc=torch.arange(sum(fresh), dtype=torch.int64, device=self.device),
+            seq_lens_sum=int(lengths.sum()),
+            seq_lens_cpu=lengths,
+            extend_num_tokens=sum(fresh),
+        )
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = prefixes, fresh
+        batch.extend_prefix_lens = torch.tensor(prefixes, device=self.device)
+        return batch
+
+    def _forward(self, batch: Any, tokens: int, backend: Any = None) -> None:
+        served, backend = self.served, backend or self.backend
+        rank, rope, heads = served.kv_lora_rank, served.qk_rope_head_dim, served.heads_per_rank
+        backend.init_forward_metadata(batch)
+        extra = {}
+        if rope:
+            # Rotary parts are views of what they were computed in, beside the rest of a query or key.
+            q = self._zeros(tokens, heads, served.qk_nope_head_dim + rope)
+            keys = self._zeros(tokens, 1, rank + rope)
+            extra = {"q_rope": q[..., -rope:], "k_rope": keys[..., -rope:]}
+        latent = self._zeros(tokens, 1, rank)
+        # As a batched product per head leaves it.
+        absorbed = self._zeros(heads, tokens, rank).transpose(0, 1)
+        backend.forward(absorbed, latent, latent, self.layer, batch, **extra)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)

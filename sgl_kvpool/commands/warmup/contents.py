@@ -1,0 +1,105 @@
+"""What a server compiles, as steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.commands.warmup.caches import CACHES
+from sgl_kvpool.commands.warmup.served import Served
+from sgl_kvpool.commands.warmup.steps import Step
+from sgl_kvpool.layout import MLAKVCacheLayout
+
+__all__ = ["steps_of_model", "steps_on_cpu", "steps_on_cuda"]
+
+_TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
+
+
+def steps_on_cpu() -> list[Step]:
+    """The same for every model and layout: the engine has all of them in it, with and without conversion."""
+    return [Step("transfer engine cpu", (CACHES["tvm_ffi"],), _cpu_engine), _page_hash()]
+
+
+def steps_on_cuda(served: Served) -> list[Step]:
+    """Transfer engines, then what each layout of a model takes."""
+    from sgl_kvpool.commands.warmup.attention import publish
+
+    publish(served, "cuda")
+    # SGLang's loader compiles where SGLang is, which it is here.
+    steps = [
+        Step("transfer engines staged, copy_engine, kernel", (CACHES["sglang"],), _gpu_engines),
+        _page_hash(),
+    ]
+    return steps + steps_of_model(served, "cuda")
+
+
+def steps_of_model(served: Served, device: str) -> list[Step]:
+    """What attention over the rows of each layout takes."""
+    of_layout = _dense if served.top_k is None else _sparse
+    return [step for layout in served.layouts for step in of_layout(served, layout, device)]
+
+
+def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
+    from sgl_kvpool.commands.warmup.attention import Attention
+
+    attention = Attention(served, layout, device)
+    modes = [("DECODE", 1)]
+    if served.draft_tokens:
+        modes += [("TARGET_VERIFY", served.draft_tokens), ("DRAFT_EXTEND_V2", served.draft_tokens)]
+    steps = [
+        Step(f"{layout}: {_WORDS[mode]}", _TRITON, partial(attention.few_queries, mode, queries))
+        for mode, queries in modes
+    ]
+    if served.draft_tokens:
+        steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
+    steps += [
+        Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
+        Step(f"{layout}: prefill in pieces", _TRITON, partial(attention.prefill, in_pieces=True)),
+    ]
+    if served.qk_rope_head_dim:  # FlashInfer's kernels want rotary values
+        both = (*_TRITON, *_FLASHINFER)
+        steps += [
+            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_pieces=False)),
+            Step(f"{layout}: prefill in the MHA form", both, attention.multi_head),
+        ]
+    return steps
+
+
+_WORDS = {
+    "DECODE": "decode",
+    "TARGET_VERIFY": "verification of drafts",
+    "DRAFT_EXTEND_V2": "extend of a draft",
+}
+
+
+def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
+    from sgl_kvpool.commands.warmup.sparse import SparseRows
+
+    rows, steps = SparseRows(served, layout, device), []
+    if not layout.is_sglang_native:
+        steps.append(Step(f"{layout}: writing rows", _TRITON, rows.store))
+    if not sglang_dsa_reads(layout):
+        steps.append(Step(f"{layout}: top-k lists", _TRITON, rows.read))
+    return steps
+
+
+def _page_hash() -> Step:
+    return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), _hash_a_page)
+
+
+def _cpu_engine() -> None:
+    from sgl_kvpool.transfer.cpu_engine import engine_class
+
+    engine_class(required=True)
+
+
+def _gpu_engines() -> None:
+    from sgl_kvpool.transfer.gpu_calls import gpu_calls
+
+    gpu_calls()
+
+
+def _hash_a_page() -> None:
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    get_storage_hash_str(list(range(64)), None, page_size=64)

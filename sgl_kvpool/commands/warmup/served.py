@@ -1,0 +1,126 @@
+"""What a server would serve, as far as compiled code depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sgl_kvpool.commands.named_model import NamedModel
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+__all__ = ["DEEPSEEK_V3", "Served", "model_of"]
+
+#: Entries of a request's list of slots beyond the model's context, in SGLang's configurators.
+_EXTRA_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's shape, and how a server is told to serve it.
+
+    Attributes
+    ----------
+    name : str
+        For people.
+    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim : int
+        Values of latent, rotary part, the rest of a key, and of a value of the MHA form.
+    heads : int
+        Of the model, on all ranks.
+    layers : int
+        With rows; of a hybrid model those that are no linear attention.
+    context_tokens : int
+    scale : float
+        Of the scores.
+    top_k : int or None
+        Rows that sparse attention (DSA) looks at; None for dense models.
+    layouts : tuple of MLAKVCacheLayout
+    arrangement : KVArrangement
+    page_size_tokens : int
+    tensor_parallel : int
+    draft_tokens : int
+        Verified per request and step; 0 without speculative decoding.
+    """
+
+    name: str
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    heads: int
+    layers: int
+    context_tokens: int
+    scale: float
+    top_k: int | None = None
+    layouts: tuple[MLAKVCacheLayout, ...] = tuple(MLAKVCacheLayout)
+    arrangement: KVArrangement = KVArrangement.LAYER_MAJOR
+    page_size_tokens: int = 64
+    tensor_parallel: int = 1
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.tensor_parallel:
+            raise ValueError(
+                f"--tp {self.tensor_parallel} does not divide the {self.heads} heads of {self.name}; give a "
+                "divisor of it"
+            )
+
+    @property
+    def heads_per_rank(self) -> int:
+        return self.heads // self.tensor_parallel
+
+    @property
+    def table_width(self) -> int:
+        """Slots of a request in SGLang's request table."""
+        return self.context_tokens + _EXTRA_SLOTS + self.draft_tokens
+
+    def told(self, **options: Any) -> Served:
+        """The same model served otherwise."""
+        return replace(self, **options)
+
+
+#: What is compiled for if no model is named.
+DEEPSEEK_V3 = Served(
+    name="models of DeepSeek-V3's shape",
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    heads=128,
+    layers=61,
+    context_tokens=163840,
+    scale=192**-0.5,
+)
+
+
+def model_of(model: NamedModel) -> Served:
+    """Shape of a model, by SGLang's own reading of its config.json. No weights are needed.
+
+    Raises
+    ------
+    ValueError
+        A model whose rows no layout stores.
+    OSError
+        SGLang cannot read it.
+    """
+    from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
+
+    from sgl_kvpool.sglang_plugin import models
+    from sgl_kvpool.sglang_plugin.rules import host_tier as refusals
+
+    with model.sglang_path() as path:
+        config = ModelConfig(path)
+    refusals.check_model(MLAKVCacheLayout.BF16, config)
+    with_rows = models.layers_with_rows(config)
+    return Served(
+        name=models.model_name(config),
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        v_head_dim=config.v_head_dim,
+        heads=config.num_attention_heads,
+        layers=config.num_hidden_layers if with_rows is None else len(with_rows),
+        context_tokens=config.context_len,
+        scale=config.scaling,
+        top_k=get_dsa_index_topk(config.hf_config) if models.is_dsa(config) else None,
+    )

@@ -1,0 +1,1 @@
+"""Where the bytes of rows lie. Imports neither torch kernels nor SGLang."""

@@ -1,0 +1,248 @@
+"""How the pages of all layers lie in memory: named arrangements, and the one function that finds a row.
+
+Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
+axis. A leaf module: it imports neither SGLang nor torch at run time.
+
+==============  =========  =====================================  =============================
+arrangement     axes       address of (layer, page, token)        a page of all layers
+==============  =========  =====================================  =============================
+`layer_major`   L B N C    ((l * B + b) * N + n) * C              L runs of N * C bytes
+`token_major`   B N L C    ((b * N + n) * L + l) * C              one run of N * L * C bytes
+`page_major`    B L N C    ((b * L + l) * N + n) * C              one run of L * N * C bytes
+==============  =========  =====================================  =============================
+
+`head_major` (B H L C) is for caches with H > 1 heads, whose pages `sgl_kvpool.memory.cross_layer` slices by head:
+one head of all layers is one run, which is what a rank of a tensor-parallel peer asks for.
+
+SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
+of a slot is `slot_to_row(slots)`, the same number in every layer's view.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sgl_kvpool.sizes import whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KVArrangement", "RowPlacement"]
+
+
+@enum.unique
+class KVArrangement(str, enum.Enum):
+    """Order of the axes; the value is the name on the command line."""
+
+    LAYER_MAJOR = "layer_major"
+    TOKEN_MAJOR = "token_major"
+    PAGE_MAJOR = "page_major"
+    HEAD_MAJOR = "head_major"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def parse(cls, value: str | KVArrangement) -> KVArrangement:
+        """Arrangement named by a string; ValueError that lists the names otherwise."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(member.value for member in cls)
+            raise ValueError(f"unknown KV cache arrangement {value!r}; choose one of: {names}") from None
+
+    @classmethod
+    def of_rows(cls) -> tuple[KVArrangement, ...]:
+        """Those that rows without a head axis can have."""
+        return tuple(member for member in cls if "H" not in member.axes)
+
+    @property
+    def axes(self) -> str:
+        """Axes from the outermost to the innermost, of L, B, N, H, C."""
+        return _AXES[self]
+
+    @property
+    def is_page_contiguous(self) -> bool:
+        """Whether a page of all layers is one run of bytes."""
+        return self.axes[0] == "B"
+
+    @property
+    def is_slot_linear(self) -> bool:
+        """Whether slot times a stride is the place of a row, so that `slot_to_row` changes nothing."""
+        return "BN" in self.axes
+
+    @property
+    def is_layer_packed(self) -> bool:
+        """Whether a layer's rows follow each other without a gap, as SGLang allocates them."""
+        return self.axes[0] == "L"
+
+
+_INT32_MAX = 2**31 - 1
+
+_AXES = {
+    KVArrangement.LAYER_MAJOR: "LBNC",
+    KVArrangement.TOKEN_MAJOR: "BNLC",
+    KVArrangement.PAGE_MAJOR: "BLNC",
+    KVArrangement.HEAD_MAJOR: "BHLC",
+}
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Places of the rows of `layers` layers of the same row size in one buffer.
+
+    Attributes
+    ----------
+    arrangement : KVArrangement
+    layers, pages, page_size_tokens, row_bytes : int
+        L, B, N and C, each at least 1.
+
+    Raises
+    ------
+    ValueError
+        A size that is not a positive integer, or an arrangement that is none of rows.
+    """
+
+    arrangement: KVArrangement
+    layers: int
+    pages: int
+    page_size_tokens: int
+    row_bytes: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arrangement", KVArrangement.parse(self.arrangement))
+        if self.arrangement not in KVArrangement.of_rows():
+            raise ValueError(f"{self.arrangement} splits pages by head, and rows have one; use page_major")
+        for name in ("layers", "pages", "page_size_tokens", "row_bytes"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+
+    # Kept once computed: pools ask at every write.
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis; that of C in bytes."""
+        return {"L": self.layers, "B": self.pages, "N": self.page_size_tokens, "C": self.row_bytes}
+
+    @cached_property
+    def strides_bytes(self) -> dict[str, int]:
+        """Distance in bytes between neighbours along each axis."""
+        strides, step = {}, 1
+        for axis in reversed(self.arrangement.axes):
+            strides[axis] = step
+            step *= self.sizes[axis]
+        return strides
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.layers * self.pages * self.page_size_tokens * self.row_bytes
+
+    def layer_offset_bytes(self, layer: int) -> int:
+        """First byte of a layer's row 0."""
+        return layer * self.strides_bytes["L"]
+
+    @cached_property
+    def row_stride_bytes(self) -> int:
+        """Distance between row number i and row number i + 1 of a layer's view."""
+        # With one token in a page its axis has no neighbours: rows are as far apart as pages.
+        return self.strides_bytes["N" if self.page_size_tokens > 1 else "B"]
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of a layer's view: one more than the largest row number."""
+        return self.row_of_slot(self.pages * self.page_size_tokens - 1) + 1
+
+    def row_of_slot(self, slot: int) -> int:
+        """Row number of one slot, on the host."""
+        page, token = divmod(slot, self.page_size_tokens)
+        return page * self._rows_per_page + token
+
+    def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row numbers of slots, for every layer's view.
+
+        Parameters
+        ----------
+        slots : Tensor of int32 or int64, any shape
+            Negative values mean "none" and stay as they are. Those that are no slots of the pool become
+            `rows`, which is no row either.
+
+        Returns
+        -------
+        Tensor
+            Of the same shape and device; `slots` itself where slots are row numbers already. int64 if
+            a row number does not fit into int32, else of the same dtype.
+
+        Raises
+        ------
+        TypeError
+            Slots of another dtype.
+        """
+        kind = slots.dtype
+        if kind.itemsize < 4 or not kind.is_signed or kind.is_floating_point or kind.is_complex:
+            raise TypeError(f"slots are {kind}, expected int32 or int64")
+        if self.slots_are_rows:
+            return slots
+        if self.rows > _INT32_MAX:
+            slots = slots.long()
+        pages = slots.div(self.page_size_tokens, rounding_mode="floor")
+        rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
+        # Before the bounds check of a reader, int32 may have wrapped around for a slot far outside.
+        rows = rows.where(slots < self.pages * self.page_size_tokens, self.rows)
+        return rows.where(slots >= 0, slots)
+
+    @cached_property
+    def slots_are_rows(self) -> bool:
+        """Whether `slot_to_row` changes nothing; true of every arrangement if a page is one token."""
+        return self._rows_per_page == self.page_size_tokens
+
+    @cached_property
+    def _rows_per_page(self) -> int:
+        """Row numbers from one page to the next: more than a page has where other layers lie between."""
+        return self.strides_bytes["B"] // self.row_stride_bytes
+
+    @property
+    def slot_pages(self) -> tuple[int, int] | None:
+        """Page size in tokens and row numbers per page, for readers that do `slot_to_row` themselves.
+
+        The row of a slot is `slot // page_size * rows_per_page + slot % page_size`. None where slots are row
+        numbers already.
+        """
+        return None if self.slots_are_rows else (self.page_size_tokens, self._rows_per_page)
+
+    def layer_view(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
+        """A layer's rows in the buffer, zero-copy.
+
+        Parameters
+        ----------
+        buffer : Tensor [total_bytes], uint8, contiguous
+        layer : int
+            From 0.
+
+        Returns
+        -------
+        Tensor [rows, row_bytes], uint8
+            With a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to other
+            layers: only those from `slot_to_row` are this layer's.
+
+        Raises
+        ------
+        IndexError
+            No such layer.
+        ValueError
+            A buffer of another size, dtype or stride.
+        """
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of {self.layers}")
+        if buffer.shape != (self.total_bytes,) or buffer.element_size() != 1 or not buffer.is_contiguous():
+            raise ValueError(
+                f"the buffer is {buffer.dtype} {tuple(buffer.shape)}, stride {buffer.stride()}; expected "
+                f"({self.total_bytes},) contiguous bytes"
+            )
+        return buffer.as_strided(
+            (self.rows, self.row_bytes),
+            (self.row_stride_bytes, 1),
+            buffer.storage_offset() + self.layer_offset_bytes(layer),
+        )

@@ -1,0 +1,335 @@
+"""What a transfer sees of any model's caches: tensors of byte pages, and where each layer lies in a page.
+
+`CanonicalKVCaches.tensors` are int8 `[pages, page_bytes]` views of the live pool, each part of memory once.
+`CanonicalKVCaches.groups` say which of those bytes belong to which layer: for page p of a group, reference r
+means the bytes ::
+
+    tensors[r.tensor_index][p, r.offset_bytes + i * r.run_stride_bytes:][:r.run_bytes]   for i < r.run_count
+
+A group is a set of layers that share their page numbers: all layers of a plain model, full or window layers
+of a sliding-window model. Recurrent states are groups too, indexed by state slot instead of page. Several
+groups may lie on the same bytes, where a page belongs to one of them at a time; inside a group references
+never overlap. What a page holds beyond its references (padding, holes) is never read, written or counted.
+
+Needs torch alone; `from_pool` imports SGLang through `sgl_kvpool.srt.pool.regions`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from sgl_kvpool.memory.runs import PageRuns, merged
+from sgl_kvpool.sizes import whole_number
+
+__all__ = [
+    "CanonicalGroup",
+    "CanonicalKVCaches",
+    "IndexedBy",
+    "LayerReference",
+    "TensorList",
+    "byte_pages",
+    "check_interchangeable",
+]
+
+
+class IndexedBy(Enum):
+    """What the rows of a group's tensors are numbered by."""
+
+    PAGE = "page"
+    STATE_SLOT = "state slot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReference:
+    """One part of one layer in a page of its group.
+
+    Attributes
+    ----------
+    layer_id : int or str or None
+        SGLang's model layer id; None for state that belongs to no layer.
+    part : str
+        What the bytes are: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
+    runs : PageRuns
+    content : str
+        What the bytes mean: dtype, shape and order, in words that are equal only where the bytes of a page
+        are interchangeable.
+    """
+
+    layer_id: int | str | None
+    part: str
+    runs: PageRuns
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanonicalGroup:
+    """Layers that share their page numbers (or state slots).
+
+    Attributes
+    ----------
+    name : str
+        "kv", "full", "window", "state", or what an allocator was told.
+    layers : tuple of LayerReference
+        In the order of the model; none for a pipeline stage without such layers.
+    num_pages : int
+        Pages, or state slots, SGLang's reserved one included.
+    page_size_tokens : int or None
+        Tokens of a page; None for states.
+
+    Raises
+    ------
+    ValueError
+        Numbers that are none of pages or tokens.
+    """
+
+    name: str
+    layers: tuple[LayerReference, ...]
+    num_pages: int
+    page_size_tokens: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_pages", whole_number("num_pages", self.num_pages, 0))
+        if self.page_size_tokens is not None:
+            tokens = whole_number("page_size_tokens", self.page_size_tokens)
+            object.__setattr__(self, "page_size_tokens", tokens)
+
+    @property
+    def indexed_by(self) -> IndexedBy:
+        """Whether its numbers are pages or state slots."""
+        return IndexedBy.STATE_SLOT if self.page_size_tokens is None else IndexedBy.PAGE
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes that a transfer of one page of all layers moves: no padding, no holes."""
+        return sum(layer.runs.size_bytes for layer in self.layers)
+
+    @cached_property
+    def references(self) -> tuple[PageRuns, ...]:
+        """The bytes of all layers in as few references as there are; neighbours are one."""
+        return merged(layer.runs for layer in self.layers)
+
+    def layer(self, layer_id: int | str | None, part: str | None = None) -> LayerReference:
+        """The reference of a layer; `part` where a layer has several. KeyError if there is not one."""
+        found = [r for r in self.layers if r.layer_id == layer_id and part in (None, r.part)]
+        if len(found) != 1:
+            parts = [r.part for r in self.layers if r.layer_id == layer_id]
+            raise KeyError(f"group {self.name} has parts {parts} of layer {layer_id!r}, asked for {part!r}")
+        return found[0]
+
+
+@dataclass(frozen=True)
+class CanonicalKVCaches:
+    """Caches of a model as byte pages; see the module.
+
+    Attributes
+    ----------
+    tensors : tuple of Tensor [pages, page_bytes], int8
+        Views of the live pool. `page_bytes` includes padding.
+    groups : tuple of CanonicalGroup
+
+    Raises
+    ------
+    ValueError
+        What `validate` finds.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    groups: tuple[CanonicalGroup, ...]
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @classmethod
+    def from_pool(cls, pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
+        """Byte view of a real SGLang pool, without a copy.
+
+        Parameters
+        ----------
+        pool : KVCache or MambaPool
+            MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window, hybrid linear,
+            or a pool of Mamba states.
+        page_size_tokens : int, optional
+            Tokens of a page of the view; the pool's page size unless given. A multiple of it, and of the
+            pages that kernels see, folds several of them into one.
+
+        Returns
+        -------
+        CanonicalKVCaches
+
+        Raises
+        ------
+        TypeError
+            A kind of pool, or of buffers in it, that is not described here, by name.
+        ValueError
+            A page size that is no such multiple, or does not divide the pool's slots.
+        """
+        from sgl_kvpool.srt.pool.regions import describe
+
+        return describe(pool, page_size_tokens)
+
+    def group(self, name: str) -> CanonicalGroup:
+        """Group of this name; KeyError that lists the names otherwise."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(f"no group {name!r}; there are: {', '.join(g.name for g in self.groups)}")
+
+    def only(self, part: str) -> CanonicalKVCaches:
+        """The same groups with one part of each layer alone, for a transfer that leaves out the others."""
+        groups = (
+            replace(group, layers=tuple(layer for layer in group.layers if layer.part == part))
+            for group in self.groups
+        )
+        return CanonicalKVCaches(self.tensors, tuple(groups))
+
+    def view(self, group: CanonicalGroup, runs: PageRuns) -> torch.Tensor:
+        """Bytes of some runs in all pages of a group: `[num_pages, run_count, run_bytes]` int8, no copy."""
+        tensor = self.tensors[runs.tensor_index]
+        return tensor.as_strided(
+            (group.num_pages, runs.run_count, runs.run_bytes),
+            (tensor.stride(0), runs.run_stride_bytes, 1),
+            tensor.storage_offset() + runs.offset_bytes,
+        )
+
+    def validate(self) -> None:
+        """Prove that every reference lies in its tensor and that none of a group overlaps another.
+
+        Raises
+        ------
+        ValueError
+            Names the tensor or the group and what is wrong with it.
+        """
+        for index, tensor in enumerate(self.tensors):
+            if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
+                raise ValueError(
+                    f"tensor {index} is {tensor.dtype} {tuple(tensor.shape)}, stride {tensor.stride()}; "
+                    "expected int8 [pages, page_bytes] with the bytes of a page in a row"
+                )
+            if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
+                raise ValueError(f"tensor {index}: pages {tensor.stride(0)} bytes apart overlap")
+        spans = sorted((*_span(tensor), i) for i, tensor in enumerate(self.tensors) if tensor.numel())
+        for (storage, _, end, one), (other, begin, _, two) in pairwise(spans):
+            if storage == other and begin < end:
+                raise ValueError(f"tensors {one} and {two} share memory; list it once")
+        for group in self.groups:
+            self._validate_group(group)
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two groups have the same name: {names}")
+
+    def _validate_group(self, group: CanonicalGroup) -> None:
+        where = f"group {group.name}"
+        parts = [(layer.layer_id, layer.part) for layer in group.layers]
+        if len(set(parts)) != len(parts):
+            raise ValueError(f"{where} has a part of a layer twice: {parts}")
+        taken: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        for layer in group.layers:
+            runs = layer.runs
+            if runs.tensor_index >= len(self.tensors):
+                raise ValueError(f"{where}: {layer} refers to one of {len(self.tensors)} tensors")
+            tensor = self.tensors[runs.tensor_index]
+            if runs.end_bytes > tensor.shape[1] or group.num_pages > len(tensor):
+                raise ValueError(
+                    f"{where}: {layer} in {group.num_pages} pages ends at byte {runs.end_bytes}, outside of "
+                    f"tensor {runs.tensor_index}, {len(tensor)} pages of {tensor.shape[1]} bytes"
+                )
+            starts = runs.offset_bytes + torch.arange(runs.run_count) * runs.run_stride_bytes
+            taken.setdefault(runs.tensor_index, []).append((starts, runs.run_bytes))
+        for index, spans in taken.items():
+            starts = torch.cat([starts for starts, _ in spans])
+            ends = torch.cat([starts + size for starts, size in spans])
+            order = starts.argsort()
+            overlap = (ends[order][:-1] > starts[order][1:]).nonzero()
+            if len(overlap):
+                byte = int(starts[order][1:][overlap[0]])
+                raise ValueError(f"{where}: byte {byte} of a page of tensor {index} has two owners")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Identity of the memory a tensor lies in."""
+    storage = tensor.untyped_storage()
+    # Meta tensors have no address; their storage object is all there is.
+    return str(tensor.device), storage.data_ptr() if tensor.device.type != "meta" else storage._cdata
+
+
+def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+    """Storage, first byte and end of `[pages, page_bytes]` int8."""
+    begin = tensor.storage_offset()
+    return _storage(tensor), begin, begin + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """What two views of the same bytes have in common."""
+    return (*_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+class TensorList:
+    """Tensors of a view in the making: the same bytes get the same index."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._index: dict[tuple, int] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Index of an int8 `[pages, page_bytes]` view."""
+        index = self._index.setdefault(_place(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        return index
+
+
+def byte_pages(tensor: torch.Tensor, units_per_page: int, name: str) -> torch.Tensor:
+    """A cache tensor as byte pages.
+
+    Parameters
+    ----------
+    tensor : Tensor [units, ...], any dtype
+        A unit is what the first axis counts: a token slot, a page as kernels see it, a state slot.
+    units_per_page : int
+    name : str
+        For messages.
+
+    Returns
+    -------
+    Tensor [units / units_per_page, page_bytes], int8
+        A view of the same storage.
+
+    Raises
+    ------
+    ValueError
+        Elements that do not lie one after the other, or units that are no whole number of pages.
+    """
+    units = tensor.shape[0]
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and stride {tensor.stride()}: its bytes do not lie one "
+            "after the other, and where other layers lie between them is not known here"
+        )
+    if units % units_per_page:
+        raise ValueError(
+            f"{name} has {units} units along its first axis, which are no whole number of pages of "
+            f"{units_per_page}; choose a pool size and a page size that divide"
+        )
+    page_bytes = tensor.nbytes // units * units_per_page if units else 0
+    return tensor.view(-1).view(torch.int8).view(units // units_per_page, page_bytes)
+
+
+def check_interchangeable(ours: CanonicalGroup, theirs: CanonicalGroup) -> None:
+    """ValueError if a page of one group is not, byte for byte of content, a page of the other."""
+
+    def contents(group: CanonicalGroup) -> list[tuple]:
+        return [(layer.layer_id, layer.part, layer.content, layer.runs.size_bytes) for layer in group.layers]
+
+    mine, other = contents(ours), contents(theirs)
+    if mine != other or ours.page_size_tokens != theirs.page_size_tokens:
+        differing = next((pair for pair in zip(mine, other, strict=False) if pair[0] != pair[1]), None)
+        raise ValueError(
+            f"the layers of group {ours.name} differ, or what their bytes mean: {len(mine)} and {len(other)} "
+            f"parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, first {differing}"
+        )

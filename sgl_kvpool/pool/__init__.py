@@ -1,8 +1,0 @@
-"""Subclasses of SGLang's token-to-KV pools that store rows of a chosen layout."""
-
-from sgl_kvpool.pool.dsa import LayoutDSATokenToKVPool
-from sgl_kvpool.pool.hybrid import LayoutHybridLinearKVPool
-from sgl_kvpool.pool.mla import LayoutMLATokenToKVPool
-from sgl_kvpool.pool.row_pool import RowPool
-
-__all__ = ["LayoutDSATokenToKVPool", "LayoutHybridLinearKVPool", "LayoutMLATokenToKVPool", "RowPool"]

@@ -1,0 +1,32 @@
+"""What the server of one of SGLang's KVCacheConfigurators asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
+from sgl_kvpool.sglang_plugin.options import arrangement_of, layout_of
+
+__all__ = ["asked_arrangement", "asked_layout"]
+
+
+def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
+    """Layout of a KVCacheConfigurator's server, for models the layout applies to."""
+    require_decided(configurator.server_args)
+    layout = layout_of(configurator.server_args)
+    if layout is None or configurator.use_mla_backend:
+        return layout
+    if not configurator.is_draft_worker:
+        raise RuntimeError(f"--kv-cache-layout {layout} was asked for, but SGLang serves no MLA model")
+    return None  # a draft model of another kind keeps its own pool
+
+
+def asked_arrangement(configurator: Any) -> KVArrangement:
+    """Arrangement of a KVCacheConfigurator's rows."""
+    # Not a draft's: it has few layers, nothing reads its pages as one run, and with a single layer strides
+    # cannot tell packed rows from others.
+    if configurator.is_draft_worker:
+        return KVArrangement.LAYER_MAJOR
+    return arrangement_of(configurator.server_args)

@@ -1,0 +1,169 @@
+"""Hooks of prefill and decode servers (`--disaggregation-mode`): peers must store the same rows.
+
+SGLang's transfer engines copy bytes from pointers, lengths and page sizes, which a layer-major pool of any
+layout describes rightly. What they compare beforehand is `KVArgs.kv_cache_dtype_str`, and the packed layouts
+show SGLang `bfloat16`. So the rows are added to that string, for example
+`bfloat16+kvpool:fp4-r512-p64-b416-v1`: it is the one thing that every peer compares, one without this plugin
+included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
+
+__all__ = ["install", "remember", "rows_name"]
+
+#: Between SGLang's dtype and the rows.
+_MARK = "+kvpool:"
+
+#: The two strings in SGLang's error for peers that differ.
+_STRINGS = re.compile(r"kv_cache_dtype=(\S+?)[,.](?=\s)")
+
+#: Pools of this process. A KV manager is given addresses, and no pool.
+_pools: WeakSet = WeakSet()
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `pools.install`.
+
+    Also in a server that is not disaggregated: which one it is, is not known when plugins are loaded. Nothing
+    is imported for it, because SGLang's scheduler imports its KV managers before it loads plugins.
+    """
+    hooks: tuple[Callable, ...] = (_init_kv_manager, _try_ensure_parallel_info)
+    targets = [seam.target for seam in seams.DISAGGREGATION if seam.hooked]
+    for target, hook in zip(targets, hooks, strict=True):
+        seams.wrap(target, hook)
+
+
+def remember(pool: Any) -> None:
+    """Take note of a pool with a layout, so that its addresses tell what its rows are."""
+    _pools.add(pool)
+
+
+# -------------------------------------------------------------------- what is compared
+
+
+def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
+    """Add the rows to what peers compare, before the original registers it with the bootstrap server."""
+    layout = layout_of(server_args)
+    # Peers without the plugin read and write rows that are SGLang's own.
+    if layout is not None and not layout.is_sglang_native and _MARK not in args.kv_cache_dtype_str:
+        args.kv_cache_dtype_str += _MARK + rows_name(_pools_behind(args))
+    return original(self, args, disaggregation_mode, server_args, *more, **named)
+
+
+def rows_name(pools: list[Any]) -> str:
+    """Name of the rows of some pools, equal only where peers may copy them from each other.
+
+    Parameters
+    ----------
+    pools : list of LayoutMLATokenToKVPool
+        The target's, then the draft's if it has rows of ours.
+
+    Returns
+    -------
+    str
+        Row formats, with sizes in bytes and version, and the k_scales if one is not 1. Page size, number of
+        pages and number of layers are not in it: SGLang compares or handles those.
+
+    Raises
+    ------
+    ValueError
+        k_scales with pipeline parallelism: a stage knows those of its own layers only.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    from sgl_kvpool.srt.pool.k_scales import k_scales_digest
+
+    # A draft with the target's rows adds nothing: whether both sides have a draft is SGLang's to compare.
+    name = "+".join(dict.fromkeys(pool.row_format.tag for pool in pools))
+    scales = k_scales_digest(pools)
+    if not scales:
+        return name
+    if get_parallel().pp_size > 1:
+        raise Refusal(
+            f"--disaggregation-mode with --pp-size {get_parallel().pp_size} does not work with {LAYOUT.flag} "
+            f"{pools[0].kv_cache_layout} and a checkpoint whose k_scale is not 1: every stage has scales of "
+            "its own, and SGLang compares those of one stage; use --pp-size 1, or "
+            f"{LAYOUT.flag} {MLAKVCacheLayout.BF16}"
+        )
+    return f"{name}-k{scales}"
+
+
+def _pools_behind(args: Any) -> list[Any]:
+    """Our pools whose buffers a KV manager is about to describe to its peers, in its order."""
+    owners = {}
+    for pool in _pools:
+        addresses, _, page_bytes = pool.get_contiguous_buf_infos()
+        for address, size in zip(addresses, page_bytes, strict=True):
+            owners[address] = (pool, size)
+    found: dict[Any, None] = {}
+    of_target = len(args.kv_data_ptrs) - args.num_draft_entries
+    for number, (address, size) in enumerate(zip(args.kv_data_ptrs, args.kv_item_lens, strict=True)):
+        pool, page_bytes = owners.get(address, (None, size))
+        if pool is None and number >= of_target:
+            continue  # a draft model of another kind keeps its own pool, and SGLang's string is true of it
+        if pool is None or page_bytes != size:
+            raise RuntimeError(
+                f"SGLang describes buffer {number} of {of_target} to its peers with pages of {size} bytes, "
+                f"and no pool of sgl-kvpool has that; leave out {LAYOUT.flag} or --disaggregation-mode, and "
+                "report the server's arguments"
+            )
+        found[pool] = None
+    return list(found)
+
+
+# -------------------------------------------------------------------- the error
+
+
+def _try_ensure_parallel_info(original, self, bootstrap_addr):
+    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass."""
+    try:
+        known = original(self, bootstrap_addr)
+    except RuntimeError as error:
+        strings = _STRINGS.findall(str(error))
+        if len(strings) != 2 or not any(_MARK in text for text in strings):
+            raise
+        prefill, decode = strings
+        raise RuntimeError(
+            f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
+            f"this decode server {_described(decode)}. {_remedy(prefill, decode)}"
+        ) from error
+    if known and _MARK in self.kv_cache_dtype_str:
+        info = self.prefill_info_table.get(bootstrap_addr)
+        if info is not None and info.kv_cache_dtype is None:
+            del self.prefill_info_table[bootstrap_addr]
+            raise RuntimeError(
+                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not say what rows it "
+                f"stores, this decode server {_described(self.kv_cache_dtype_str)}. "
+                f"{_remedy('', self.kv_cache_dtype_str)}"
+            )
+    return known
+
+
+def _layout_name(text: str) -> str | None:
+    """Layout in a string that peers compare; None where it names no rows of ours."""
+    _, mark, rows = text.partition(_MARK)
+    return rows.partition("-")[0] if mark else None
+
+
+def _described(text: str) -> str:
+    name = _layout_name(text)
+    return f"SGLang's own rows ({text})" if name is None else f"rows of layout {name} ({text})"
+
+
+def _remedy(prefill: str, decode: str) -> str:
+    if _layout_name(prefill) == _layout_name(decode):
+        return "Serve the same model and checkpoint with the same release of sgl-kvpool on both."
+    return (
+        f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
+        "not have sgl-kvpool."
+    )

@@ -1,0 +1,139 @@
+"""Hooks on SGLang's DSA backend: the top-k transform from one table, and readers of rows that it cannot read.
+
+On the class and not on an object, so that they reach target, drafts and the steps of a draft alike. Installed
+in schedulers that were asked for a layout, and with KVPOOL_FIX_TOPK=1 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS, select_topk_transform
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
+
+__all__ = ["attach", "install"]
+
+#: Of a backend: what attends its rows where SGLang's kernels cannot; None if they can.
+_READER = "_kvpool_sparse_reader"
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `pools.install`, or all there is to install."""
+    hooks: tuple[Callable, ...] = (
+        _init,
+        _set_dsa_prefill_impl,
+        _get_topk_transform_method,
+        _forward_flashmla_sparse,
+        _dequantize_k_cache_paged_dsa,
+    )
+    targets = [seam.target for seam in seams.SPARSE_ATTENTION if seam.hooked]
+    for target, hook in zip(targets, hooks, strict=True):
+        seams.wrap(target, hook)
+
+
+def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
+    """Layout of a backend's pool, if the table answers for it; None for what is SGLang's own affair.
+
+    Our pools are always answered for; SGLang's not with HiSparse, or implementations of other hardware.
+    """
+    pool = backend.token_to_kv_pool
+    layout = dsa_rules.layout_of_pool(pool)
+    known = backend.dsa_prefill_impl in IMPLEMENTATIONS and backend.dsa_decode_impl in IMPLEMENTATIONS
+    if dsa_rules.is_ours(pool) or (known and backend.hisparse_coordinator is None):
+        return layout
+    return None
+
+
+def _init(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    attach(self)
+
+
+def attach(backend: Any) -> None:
+    """Check a `DeepseekSparseAttnBackend` against its pool, and give it a reader if it needs one.
+
+    Raises
+    ------
+    UnsupportedCombination
+        Its implementations cannot read the pool's rows. The server's arguments were checked before; this
+        is for what was not resolved there, a draft's say.
+    """
+    layout = _layout_in_table(backend)
+    if layout is None:
+        return
+    dsa_rules.check_pair(
+        layout, backend.dsa_prefill_impl, backend.dsa_decode_impl, index_kpool=backend.dsa_index_kpool
+    )
+    if sglang_dsa_reads(layout):
+        return
+    from sglang.srt.runtime_context import get_buffer
+
+    from sgl_kvpool.attention.decode import DecodeWorkspace
+    from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
+
+    fmt, device = backend.token_to_kv_pool.row_format, backend.device
+    needed = sparse_workspace_bytes(fmt, backend.num_q_heads, backend.dsa_index_topk, device)
+    # Backends of target, draft and draft steps run one after the other and share it.
+    workspace = get_buffer(f"kvpool_dsa_decode_{needed}", lambda: DecodeWorkspace(needed, device))
+    setattr(backend, _READER, SparseReader(fmt, workspace))
+
+
+# -------------------------------------------------------------------- the transform
+
+
+def _set_dsa_prefill_impl(original, self, forward_batch=None):
+    """SGLang's choice for a batch, made from what the user wrote and not from the batch before.
+
+    It leaves its last choice where a batch takes dense attention, which then counts as chosen for that one.
+    """
+    if self.enable_auto_select_prefill_impl:
+        self.dsa_prefill_impl = "flashmla_auto"
+    original(self, forward_batch)
+
+
+def _get_topk_transform_method(original, self, forward_mode=None):
+    """What metadata, indexer, forward pass and the seeds of drafts all ask."""
+    layout = _layout_in_table(self)
+    if layout is None:
+        return original(self, forward_mode)
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+
+    pair = dsa_rules.table_names(layout, self.dsa_prefill_impl, self.dsa_decode_impl)
+    transform = select_topk_transform(layout, *pair, forward_mode, index_kpool=self.dsa_index_kpool)
+    return TopkTransformMethod[transform.name]
+
+
+# -------------------------------------------------------------------- readers
+
+
+def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
+    """SGLang's kernel, or ours where it is given the rows of a layout that it cannot read."""
+    reader = getattr(self, _READER, None)
+    # In extends SGLang gives decoded keys here, in decodes what `get_key_buffer` gave it: bytes.
+    if reader is None or kv_cache.dtype != torch.uint8:
+        return original(self, q_all, kv_cache, **kwargs)
+    if kwargs.get("attn_sink") is not None:
+        raise ValueError(
+            f"attention sinks are not computed over rows of KV cache layout {reader.fmt.layout}; use bf16"
+        )
+    return reader.attend(
+        q_all, kv_cache, kwargs["page_table_1"], kwargs.get("topk_length"), kwargs["sm_scale"]
+    )
+
+
+def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattened, *args, **kwargs):
+    """Keys of some slots: scaled rows by SGLang's kernel, bytes by our codec."""
+    if quant_k_cache.dtype != torch.uint8:
+        return original(quant_k_cache, page_table_1_flattened, *args, **kwargs)
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    from sgl_kvpool.srt.attention.sparse import decoded_rows
+
+    # The function is not told the pool; whose rows it was given is the one of the running forward pass.
+    return decoded_rows(quant_k_cache, page_table_1_flattened, get_token_to_kv_pool().row_format)

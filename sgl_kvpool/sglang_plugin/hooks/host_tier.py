@@ -1,0 +1,284 @@
+"""Hooks of a scheduler with `--enable-hierarchical-cache`: our host pool, and transfers that may fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sgl_kvpool import metrics
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier
+
+__all__ = ["install"]
+
+#: Longest file name of the file systems that SGLang's `file` store is used on.
+_NAME_BYTES = 255
+#: What a file's name holds beside the model's: a SHA-256 in hex, ranks, ending.
+_KEY_BYTES = 64 + 32
+#: Begins the names of rows in SGLang's own host pool, whose pages are not those of ours.
+_STOCK_TIER = "sglang-"
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `pools.install`."""
+    hooks: tuple[Callable, ...] = (
+        *(_build_kv_host_pool, _build_mha_mla_host_pool, _attach_storage_backend, _load, _write),
+        *(_move_pool_indices, _move_indices),
+        *(_generic_page_get, _generic_page_set, _page_set_zero_copy),
+    )
+    targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
+    for target, hook in zip(targets, hooks, strict=True):
+        seams.wrap(target, hook)
+    state_tier.install()
+
+
+# -------------------------------------------------------------------- construction
+
+
+def _build_kv_host_pool(original, *, kv_pool, **kwargs):
+    """The host pool of a target, with the drafts that are packed with it."""
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+
+    if not HierarchicalMLAHostPool.takes(kv_pool):
+        tier = original(kv_pool=kv_pool, **kwargs)
+        _name_rows(tier, (kv_pool, *kwargs.get("mtp_draft_device_pools", ())), kwargs["page_size"])
+        return tier
+    from sglang.srt.mem_cache.pool_host.common import get_allocator_type
+    from sglang.srt.runtime_context import get_memory
+
+    memory, host_size = get_memory(), kwargs.get("host_size")
+    tier = HierarchicalMLAHostPool(
+        kv_pool,
+        memory.hicache_ratio,
+        memory.hicache_size if host_size is None else host_size,
+        kwargs["page_size"],
+        memory.hicache_mem_layout,
+        draft_pools=kwargs.get("mtp_draft_device_pools", ()),
+        io_backend=memory.hicache_io_backend,
+        allocator_type=get_allocator_type(),
+        pool_label=kwargs.get("pool_label", "kv"),
+    )
+    state_tier.row_tier_built(tier)
+    return tier
+
+
+def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
+    """Name the rows of SGLang's own host pool in the keys of stores.
+
+    SGLang's pages carry no name, and its `file` store takes a longer file for a page: a server with shorter
+    rows would read what one with other rows wrote under the same model name. Rows that are SGLang's own stay
+    unnamed, as those of servers without the plugin: they are the same.
+    """
+    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+
+    target = pools[0]
+    if isinstance(target, LayoutMLATokenToKVPool) and not target.kv_cache_layout.is_sglang_native:
+        from sgl_kvpool.srt.host.stored_pages import storage_format_tag
+
+        tier.storage_format_tag = f"{_STOCK_TIER}{storage_format_tag(pools, page_size)}"
+
+
+def _build_mha_mla_host_pool(original, *, pool, **kwargs):
+    """The host pool of a draft that is not packed with its target."""
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+
+    if not HierarchicalMLAHostPool.takes(pool):
+        return original(pool=pool, **kwargs)
+    from sglang.srt.runtime_context import get_memory
+
+    return HierarchicalMLAHostPool(
+        pool, host_size=0, io_backend=get_memory().hicache_io_backend, seals_pages=False, **kwargs
+    )
+
+
+def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
+    """Refuse a model's name that is too long for the names of files; have SGLang's hash ready."""
+    pool = self.storage_host_pool
+    tag = pool.storage_format_tag or ""
+    if _ours(pool) or tag.startswith(_STOCK_TIER):
+        name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
+        if storage_backend == "file" and name_bytes > _NAME_BYTES:
+            raise Refusal(
+                f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
+                f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
+            )
+    if not _ours(pool):
+        return original(self, storage_backend, *args, model_name=model_name, **kwargs)
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    # SGLang compiles this function when it is first called, for 20 s on two cores, once per environment. Left
+    # to its prefetch thread, every prompt that comes meanwhile waits and misses.
+    get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
+    result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
+    state_tier.watch_store(self)
+    return result
+
+
+# -------------------------------------------------------------------- before anything is queued
+
+
+def _ours(host_pool: Any) -> bool:
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+
+    return isinstance(host_pool, HierarchicalMLAHostPool)
+
+
+def _moved_by_us(host_pool: Any) -> bool:
+    from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
+
+    return isinstance(host_pool, MovedPagesPool)
+
+
+def _load(
+    original,
+    self,
+    host_indices,
+    priority=None,
+    node_id=-1,
+    extra_pools=None,
+    *,
+    device_indices=None,
+    **kwargs,
+):
+    """Queue a load if its lists are good; None is a miss for SGLang, which computes the tokens again.
+
+    Rows and states of a hybrid model are loaded both or not at all, and on all ranks or on none. Behind this
+    call the tree takes the tokens for loaded, so nothing later can refuse.
+    """
+    pool = self.mem_pool_host.anchor_entry.host_pool
+    arguments = (host_indices, priority, node_id, extra_pools)
+    if not _ours(pool):
+        return original(self, *arguments, device_indices=device_indices, **kwargs)
+    problem = pool.slots_problem(host_indices) or state_tier.host_problem(self, extra_pools)
+    for tier in _tiers_of_drafts(self):
+        problem = problem or tier.slots_problem(host_indices, allocated_here=False)
+    if problem is None and device_indices is not None:
+        problem = pool.device_slots_problem(device_indices)
+    problem = problem or state_tier.device_problem(self, extra_pools)
+    if ranks.load_is_miss(self, problem):
+        return None
+    queued = len(self.load_queue)
+    found = original(self, *arguments, device_indices=device_indices, **kwargs)
+    if found is None:
+        return None
+    problem = pool.device_slots_problem(found) or state_tier.device_problem(self, extra_pools)
+    if problem is not None:
+        problem += ", from the allocator of the device pool"
+    # Lists on a GPU are not looked at (`device_slots_problem`), on any rank: nothing to agree on.
+    if found.device.type == "cpu" and ranks.load_is_miss(self, problem):
+        # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given
+        # back: a second owner of a slot would read the first one's rows. On no rank are they, so that all
+        # ranks have as many left.
+        del self.load_queue[queued:]
+        return None
+    state_tier.join_states(self, self.load_queue[-1])
+    return found
+
+
+def _tiers_of_drafts(controller: Any) -> list[Any]:
+    """Our tiers beside the target's, which a load of its slots reads too."""
+    group = controller.mem_pool_host
+    pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
+    return [pool for pool in pools if _ours(pool)]
+
+
+def _write(original, self, device_indices, priority=None, node_id=-1, extra_pools=None, **kwargs):
+    """Queue a backup if its lists are good, rows' and states'; None leaves the node not backed up."""
+    pool = self.mem_pool_host.anchor_entry.host_pool
+    if _ours(pool):
+        problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
+        if problem is not None:
+            metrics.failed("backup_pages", problem)
+            return None
+    return original(self, device_indices, priority, node_id, extra_pools, **kwargs)
+
+
+def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
+    """Lists where our engines want them; SGLang's backends want both on the GPU, or both on the CPU."""
+    if not _moved_by_us(host_pool):
+        return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
+    return host_pool.slots_for_transfer(host_indices, device_indices)
+
+
+def _move_indices(original, self, host_indices, device_indices):
+    """The same for controllers of a single pool, which decode servers offload with."""
+    if not _ours(self.mem_pool_host):
+        return original(self, host_indices, device_indices)
+    return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)
+
+
+# -------------------------------------------------------------------- stores that copy
+
+
+def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
+    """Pages that could be read, from the first on; a damaged one ends them and is a miss."""
+    pool = self.storage_host_pool
+    if not _ours(pool):
+        return original(self, operation, hash_values, host_indices, extra_info)
+    keys = _keys(self, hash_values, host_indices)
+    with pool.stored_under(keys):
+        try:
+            return original(self, operation, hash_values, host_indices, extra_info)
+        except Exception as error:  # of some page of the batch: which, is found one by one
+            first = error
+        for number, (slot, key) in enumerate(keys.items()):
+            page = host_indices[number * self.page_size : (number + 1) * self.page_size]
+            try:
+                if original(self, operation, [key], page, extra_info) == 0:
+                    return number
+            except Exception as error:  # whatever a store raises, this page is a miss
+                # The store keeps it: stores do not replace a key. Once it is removed, it is written anew.
+                metrics.failed(_kind(error), f"page {key} of the store, host slot {slot}", error=error)
+                return number
+    metrics.failed(
+        _kind(first), f"{len(keys)} pages of the store, all of which were read at last", error=first
+    )
+    return len(hash_values)
+
+
+def _kind(error: Exception) -> str:
+    from sgl_kvpool.srt.host.page_seal import DamagedPage
+
+    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
+
+
+def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
+    """Pages up to the first that was lost in its backup, with their keys known to the digest meanwhile."""
+    pool = self.storage_host_pool
+    if not _ours(pool):
+        return original(self, hash_values, host_indices, extra_info)
+    with pool.stored_under(_keys(self, hash_values, host_indices)):
+        return _set_pages(original, self, hash_values, host_indices, extra_info)
+
+
+def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
+    """The same for stores that read the tier's memory."""
+    if not _ours(self.storage_host_pool):
+        return original(self, hash_values, host_indices, extra_info)
+    return _set_pages(original, self, hash_values, host_indices, extra_info)
+
+
+def _set_pages(original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any) -> bool:
+    """Store what may be stored; False if that is not all of it, or the store refused something."""
+    count = controller.storage_host_pool.pages_before_a_lost_one(host_indices)
+    if count < len(hash_values):
+        metrics.failed("page_write", f"{len(hash_values) - count} pages, the first was lost in its backup")
+    if not count:
+        return not hash_values
+    try:
+        stored = original(
+            controller, hash_values[:count], host_indices[: count * controller.page_size], extra_info
+        )
+    except Exception as error:  # SGLang logs it too, and goes on without these pages
+        metrics.failed("page_write", f"{count} pages", error=error)
+        raise
+    if not stored:
+        metrics.failed("page_write", f"{count} pages, of which the store refused one")
+    return stored and count == len(hash_values)
+
+
+def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[int, str]:
+    """Key of each page by its first host slot."""
+    return dict(zip(host_indices[:: controller.page_size].tolist(), hash_values, strict=True))

@@ -1,0 +1,86 @@
+"""Hooks of the process that launches a server with a layout: its children are told, its clients can ask."""
+
+from __future__ import annotations
+
+import sys
+
+from sgl_kvpool import env
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import seams, startup
+from sgl_kvpool.sglang_plugin.options import (
+    ARRANGEMENT,
+    HOST_LAYOUT,
+    LAYOUT,
+    arrangement_of,
+    host_tier_of,
+    layout_of,
+)
+from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
+
+__all__ = ["build_server_info", "install"]
+
+
+def install() -> None:
+    """Hook what launches schedulers and describes the server; only once a layout was asked for.
+
+    Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
+    """
+    from sgl_kvpool.sglang_plugin import stop_if
+
+    stop_if(seams.check(seams.LAUNCHER))
+    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER if seam.hooked)
+    seams.wrap(launch, _launch_scheduler_processes)
+    seams.wrap(engine_info, _get_server_info)
+    seams.wrap(info, build_server_info)
+    if "sglang.srt.ray.engine" in sys.modules:
+        ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
+        seams.wrap(ray, _launch_scheduler_actors)
+    stop_if(seams.check(seams.LAUNCHER, applied=True))
+
+
+def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
+    """Tell the schedulers whether to hook the pools, and where to leave what they are refused for."""
+    layout = layout_of(server_args)
+    if layout is None:
+        with env.told_to_children(env.CHILD_LAYOUT, None):
+            return original(cls, server_args, *args, **kwargs)
+    path = startup.refusal_path(server_args)
+    with (
+        env.told_to_children(env.CHILD_LAYOUT, layout.value),
+        env.told_to_children(env.CHILD_REFUSAL, path),
+    ):
+        launched, processes = original(cls, server_args, *args, **kwargs)
+    if path is not None:
+        startup.relay(launched, processes, path, server_args)
+    return launched, processes
+
+
+def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
+    """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
+    layout = layout_of(server_args)
+    if layout is not None:
+        raise Refusal(
+            f"RayEngine does not work with KV cache layout {layout}: Ray actors do not load SGLang plugins; "
+            "use sglang.Engine, or leave out the layout"
+        )
+    return original(self_or_cls, server_args, *args, **kwargs)
+
+
+def build_server_info(original, server_args, scheduler_info):
+    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
+    return {**original(server_args, scheduler_info), **_in_use(server_args)}
+
+
+def _get_server_info(original, self):
+    """The Engine describes itself without `build_server_info`."""
+    return {**original(self), **_in_use(self.tokenizer_manager.server_args)}
+
+
+def _in_use(server_args) -> dict[str, str]:
+    layout = layout_of(server_args)
+    if layout is None:
+        return {}
+    found = {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
+    if has_host_tier(server_args):
+        found[HOST_LAYOUT.name] = host_tier_of(server_args).host_layout(layout).value
+    return found

@@ -1,0 +1,281 @@
+"""Our arguments on SGLang's command line and in its Engine, and what follows from them.
+
+What was asked for travels as strings in underscore attributes of SGLang's `ServerArgs` (:mod:`.record`).
+Decisions are declared in SGLang's own resolution steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal, say_alone
+from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin.hooks import launching
+from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
+from sgl_kvpool.sglang_plugin.options import (
+    LAYOUT,
+    OPTIONS,
+    arrangement_of,
+    from_command_line,
+    host_tier_of,
+    is_from_command_line,
+    layout_of,
+)
+from sgl_kvpool.sglang_plugin.rules import (
+    arguments as argument_rules,
+)
+from sgl_kvpool.sglang_plugin.rules import (
+    attention as attention_rules,
+)
+from sgl_kvpool.sglang_plugin.rules import (
+    dsa as dsa_rules,
+)
+from sgl_kvpool.sglang_plugin.rules import (
+    host_tier as refusals,
+)
+
+__all__ = ["install", "require_decided"]
+
+_SOURCE = "sgl_kvpool"
+#: Of the function that takes our Engine keywords.
+_EXTENDED = "_kvpool_extended"
+_installed = False
+
+
+def require_decided(server_args: Any) -> None:
+    """RuntimeError for a record that was resolved before the plugin was loaded.
+
+    Its process was told to serve a layout (by the environment), but no argument was checked and SGLang
+    was not shown the layout's dtype.
+    """
+    if getattr(server_args, LAYOUT.attribute, None) is None:
+        raise RuntimeError(
+            f"{LAYOUT.env} asks for a layout, but the server's arguments were resolved before "
+            "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
+            f"or start the server with {LAYOUT.flag}"
+        )
+
+
+def install() -> None:
+    """Hook the arguments; safe to call again."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    steps = (_before(_decide), _before(_check_model), _before(_choose_backend), _after(_finish))
+    for name, step in zip(seams.STEPS, steps, strict=True):
+        register_resolution_hook(name)(step)
+    add_attention_backend_choices([KVPOOL_BACKEND])
+    # The ways to ask come last: whatever fails before leaves the arguments unknown, never ignored.
+    seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
+    seams.wrap("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args)
+    seams.wrap("sglang.srt.plugins.load_plugins", _load_plugins)
+    _extend_engine()
+
+
+# -------------------------------------------------------------------- three ways to ask
+
+
+def _add_cli_args(original, parser):
+    original(parser)
+    for option in OPTIONS:
+        parser.add_argument(
+            option.flag,
+            dest=option.name,
+            # Not as `choices`: argparse prints the usage of all of SGLang's arguments before it says which is
+            # wrong.
+            metavar=f"{{{','.join(option.choices)}}}",
+            default=None,
+            help=f"[sgl-kvpool] {option.help} Also {option.env}.",
+        )
+
+
+def _from_cli_args(original, cls, args):
+    server_args = original(cls, args)
+    from_command_line(server_args)
+    with _said_alone(server_args):
+        for option in OPTIONS:
+            value = getattr(args, option.name, None)
+            option.remember(server_args, option.taken(value, f"{option.flag} {value or repr(value)}"))
+        argument_rules.check(server_args)
+    return server_args
+
+
+@contextmanager
+def _said_alone(server_args: Any) -> Iterator[None]:
+    """Make a refusal of what a command line asked for the last line that it prints."""
+    try:
+        yield
+    except Refusal as refusal:
+        if is_from_command_line(server_args):
+            say_alone(refusal)
+        raise
+
+
+def _load_plugins(original):
+    """Every Engine calls this before it looks for its class of arguments."""
+    original()
+    _extend_engine()
+
+
+def _extend_engine() -> None:
+    """Let `Engine(...)` take the keywords, once its module is imported; the command line does not need it.
+
+    Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
+    """
+    module = sys.modules.get("sglang.srt.entrypoints.engine")
+    if module is None or hasattr(module.Engine.server_args_class, _EXTENDED):
+        return
+    build = _engine_server_args(module.Engine.server_args_class)
+    module.Engine.server_args_class = staticmethod(build)
+
+
+def _engine_server_args(previous):
+    """`ServerArgs(**kwargs)` that also takes our keywords."""
+
+    def build(**kwargs):
+        values = {option: kwargs.pop(option.name, None) for option in OPTIONS}
+        server_args = previous(**kwargs)
+        for option, value in values.items():
+            option.remember(server_args, option.taken(value, f"{option.name}={value!r}"))
+        argument_rules.check(server_args)
+        return server_args
+
+    setattr(build, _EXTENDED, True)
+    return build
+
+
+# -------------------------------------------------------------------- resolution steps
+
+
+def _before(rule):
+    """The step of SGLang behind a rule of ours."""
+
+    def step(server_args, previous):
+        with _said_alone(server_args):
+            rule(server_args)
+        previous(server_args)
+
+    return step
+
+
+def _after(rule):
+    """The step of SGLang before a rule of ours."""
+
+    def step(server_args, previous):
+        previous(server_args)
+        with _said_alone(server_args):
+            rule(server_args)
+
+    return step
+
+
+def _decide(server_args):
+    """Before the first step: fix layout and arrangement."""
+    for option, value in argument_rules.check(server_args).items():
+        setattr(server_args, option.attribute, value)
+    if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
+        from sgl_kvpool.sglang_plugin import stop_if
+
+        stop_if(seams.check(seams.MODEL))
+
+
+def _check_model(server_args):
+    """Before SGLang adjusts anything to the model: it must be one whose rows we store.
+
+    Fixes the `kv_cache_dtype` that SGLang is shown, for sparse attention its implementations, and otherwise
+    the page size that a host tier has unless the user names one.
+    """
+    layout = layout_of(server_args)
+    if layout is None:
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+
+    model_config = model_config_of(server_args)
+    refusals.check_model(layout, model_config)
+    if is_dsa(model_config):
+        declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
+    else:
+        refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
+        declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
+        view = resolving_view(server_args)
+        sized = view.page_size is not None or keeps_states_by_token(model_config, view)
+        if refusals.has_host_tier(view) and not sized:
+            # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
+            declared["page_size"] = host_tier_page_size(model_config, view)
+    # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
+    declare_resolution(server_args, _SOURCE, **declared)
+
+
+def _choose_backend(server_args):
+    """Before SGLang picks an attention backend: ours for every phase the user named none for, if it is due.
+
+    Decided from the record's fields, which hold what the user wrote; by now the resolving view already
+    holds SGLang's defaults for the platform.
+    """
+    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
+    if layout is None:
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+
+    if is_dsa(model_config_of(server_args)):
+        return  # SGLang has one backend for sparse attention
+    common, *phases = (getattr(server_args, field) for field in refusals.BACKEND_FIELDS)
+    attention_rules.check_named(layout, arrangement, common, *phases)
+    view = resolving_view(server_args)
+    if common is None and None in phases:
+        if not attention_rules.is_chosen(layout, arrangement, view.device):
+            return  # SGLang's choice, which the last step looks at
+        declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
+    attention_rules.check_backends(layout, arrangement, view)
+    if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
+        _disable_cuda_graphs(server_args, declare_resolution, view)
+
+
+def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
+    """As SGLang does for torch_native: there is nothing to capture on a CPU."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        config = with_phase(view.cuda_graph_config, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, _SOURCE, cuda_graph_config=config)
+
+
+def _finish(server_args):
+    """Behind the last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
+    layout, arrangement = layout_of(server_args), arrangement_of(server_args)
+    if layout is None and not env.flag(env.FIX_TOPK):
+        return
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    view, model_config = resolving_view(server_args), model_config_of(server_args)
+    sparse = is_dsa(model_config)
+    if layout is None:
+        if sparse:
+            dsa_rules.check_stock(model_config, view)
+        return
+    refusals.check_features(layout, arrangement, view)
+    argument_rules.check_page(view)
+    refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
+    if refusals.has_host_tier(view):
+        refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
+    if sparse:
+        dsa_rules.check_resolved(layout, model_config, view)
+    else:
+        attention_rules.check_backends(layout, arrangement, view)
+        attention_rules.check_model(model_config, view)
+    shown = layout.sglang_kv_cache_dtype(is_dsa=sparse)
+    if view.kv_cache_dtype != shown:
+        raise Refusal(
+            f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
+            f"{shown}; another plugin or model rule changed it"
+        )
+    launching.install()

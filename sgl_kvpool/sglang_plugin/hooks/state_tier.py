@@ -1,0 +1,280 @@
+"""Hooks of a host tier for hybrid models: the states beside our rows, and both of one prefix or neither."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvpool import metrics
+from sgl_kvpool.sglang_plugin import seams
+
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.host.shares import TierShares
+    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+
+__all__ = ["device_problem", "host_problem", "install", "join_states", "row_tier_built", "watch_store"]
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `host_tier.install`."""
+    hooks: tuple[Callable, ...] = (
+        *(_build_hybrid_mamba_stack, _split_hicache_size, _build_mamba_host_pool, _init_load_back),
+    )
+    targets = [seam.target for seam in seams.STATE_TIER if seam.hooked]
+    for target, hook in zip(targets, hooks, strict=True):
+        seams.wrap(target, hook)
+
+
+# -------------------------------------------------------------------- construction
+
+
+@dataclass
+class _Stack:
+    """A hybrid model's host tier that SGLang is building around our rows."""
+
+    shares: TierShares
+    options: Any
+    #: Of the rows, once it is there.
+    row_tier: Any = None
+
+
+_building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", default=None)
+
+
+def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
+    """Say whose states those are that SGLang makes a host pool for next, and whose size it splits."""
+    from sgl_kvpool.srt.host.memory import HostTierTooLarge
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.host.shares import TierShares, rows_declared
+
+    arguments = {"params": params, "decls": decls, "mamba_pool": mamba_pool, **kwargs}
+    rows = rows_declared(decls)
+    if not HierarchicalMLAHostPool.takes(rows):
+        return original(**arguments)
+    from sglang.srt.runtime_context import get_memory
+
+    shares = TierShares.of(rows, mamba_pool, params.mtp_draft_device_pools, params.mtp_draft_mamba_pools)
+    token = _building.set(_Stack(shares, rows.host_tier))
+    try:
+        return original(**arguments)
+    except HostTierTooLarge as error:
+        memory = get_memory()
+        row_gb, state_gb = shares.planned_gb(memory.hicache_ratio, memory.hicache_size)
+        raise HostTierTooLarge(
+            f"{error}. For this hybrid model it was to have {row_gb:.2f} GB of rows and {state_gb:.2f} GB of "
+            "states of linear layers"
+        ) from error
+    finally:
+        _building.reset(token)
+
+
+def _split_hicache_size(original, hicache_size, kv_pools):
+    """By what the host keeps: SGLang splits by bytes on the device, where rows may be wider."""
+    stack = _building.get()
+    return original(hicache_size, kv_pools) if stack is None else stack.shares.split(hicache_size)
+
+
+def row_tier_built(tier: Any) -> None:
+    """The tier of the rows was built; those of states that follow belong to it."""
+    stack = _building.get()
+    if stack is not None:
+        stack.row_tier = tier
+
+
+def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=()):
+    """The host pool of the states beside our rows."""
+    stack = _building.get()
+    if stack is None:
+        return original(
+            mamba_pool,
+            pool_info,
+            host_size=host_size,
+            layout=layout,
+            mtp_draft_device_pools=mtp_draft_device_pools,
+        )
+    from sglang.srt.mem_cache.pool_host.common import get_allocator_type
+    from sglang.srt.runtime_context import get_memory
+
+    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+
+    memory = get_memory()
+    tier = HierarchicalStatePoolHost(
+        mamba_pool,
+        memory.hicache_ratio,
+        host_size,
+        layout,
+        draft_pools=mtp_draft_device_pools,
+        options=stack.options,
+        io_backend=memory.hicache_io_backend,
+        allocator_type=get_allocator_type(),
+    )
+    # The rows' tag is all that SGLang puts into the names of stored pages, those of states too.
+    stack.row_tier.storage_format_tag += f"-{tier.storage_format_tag}"
+    return tier
+
+
+# -------------------------------------------------------------------- before anything is queued
+
+
+def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
+    """Our host pool of states of a controller."""
+    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+
+    # Decode servers that offload have one pool, and no group.
+    pools = (entry.host_pool for entry in getattr(controller.mem_pool_host, "entries", ()))
+    return next((pool for pool in pools if isinstance(pool, HierarchicalStatePoolHost)), None)
+
+
+def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
+    """Those that move states of ours."""
+    if not transfers:
+        return []
+    tier, entries = _state_tier(controller), controller.mem_pool_host.entry_map
+    return [t for t in transfers if tier is not None and entries[t.name].host_pool is tier]
+
+
+def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
+    """Why the states of a load cannot be loaded; None if they can, or if there are none."""
+    tier = _state_tier(controller)
+    for transfer in _of_states(controller, transfers):
+        # A node's state goes to its slot and to the request's: the same host slot, in two transfers.
+        problem = tier.slots_problem(transfer.host_indices) if tier is not None else None
+        if problem is not None:
+            return f"of the states, {problem}"
+    return None
+
+
+def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
+    """Why device slots of states are none, or are listed twice; None if they are good or not known yet."""
+    import torch
+
+    given = [t.device_indices for t in _of_states(controller, transfers) if t.device_indices is not None]
+    tier = _state_tier(controller)
+    if not given or tier is None:
+        return None
+    problem = tier.device_slots_problem(torch.cat(given))
+    return None if problem is None else f"of the states, {problem}"
+
+
+def join_states(controller: Any, operation: Any) -> None:
+    """Make one transfer of a load's transfers of states: engines go through its layers once.
+
+    SGLang does the same where it joins loads. Its tree keeps its own transfers.
+    """
+    import torch
+
+    several = _of_states(controller, operation.pool_transfers)
+    if len(several) < 2:
+        return
+    joined = replace(
+        several[0],
+        host_indices=torch.cat([t.host_indices for t in several]),
+        device_indices=torch.cat([t.device_indices for t in several]),
+    )
+    others = [t for t in operation.pool_transfers if all(t is not one for one in several)]
+    operation.pool_transfers = [*others, joined]
+
+
+# -------------------------------------------------------------------- a load that is a miss
+
+
+def _init_load_back(original, self, params):
+    """Behind a load that was a miss, give the request the state of the prefix that it goes on from.
+
+    Its rows are then those of the longest prefix on the device. SGLang has looked for a state at the longest
+    prefix of all, which was on the host; it would begin from an empty one.
+    """
+    found = original(self, params)
+    controller, request = self.cache_controller, params.req
+    if found is None or controller is None or _state_tier(controller) is None:
+        return found
+    loaded, node = found
+    if loaded or request.kv.holds_mamba or request.kv.mamba_cow_src_index is not None:
+        return found
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    self.components[ComponentType.MAMBA].finalize_match_result_in_cache(
+        MatchPrefixParams(key=None, cow_mamba=True, req=request),
+        self.tree_core.empty_match_result._replace(best_match_node=node, last_device_node=node),
+    )
+    return found
+
+
+# -------------------------------------------------------------------- stores
+
+
+def watch_store(controller: Any) -> None:
+    """Check the states that a controller's store reads and writes; each store is an object of its own."""
+    tier, store = _state_tier(controller), controller.storage_backend
+    if tier is not None:
+        store.batch_get_v2 = functools.partial(_get_states, tier, store.batch_get_v2)
+        store.batch_set_v2 = functools.partial(_set_states, tier, store.batch_set_v2)
+
+
+def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
+    """Results of transfers that are not of states, or have no slots; and those that are."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    ours = [t for t in transfers if t.name == PoolName.MAMBA and t.host_indices is not None]
+    others = [t for t in transfers if all(t is not one for one in ours)]
+    return (original(others, extra_info) if others else {}), ours
+
+
+def _get_states(tier, original, transfers, extra_info=None):
+    """Which states could be read. SGLang takes the rows of a prefix only together with its state."""
+    results, ours = _others_first(original, transfers, extra_info)
+    for transfer in ours:
+        keys = transfer.keys or []
+        try:
+            with tier.stored_under(_keys_by_slot(transfer)):
+                results |= original([transfer], extra_info)
+        except Exception as error:  # whatever a store raises, this state is a miss
+            metrics.failed(_kind(error), f"state {', '.join(keys)} of the store", error=error)
+            results[transfer.name] = [False] * len(keys)
+            continue
+        if not all(results[transfer.name]):
+            metrics.failed("page_read", f"state {', '.join(keys)} of the store")
+    return results
+
+
+def _keys_by_slot(transfer: Any) -> dict[int, str]:
+    """SGLang brings a key for each slot, and its stores move nothing of a transfer with more of either.
+
+    Raises
+    ------
+    ValueError
+        There are more of one: which slot a key is of is not known.
+    """
+    return dict(zip(transfer.host_indices.tolist(), transfer.keys or [], strict=True))
+
+
+def _kind(error: Exception) -> str:
+    from sgl_kvpool.srt.host.page_seal import DamagedPage
+
+    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
+
+
+def _set_states(tier, original, transfers, extra_info=None):
+    """Store states that were not lost in their backup; rows are stored without them, and found by nobody."""
+    results, ours = _others_first(original, transfers, extra_info)
+    for transfer in ours:
+        keys = transfer.keys or []
+        none = [False] * len(keys)
+        if tier.pages_before_a_lost_one(transfer.host_indices) < len(keys):
+            metrics.failed("page_write", f"{len(keys)} states, which were lost in their backup")
+            results[transfer.name] = none
+            continue
+        try:
+            with tier.stored_under(_keys_by_slot(transfer)):
+                results |= original([transfer], extra_info)
+        except Exception as error:  # the rows may be stored all the same
+            metrics.failed("page_write", f"{len(keys)} states", error=error)
+            results[transfer.name] = none
+            continue
+        if not all(results[transfer.name]):
+            metrics.failed("page_write", f"{len(keys)} states, of which the store refused one")
+    return results

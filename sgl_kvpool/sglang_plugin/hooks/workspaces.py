@@ -1,0 +1,75 @@
+"""Memory that is allocated beside the pool after it has taken its share, for SGLang's budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND, sglang_dsa_reads
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.sglang_plugin.models import is_dsa
+from sgl_kvpool.sglang_plugin.rules.attention import backends_in_use
+
+__all__ = ["attention_workspace_bytes"]
+
+
+def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
+    """Bytes that our attention allocates once; 0 if it is not in use.
+
+    Parameters
+    ----------
+    kvc : KVCacheConfigurator
+        SGLang's, of the target.
+    fmt : RowFormat
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(kvc.server_args)
+    if is_dsa(kvc.model_config):
+        return 0 if sglang_dsa_reads(fmt.layout) else _sparse_bytes(kvc, fmt, view.device)
+    if KVPOOL_BACKEND not in backends_in_use(view):
+        return 0
+    if view.device == "cpu":
+        from sgl_kvpool.attention.cpu import RowReader
+
+        return RowReader.workspace_bytes(fmt)
+    from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
+    from sgl_kvpool.srt.attention.few_queries import decode_workspace_bytes
+
+    decode = decode_workspace_bytes(
+        fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
+    )
+    # Target and draft share both.
+    return extend_workspace_bytes(fmt) + decode
+
+
+def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
+    """Of models with sparse attention, whose rows SGLang's kernels cannot read."""
+    from sglang.srt.configs.model_config import get_dsa_index_topk
+
+    from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
+    from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
+
+    top_k = get_dsa_index_topk(kvc.model_config.hf_config)
+    decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
+    # Extends gather the rows of their requests, allocated by torch as SGLang's own gathering is: set aside
+    # for as many as dense MLA decodes at a time. Longer ones take from what SGLang leaves free.
+    return decode + extend_workspace_bytes(fmt)
+
+
+def _heads(kvc: Any) -> int:
+    """Query heads of this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return kvc.model_config.num_attention_heads // get_parallel().attn_tp_size
+
+
+def _most_queries() -> int:
+    """Queries of a request in a batch that is no prefill."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return max_speculative_num_draft_tokens() or 1
+
+
+#: SGLang fixes the number of requests after the pool. With more lists than the GPU runs programs at a time a
+#: list is not split, so the workspace stops growing long before.
+_MOST_REQUESTS = 4096

@@ -1,0 +1,205 @@
+"""Our arguments: a table, and what it says of SGLang's `ServerArgs`, where they are underscore attributes.
+
+SGLang drops what is not a field of its own when it parses arguments, but it pickles underscore attributes
+of a record into every process of the server. Imports neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.transfer.labels import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
+
+__all__ = [
+    "ARRANGEMENT",
+    "AUTO",
+    "HOST_ENGINE",
+    "HOST_LAYOUT",
+    "LAYOUT",
+    "OPTIONS",
+    "Option",
+    "arrangement_of",
+    "choose_arrangement",
+    "environment_problems",
+    "from_command_line",
+    "host_tier_of",
+    "is_from_command_line",
+    "layout_of",
+]
+
+#: Not asked for: SGLang as it is, or our choice.
+AUTO = "auto"
+#: Attribute of a record that was parsed from a command line.
+_COMMAND_LINE = "_kvpool_command_line"
+
+#: Names of the options that some record of this process was asked for by flag or keyword.
+_asked: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of the server: a flag, an Engine keyword and an environment variable.
+
+    Attributes
+    ----------
+    name : str
+        The keyword.
+    env : str
+        The environment variable.
+    values : tuple of str
+        What can be asked for besides the default.
+    help : str
+        For `--help`.
+    default : str
+        As if nothing was asked for.
+    """
+
+    name: str
+    env: str
+    values: tuple[str, ...]
+    help: str
+    default: str = AUTO
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def words(self) -> str:
+        """As in a sentence."""
+        return "KV " + self.name.removeprefix("kv_").replace("_", " ")
+
+    @property
+    def attribute(self) -> str:
+        """Of the record: what the user wrote (None for nothing), after resolution what was asked for."""
+        return f"_kvpool_{self.name}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values of the argument."""
+        return (self.default, *self.values)
+
+    def taken(self, value: Any, given: str) -> str | None:
+        """A value as a plain string, None for none; Refusal for one that is no choice, `given` so."""
+        if value is not None and value not in self.choices:
+            raise Refusal(f"{given} is not a {self.words}; choose one of: {', '.join(self.choices)}")
+        return None if value is None else str(value)
+
+    def remember(self, server_args: Any, value: str | None) -> None:
+        """Keep what the user wrote on the record."""
+        setattr(server_args, self.attribute, value)
+        if value not in (None, self.default):
+            _asked.add(self.name)
+
+    def exported(self) -> str | None:
+        """What the environment says, None for nothing; Refusal for what is no choice."""
+        value = env.text(self.env)
+        return self.taken(value, f"{self.env}={value!r}")
+
+    def requested(self, server_args: Any) -> str:
+        """What flag or keyword and environment say together; Refusal if they contradict each other."""
+        written = getattr(server_args, self.attribute, None)
+        exported = self.exported()
+        if written is not None and exported is not None and written != exported:
+            raise Refusal(
+                f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
+                f"{exported!r} in the environment ({self.env}); give one of them, or the same"
+            )
+        if exported is None and self.name in _asked and self.attribute not in vars(server_args):
+            # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
+            raise Refusal(
+                f"this ServerArgs does not say whether it was asked for a {self.words}, and another one of "
+                f"this process was; if it is a copy, use copy.deepcopy, and say which with {self.env}="
+                f"{'|'.join(self.choices)}"
+            )
+        return written or exported or self.default
+
+
+LAYOUT = Option(
+    "kv_cache_layout",
+    env.KV_CACHE_LAYOUT,
+    tuple(layout.value for layout in MLAKVCacheLayout),
+    "The bytes of an MLA KV cache row: pool, memory budget and attention follow. "
+    f"'{AUTO}' (as without the argument) is SGLang as it is.",
+)
+ARRANGEMENT = Option(
+    "kv_cache_arrangement",
+    env.KV_CACHE_ARRANGEMENT,
+    tuple(arrangement.value for arrangement in KVArrangement.of_rows()),
+    "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's; in the "
+    f"others a page of all layers is one run of bytes. '{AUTO}' (as without the argument) takes what "
+    "everything in this server can read.",
+)
+HOST_LAYOUT = Option(
+    "kv_host_layout",
+    env.KV_HOST_LAYOUT,
+    HOST_LAYOUTS[1:],
+    "The bytes of a row in the host tier (--enable-hierarchical-cache with --kv-cache-layout): narrower than "
+    "the device's, so that the same memory holds more tokens. Rows are encoded on their way out and decoded "
+    f"on their way back. '{SAME}' (as without the argument) keeps every bit.",
+    default=SAME,
+)
+HOST_ENGINE = Option(
+    "kv_host_engine",
+    env.KV_HOST_ENGINE,
+    HOST_ENGINES,
+    "What moves pages between pool and host tier, with --kv-cache-layout. "
+    f"'{AUTO}' (as without the argument) is chosen when the server starts.",
+)
+OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE)
+
+
+def environment_problems() -> list[str]:
+    """A line for each variable of the environment that no process with the plugin goes on with."""
+    found = []
+    for option in OPTIONS:
+        try:
+            option.exported()
+        except Refusal as refusal:
+            found.append(str(refusal))
+    return found + env.problems()
+
+
+def from_command_line(server_args: Any) -> None:
+    """Note that a record was parsed from a command line."""
+    setattr(server_args, _COMMAND_LINE, True)
+
+
+def is_from_command_line(server_args: Any) -> bool:
+    """Whether a record was parsed from a command line, and not made by a program."""
+    return getattr(server_args, _COMMAND_LINE, False)
+
+
+def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
+    """Layout a resolved `ServerArgs` was asked for; None for SGLang as it is."""
+    value = getattr(server_args, LAYOUT.attribute, None) or AUTO
+    return None if value == AUTO else MLAKVCacheLayout.parse(value)
+
+
+def arrangement_of(server_args: Any) -> KVArrangement:
+    """Arrangement of the rows of a resolved `ServerArgs`; SGLang's, layer_major, if nothing was resolved."""
+    return choose_arrangement(getattr(server_args, ARRANGEMENT.attribute, None) or AUTO)
+
+
+def host_tier_of(server_args: Any) -> HostTierOptions:
+    """What a resolved `ServerArgs` was asked for of the host tier."""
+    values = (
+        getattr(server_args, option.attribute, None) or option.default
+        for option in (HOST_LAYOUT, HOST_ENGINE)
+    )
+    return HostTierOptions(*values)
+
+
+def choose_arrangement(requested: str) -> KVArrangement:
+    """Arrangement to use for what was asked for."""
+    if requested != AUTO:
+        return KVArrangement.parse(requested)
+    # What every reader reads as fast as SGLang's own pool. Reads of the other two have not been measured on
+    # a GPU, where nothing in this release uses the one run of bytes that their pages are.
+    return KVArrangement.LAYER_MAJOR

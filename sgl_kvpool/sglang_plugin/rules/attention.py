@@ -1,0 +1,359 @@
+"""Which attention backends go with a layout, and what our own is not used with.
+
+Each refusal is an error at start that names value, reason and way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvpool import env
+from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
+from sgl_kvpool.attention.readers import (
+    KVPOOL_BACKEND,
+    KVPOOL_DEVICES,
+    PHASES,
+    can_read,
+    casts_pool,
+    obstacle,
+    readers,
+    suggestions,
+)
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.refusal import Refusal, use
+from sgl_kvpool.sglang_plugin.models import device_name, model_name
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
+
+__all__ = [
+    "BACKEND_FEATURES",
+    "SPECULATIVE_ALGORITHMS",
+    "SPECULATIVE_FIELDS",
+    "BackendFeature",
+    "backends_in_use",
+    "check_backends",
+    "check_draft",
+    "check_model",
+    "check_named",
+    "is_chosen",
+]
+
+
+@dataclass(frozen=True)
+class BackendFeature:
+    """A server argument that our attention backend is refused with.
+
+    Attributes
+    ----------
+    field, flag, reason, in_use
+        As of `refusals.Feature`.
+    devices : tuple of str
+        Where it is refused.
+    """
+
+    field: str
+    flag: str
+    reason: str
+    in_use: Callable[[Any], bool] = bool
+    devices: tuple[str, ...] = KVPOOL_DEVICES
+
+
+def _captures_whole_prefill(config: Any) -> bool:
+    return config is not None and config.prefill.backend == "full"
+
+
+#: What cannot be shown to be right beside `kvpool_mla`.
+BACKEND_FEATURES = (
+    BackendFeature(
+        "enable_deterministic_inference",
+        "--enable-deterministic-inference",
+        "it does not promise the same bits for every batch",
+    ),
+    BackendFeature(
+        "enable_two_batch_overlap",
+        "--enable-two-batch-overlap",
+        "the halves of a batch would share the buffers of one step",
+    ),
+    BackendFeature(
+        "enable_pdmux", "--enable-pdmux", "prefill and decode would share the buffers of one step"
+    ),
+    BackendFeature(
+        "enable_prefill_cp",
+        "--enable-prefill-cp",
+        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+    ),
+    BackendFeature(
+        "attn_cp_size",
+        "--attn-cp-size",
+        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+        in_use=lambda size: (size or 1) > 1,
+    ),
+    BackendFeature(
+        "dllm_algorithm",
+        "--dllm-algorithm",
+        "diffusion attends tokens that follow, and it attends those before",
+        in_use=lambda algorithm: algorithm is not None,
+    ),
+    BackendFeature("enable_mis", "--enable-mis", "it takes no masks between the items of a prompt"),
+    BackendFeature(
+        "enable_torch_compile",
+        "--enable-torch-compile",
+        "its kernels have not been traced by torch.compile",
+        devices=("cuda",),
+    ),
+    BackendFeature(
+        "cuda_graph_config",
+        "--cuda-graph-backend-prefill full",
+        "a graph of a whole prefill keeps the lengths of its capture; use breakable, which is the default",
+        in_use=_captures_whole_prefill,
+        devices=("cuda",),
+    ),
+)
+
+#: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
+SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
+
+#: Why not the others. One that is not here, of a plugin say, is not known at all.
+_UNSHOWN_ALGORITHMS = {
+    "NGRAM": "it verifies trees of proposals, and their masks are not computed",
+    "STANDALONE": "the pool of a draft model of its own has not been looked at",
+    "DFLASH": "its drafts attend tokens that follow",
+    "DSPARK": "its drafts attend tokens that follow, and its verification has requests of unequal lengths",
+    "FROZEN_KV_MTP": "its drafts read the target's pool",
+    "UNO": "SGLang has it for fa3 alone",
+}
+
+#: Arguments of speculative decoding that would change what a draft attends.
+_DRAFT_FEATURES = (
+    BackendFeature(
+        "speculative_draft_window_size",
+        "--speculative-draft-window-size",
+        "its draft backends attend whole sequences",
+        in_use=lambda size: size is not None,
+    ),
+    BackendFeature(
+        "speculative_adaptive",
+        "--speculative-adaptive",
+        "every number of steps would bring backends of its own, which no memory was set aside for",
+    ),
+    BackendFeature(
+        "enable_multi_layer_eagle",
+        "--enable-multi-layer-eagle",
+        "the pools of several draft models have not been looked at",
+    ),
+)
+
+#: Fields of ServerArgs that the rules of speculative decoding read.
+SPECULATIVE_FIELDS = (
+    *("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend"),
+    *("speculative_draft_model_path", "model_path"),
+    *(feature.field for feature in _DRAFT_FEATURES),
+)
+
+
+def backends_in_use(view: Any) -> tuple[str | None, str | None]:
+    """Attention backends (prefill, decode) of a resolving view."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    return attention_backends_of(view)
+
+
+def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
+    """Whether `kvpool_mla` is taken for every phase that the user named no backend for.
+
+    On CUDA not for rows that are SGLang's own: its kernels read these as they are, and choose among
+    themselves by GPU. For fp8 its defaults cast the full pool of a layer in every call.
+    """
+    if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
+        return True
+    return arrangement is KVArrangement.PAGE_MAJOR
+
+
+# -------------------------------------------------------------------- reading
+
+
+def check_named(
+    layout: MLAKVCacheLayout,
+    arrangement: KVArrangement,
+    common: str | None,
+    prefill: str | None,
+    decode: str | None,
+) -> None:
+    """Refuse backends that the user named and that cannot read the rows, by the flags they came with."""
+    own = dict(zip(PHASES, (prefill, decode), strict=True))
+    for phase, backend in own.items():
+        _check_reader(f"--{phase}-attention-backend", backend, layout, arrangement, phase)
+    for phase, backend in own.items():
+        if backend is None:
+            _check_reader("--attention-backend", common, layout, arrangement, phase)
+    if common is not None and not can_read(common, layout, arrangement):
+        raise Refusal(_unreadable("--attention-backend", common, layout, arrangement, None))
+
+
+def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
+    """Refuse a backend named for a draft that cannot read its pool in every phase: it serves all of them."""
+    for phase in PHASES:
+        _check_reader("--speculative-draft-attention-backend", backend, layout, arrangement, phase)
+
+
+def _check_reader(
+    flag: str, backend: str | None, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str
+) -> None:
+    if backend is not None and not can_read(backend, layout, arrangement, phase):
+        raise Refusal(_unreadable(flag, backend, layout, arrangement, phase))
+
+
+def _unreadable(
+    flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str | None
+) -> str:
+    """Text of the error for a backend that cannot read a layout or its arrangement, or not without a copy."""
+    able = use(readers(layout, arrangement, phase))
+    if casts_pool(backend, layout, phase):
+        return (
+            f"{flag} {backend} would cast the whole pool of a layer in every call of {phase or 'each phase'} "
+            f"with {LAYOUT.flag} {layout}, however few rows the batch refers to; leave it out, or {able}"
+        )
+    if can_read(backend, layout, phase=phase):
+        return (
+            f"{flag} {backend} cannot read rows of {ARRANGEMENT.flag} {arrangement}: "
+            f"{obstacle(arrangement)}; leave out one of the two, or {able}"
+        )
+    return f"{flag} {backend} cannot read rows of {LAYOUT.flag} {layout}; leave it out, or {able}"
+
+
+def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+    """Refuse backends that cannot read the rows, and what our own backend does not do."""
+    in_use = backends_in_use(view)
+    for phase, backend in zip(PHASES, in_use, strict=True):
+        _check_reader(f"the {phase} attention backend", backend, layout, arrangement, phase)
+    if env.flag(env.PREFILL_READS_ROWS) and in_use[0] != KVPOOL_BACKEND:
+        raise Refusal(
+            f"{env.PREFILL_READS_ROWS}=1 does nothing for the prefill attention backend {in_use[0]}; leave "
+            f"it out, or use --attention-backend {KVPOOL_BACKEND}"
+        )
+    if KVPOOL_BACKEND in in_use:
+        _check_device(layout, arrangement, view)
+        _check_features(BACKEND_FEATURES, view)
+    _check_speculation(in_use, view)
+    if view.speculative_algorithm is None:
+        return
+    draft = view.speculative_draft_attention_backend
+    if view.speculative_draft_model_path in (None, view.model_path):
+        # The draft is a layer of the same checkpoint, with a pool of the same rows. Another model's pool is
+        # looked at when it is built.
+        check_draft(layout, arrangement, draft)
+
+
+# -------------------------------------------------------------------- our backend
+
+
+def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
+    device = device_name(view)
+    if device in KVPOOL_DEVICES:
+        return
+    stock = suggestions(layout, view.device, arrangement)
+    raise Refusal(
+        f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
+        f"{device}; "
+        + (
+            f"name a stock one with --attention-backend ({', '.join(stock)}) or use one of those"
+            if stock
+            else f"{arrangement} rows of layout {layout} have no other reader: use one of those, or bf16 in "
+            "layer_major with a stock --attention-backend"
+        )
+    )
+
+
+def check_model(model_config: Any, view: Any) -> None:
+    """Refuse models that our backend does not compute, and those that its kernels on CUDA do not.
+
+    Parameters
+    ----------
+    model_config : ModelConfig
+        SGLang's, of the target.
+    view
+        A resolving view of the server's arguments.
+
+    Raises
+    ------
+    ValueError
+        Queries that are scaled by their position; on CUDA a longer latent, or a dtype other than 16 bits.
+    """
+    if KVPOOL_BACKEND not in backends_in_use(view):
+        return
+    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
+        # Of Mistral-Large-3. SGLang leaves it to the backends of a list that ours is in, and hands the factor
+        # to TensorRT-LLM's alone (forward_mla.py:726).
+        raise Refusal(
+            f"{model_name(model_config)} scales queries by their position (llama_4_scaling), which attention "
+            f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or on Blackwell bf16 "
+            "with --attention-backend trtllm_mla, which is"
+        )
+    if view.device == "cpu":
+        return
+    rank, dtype = model_config.kv_lora_rank, str(model_config.dtype).removeprefix("torch.")
+    if rank > MAX_LATENT_RANK:
+        raise Refusal(
+            f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
+            f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or bf16 with a stock "
+            "--attention-backend"
+        )
+    if dtype not in ("bfloat16", "float16"):
+        raise Refusal(
+            f"--dtype {dtype} does not work with attention backend {KVPOOL_BACKEND} on CUDA, whose kernels "
+            "multiply 16-bit numbers; use --dtype bfloat16 or float16"
+        )
+
+
+def _check_features(features: tuple[BackendFeature, ...], view: Any) -> None:
+    for feature in features:
+        value = getattr(view, feature.field)
+        if view.device not in feature.devices or not feature.in_use(value):
+            continue
+        plain = value is True or not isinstance(value, int | str)
+        raise Refusal(
+            f"{feature.flag if plain else f'{feature.flag} {value}'} does not work with attention backend "
+            f"{KVPOOL_BACKEND}: {feature.reason}; leave it out"
+        )
+
+
+def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None:
+    """Refuse speculative decoding that our backend does not verify, or does not draft for."""
+    algorithm, draft = view.speculative_algorithm, view.speculative_draft_attention_backend
+    if algorithm is None:
+        return
+    ours = [name == KVPOOL_BACKEND for name in in_use]
+    if not any(ours):
+        if draft == KVPOOL_BACKEND:
+            raise Refusal(
+                f"--speculative-draft-attention-backend {draft} is not used beside the attention backend "
+                f"{in_use[1]} of the target; leave it out, or use --attention-backend {KVPOOL_BACKEND}"
+            )
+        return
+    flag = f"--speculative-algorithm {algorithm}"
+    if view.device == "cpu":
+        raise Refusal(
+            f"{flag} does not work with attention backend {KVPOOL_BACKEND} on a CPU, where it computes "
+            "neither the steps of a draft nor their verification; leave it out, or serve on a GPU"
+        )
+    name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
+    if name not in SPECULATIVE_ALGORITHMS:
+        reason = _UNSHOWN_ALGORITHMS.get(name, "nothing is known of what it attends")
+        raise Refusal(
+            f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
+            f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}"
+        )
+    if not all(ours):
+        raise Refusal(
+            f"{flag} needs one attention backend for all phases, which is the draft's too, and here prefill "
+            f"has {in_use[0]} and decode {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
+        )
+    topk = view.speculative_eagle_topk
+    if topk not in (None, 1):
+        raise Refusal(
+            f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
+            "verifies chains, and the masks of trees are not computed; use --speculative-eagle-topk 1"
+        )
+    _check_features(_DRAFT_FEATURES, view)

@@ -1,0 +1,385 @@
+"""`kvpool_mla` on CUDA: decode straight from rows of any layout, prefill over rows in bounded pieces.
+
+SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
+have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
+so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
+(`cuda_extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
+keys and values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner,
+with the logarithms SGLang expects (`mha_form`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend, PrefillMetadata
+from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    is_in_tc_piecewise_cuda_graph,
+)
+from sglang.srt.runtime_context import (
+    get_buffer,
+    get_exec,
+    get_parallel,
+    get_schedule,
+    max_speculative_num_draft_tokens,
+)
+from sglang.srt.utils import get_cuda_graph_max_batch_size
+
+from sgl_kvpool import env
+from sgl_kvpool.attention import decode_checks
+from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
+from sgl_kvpool.srt.attention.few_queries import (
+    FewQueries,
+    QueryCounts,
+    decode_workspace_bytes,
+    has_few_queries,
+    single_queries,
+)
+from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
+from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
+from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.row_pool import RowPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from sgl_kvpool.srt.attention.extend_batch import ExtendBatch
+
+__all__ = ["KVPoolMLACudaBackend"]
+
+logger = logging.getLogger(__name__)
+
+
+class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
+    """MLA attention over a pool of rows (`RowPool`) on CUDA.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        SGLang's; its pool must be a `RowPool`.
+    skip_prefill : bool
+        Whether it only decodes, as the backends of a draft's steps do.
+    kv_indptr_buf, q_indptr_decode_buf : torch.Tensor, optional
+        As SGLang's.
+    draft_step : int
+        For the backend of one step of a draft: tokens drafted so far, which `seq_lens` does not count.
+
+    Raises
+    ------
+    ValueError
+        Another pool, or layers this backend does not compute (sliding windows, logit caps).
+    """
+
+    #: Counts come from tensors on the device, and prefill's lengths are on the host anyway.
+    needs_cpu_seq_lens: bool = False
+    supports_ragged_verify_graph: bool = False
+
+    def __init__(
+        self,
+        model_runner,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        q_indptr_decode_buf: torch.Tensor | None = None,
+        *,
+        draft_step: int = 0,
+    ):
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, RowPool):
+            raise Refusal(
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
+                f"{type(pool).__name__}; start it with --kv-cache-layout"
+            )
+        check_layers(model_runner.model, pool, multi_head=True)
+        super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
+        self.draft_step = draft_step
+        self._attach(model_runner, pool)
+
+    def _attach(self, model_runner, pool: RowPool) -> None:
+        """What this class has beyond the base class."""
+        self.fmt = pool.row_format
+        for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
+            if buffer.is_cuda:
+                decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self._rows_to_write = RowsToWrite(pool)
+        self._extend: ExtendBatch | None = None
+        self._singles: tuple[FewQueries, torch.Tensor] | None = None
+        heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
+        most_queries = max_speculative_num_draft_tokens() or 1
+        self._counts = QueryCounts(requests, most_queries, self.device, self.draft_step)
+        self._lse = torch.empty((requests * most_queries, heads), dtype=torch.float32, device=self.device)
+        # Backends of target, draft and draft steps run one after the other and share workspaces.
+        needed = decode_workspace_bytes(
+            self.fmt, heads, requests, self.req_to_token.shape[1], most_queries, self.device
+        )
+        self._decode_workspace = get_buffer(
+            f"kvpool_mla_decode_{needed}", lambda: DecodeWorkspace(needed, self.device)
+        )
+        if self.enable_chunk_kv:
+            self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
+        self._reader: ExtendReader | None = None
+        if not self.skip_prefill:
+            workspace = get_buffer(
+                f"kvpool_mla_extend_{self.fmt.head_dim}_{model_runner.dtype}",
+                lambda: extend_workspace(self.fmt, model_runner.dtype, self.device),
+            )
+            self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
+            self._reader.require(_longest_prefill(self.max_context_len))
+            if self.reads_own_chunk:
+                logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
+        # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
+        # one, which nobody reads.
+        self._verify_mask = maybe_create_verify_mask(
+            is_draft_runner=model_runner.is_draft_worker,
+            skip_prefill=self.skip_prefill,
+            max_bs=requests,
+            max_context_len=self.max_context_len,
+            num_draft_tokens=max_speculative_num_draft_tokens(),
+            device=self.device,
+            is_read=False,
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where SGLang puts the mask of drafts; not read."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
+        """Nothing planned before the drafts were known depends on them: counts follow from lengths."""
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Every layer reads SGLang's request table: it may not change before the last one is done."""
+        if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
+            return SharedReadEnds.POST_REPLAY
+        return super().shared_read_ends(fm)
+
+    # ---------------------------------------------------------------- once per step
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
+        """Buffers that graphs refer to; SGLang's own lists of slots are not needed."""
+        self._counts.require(max_num_tokens)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Prepare a batch that is run without a CUDA graph, or whose attention is run between graphs."""
+        if has_few_queries(forward_batch.forward_mode):
+            self.init_forward_metadata_out_graph(forward_batch)
+            self.init_forward_metadata_in_graph(forward_batch)
+            return
+        if forward_batch.forward_mode.is_dllm_extend():
+            raise NotImplementedError(
+                f"attention backend {KVPOOL_BACKEND} attends causally, which diffusion language models do "
+                "not; serve this model without --kv-cache-layout"
+            )
+        self._rows_to_write.forget()
+        self._extend = None  # worked out by the first absorbed layer: the MHA form does not need it
+        self._singles = single_queries(forward_batch, len(self._lse))
+        use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
+            any(forward_batch.extend_prefix_lens_cpu)
+            or get_exec().kernel.flashinfer_mla_disable_ragged
+            or is_in_tc_piecewise_cuda_graph()
+            or is_in_breakable_cuda_graph()
+        )
+        if use_ragged:
+            self.indices_updater_prefill.update(
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.seq_lens_sum,
+                forward_batch.extend_prefix_lens,
+                prefill_wrapper_paged=self.prefill_wrapper_paged,
+                use_ragged=True,
+                plan=forward_batch.kv_loc_plan,
+            )
+        else:
+            # One-shot MHA over a prefix takes the lengths of whole sequences from here.
+            requests = forward_batch.batch_size
+            self.kv_indptr[1 : requests + 1] = torch.cumsum(forward_batch.seq_lens[:requests], dim=0)
+        self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Views of static buffers for a decode-like batch; nothing to compute, and no size is looked at."""
+        if not has_few_queries(forward_batch.forward_mode):
+            raise NotImplementedError(
+                f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
+                "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
+            )
+        self.forward_metadata = self._counts.of(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """How much of its request's list each query sees; recorded into decode graphs."""
+        self._rows_to_write.forget()
+        if has_few_queries(forward_batch.forward_mode):
+            self._counts.fill(self.forward_metadata, forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padding request."""
+        return 1
+
+    # ---------------------------------------------------------------- per layer
+
+    def forward_decode(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
+    ) -> torch.Tensor:
+        """Absorbed decode, one query per request; see `_few_queries`."""
+        return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def forward_extend(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
+    ) -> torch.Tensor:
+        """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
+        if has_few_queries(forward_batch.forward_mode):
+            return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if not is_absorbed(layer, self.token_to_kv_pool):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def _few_queries(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+        """Store the new keys, then attend lists of SGLang's request table.
+
+        `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
+        `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
+        """
+        fmt, few, heads = self.fmt, self.forward_metadata, layer.tp_q_head_num
+        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        padded = q.shape[0]
+        out = q.new_empty((padded, heads, fmt.kv_lora_rank))
+        q = q.view(padded, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
+        if q_rope is not None:
+            q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
+        tokens = few.row_counts.numel()
+        if padded > tokens:
+            # Data-parallel attention pads tokens of batches that have been planned.
+            out[tokens:].zero_()
+            q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
+        lists = forward_batch.req_pool_indices[: tokens // few.queries_per_request]
+        self._attend_lists(q, q_rope, layer, few, lists, out[:tokens])
+        return out.view(padded, heads * fmt.kv_lora_rank)
+
+    def _attend_lists(
+        self, q, q_rope, layer, few: FewQueries, lists: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend `few.queries_per_request` queries per list of the request table into `out`.
+
+        `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
+        """
+        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        mla_decode(
+            q,
+            pool.get_row_buffer(layer_id).squeeze(1),
+            self.req_to_token,
+            few.row_counts,
+            self.fmt,
+            layer.scaling,
+            pool.k_scale(layer_id),
+            q_rope=q_rope,
+            list_index=lists,
+            queries_per_list=few.queries_per_request,
+            page=pool.slot_pages,
+            out=out,
+            lse=self._lse[: len(out)],
+            workspace=self._decode_workspace,
+        )
+
+    def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
+        fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
+        reader = self._reader
+        if reader is None:
+            raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
+        singles, lengths = self._singles, forward_batch.extend_seq_lens_cpu
+        requests = len(lengths) - (0 if singles is None else len(singles[1]))
+        if self._extend is None:
+            self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
+        batch = self._extend
+        first = batch.query_tokens  # of the singles
+        if tokens != first + len(lengths) - requests:
+            raise ValueError(f"{tokens} queries in a batch of {sum(lengths)} new tokens")
+        self._store(k, k_rope, layer, forward_batch, save_kv_cache)
+        q = q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
+        if q_rope is not None:
+            q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
+        if singles is None:
+            out = self._extended(reader, batch, q, q_rope, k, k_rope, layer, forward_batch)
+            return out.view(tokens, heads * fmt.kv_lora_rank)
+        out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
+        if first:
+            new_q_rope, new_k_rope = (None if part is None else part[:first] for part in (q_rope, k_rope))
+            out[:first] = self._extended(
+                reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
+            )
+        own_rope = None if q_rope is None else q_rope[first:]
+        self._attend_lists(q[first:], own_rope, layer, *singles, out[first:])
+        return out.view(tokens, heads * fmt.kv_lora_rank)
+
+    def _extended(
+        self, reader: ExtendReader, batch: ExtendBatch, q, q_rope, k, k_rope, layer, forward_batch
+    ) -> torch.Tensor:
+        """`[tokens, heads, R]`: the requests of `batch`; `q` and `q_rope` as `_attend_lists`."""
+        fmt, tokens = self.fmt, len(q)
+        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
+        if q_rope is None:
+            q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
+        if self.reads_own_chunk:
+            own = self._rows_to_write.of(forward_batch).loc[:tokens]
+            chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
+        elif k_rope is not None:
+            parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
+            chunk = torch.cat(parts, dim=-1).to(q.dtype)
+        else:
+            chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
+        return reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
+
+    def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
+        """Lengths of the first requests from the host, their rows from the request table."""
+
+        def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
+            slots = torch.empty(total, dtype=torch.int32, device=self.device)
+            if total:
+                create_flashinfer_kv_indices_triton[(len(lengths),)](
+                    self.req_to_token,
+                    forward_batch.req_pool_indices,
+                    lengths,
+                    bounds,
+                    None,
+                    slots,
+                    self.req_to_token.stride(0),
+                )
+            return self.token_to_kv_pool.slot_to_row(slots)
+
+        return plan_extend(
+            list(forward_batch.extend_prefix_lens_cpu[:requests]),
+            list(forward_batch.extend_seq_lens_cpu[:requests]),
+            list_rows,
+            reader,
+            scale,
+        )
+
+    def _store(self, k, k_rope, layer, forward_batch, save_kv_cache: bool) -> None:
+        if not save_kv_cache or k is None:
+            return
+        rank = self.fmt.kv_lora_rank
+        if k_rope is None:
+            k, k_rope = k[..., :rank], k[..., rank:]
+        self.token_to_kv_pool.set_mla_kv_buffer(layer, self._rows_to_write.of(forward_batch), k, k_rope)
+
+
+def _longest_prefill(context_tokens: int) -> int:
+    """Tokens of the largest batch of prefill."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        return max(schedule.max_prefill_tokens, context_tokens)
+    return chunk

@@ -1,0 +1,300 @@
+"""Absorbed prefill over stored rows on CUDA: decoded in bounded pieces, attended, merged.
+
+A batch's stored prefixes are one list of rows, one request after the other. While they and the chunk fit
+into the workspace together, all of it is attended in one call of FlashInfer's MLA kernel, as SGLang's own
+backend calls it, only that its pages are the workspace. Longer lists are cut into pieces of the workspace's
+size; each is decoded and attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The
+chunk itself is attended last, from the values that were just computed.
+
+Everything that depends on the batch alone is worked out once, on the host, from lengths SGLang has there.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_kvpool.codec import gather_rows
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.srt.attention.extend_batch import (
+    ExtendBatch,
+    Piece,
+    bounds,
+    cut_into_pieces,
+    rows_of_requests,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "WORKSPACE_TOKENS",
+    "ExtendReader",
+    "extend_workspace",
+    "extend_workspace_bytes",
+    "plan_extend",
+]
+
+logger = logging.getLogger(__name__)
+
+#: Rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
+WORKSPACE_TOKENS = 65536
+
+
+def plan_extend(
+    prefix_lens: Sequence[int],
+    query_lens: Sequence[int],
+    list_rows: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+    reader: ExtendReader,
+    scale: float,
+) -> ExtendBatch:
+    """Work out how a batch is attended.
+
+    Parameters
+    ----------
+    prefix_lens, query_lens : sequence of int
+        Stored rows and new tokens per request, on the host.
+    list_rows : callable
+        Given the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and the
+        total, returns the row numbers of all stored rows.
+    reader : ExtendReader
+    scale : float
+        Applied to the scores.
+
+    Returns
+    -------
+    ExtendBatch
+    """
+    device = reader.workspace.device
+    prefix_bounds, query_bounds = bounds(prefix_lens), bounds(query_lens)
+    stored, queries = int(prefix_bounds[-1]), int(query_bounds[-1])
+    pieces = cut_into_pieces(prefix_bounds, query_bounds, reader.workspace_tokens)
+    fits = queries > 0 and reader.wrapper is not None and stored + queries <= reader.workspace_tokens
+    # One copy to the device for all small integers of the batch; a pinned source makes it asynchronous.
+    parts = [query_bounds, prefix_bounds.diff(), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
+    host = torch.cat([part.int() for part in parts])
+    on_device = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    split = on_device.split([len(part) for part in parts])
+    row_ids = list_rows(split[1], split[2], stored)
+    one_call = fits and reader.plan_wrapper(prefix_lens, query_lens, query_bounds, scale)
+    return ExtendBatch(
+        prefix_tokens=stored,
+        query_tokens=queries,
+        longest_query=max(query_lens, default=0),
+        row_ids=row_ids,
+        qo_indptr=split[0],
+        pieces=tuple(replace(p, kv_indptr=inside) for p, inside in zip(pieces, split[3:], strict=True)),
+        one_call=one_call,
+    )
+
+
+def extend_workspace(
+    fmt: RowFormat, dtype: torch.dtype, device: torch.device | str, tokens: int = WORKSPACE_TOKENS
+) -> torch.Tensor:
+    """Memory for the decoded rows of one piece, `[tokens, R + P]`."""
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} is not positive")
+    return torch.empty((tokens, fmt.head_dim), dtype=dtype, device=device)
+
+
+def extend_workspace_bytes(fmt: RowFormat, tokens: int = WORKSPACE_TOKENS) -> int:
+    """Bytes of it in bfloat16 or float16, for the memory budget."""
+    return tokens * fmt.head_dim * torch.bfloat16.itemsize
+
+
+class ExtendReader:
+    """Attends stored rows and a chunk of new tokens.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Query heads of this rank.
+    workspace : torch.Tensor
+        From `extend_workspace`, in the dtype of queries and result; may be shared by readers of one stream.
+    wrapper : flashinfer.BatchMLAPagedAttentionWrapper, optional
+        Attends what fits into the workspace in one call; without it everything is attended in pieces.
+    """
+
+    def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
+        self.fmt, self.heads, self.workspace = fmt, heads, workspace
+        self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
+        # FlashInfer's kernel wants rotary values of its own.
+        self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
+        self._refusal_logged = False
+
+    def plan_wrapper(
+        self,
+        prefix_lens: Sequence[int],
+        query_lens: Sequence[int],
+        query_bounds: torch.Tensor,
+        scale: float,
+    ) -> bool:
+        """Plan FlashInfer's call for a batch whose rows are in the workspace, as `attend` puts them there.
+
+        Bounds and lengths stay on the host, where FlashInfer wants them: nothing waits for the GPU. False if
+        FlashInfer's kernel does not take the batch, which then goes by pieces: it refuses some lengths where
+        the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384 pieces of work.
+        """
+        lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
+        rows = rows_of_requests(prefix_lens, query_lens).pin_memory()
+        try:
+            self.wrapper.plan(
+                qo_indptr=query_bounds.int(),
+                kv_indptr=bounds(lengths).int(),
+                kv_indices=rows.to(self.workspace.device, non_blocking=True),
+                kv_len_arr=torch.tensor(lengths, dtype=torch.int32),
+                num_heads=self.heads,
+                head_dim_ckv=self.fmt.kv_lora_rank,
+                head_dim_kpe=self.fmt.qk_rope_head_dim,
+                page_size=1,
+                causal=True,
+                sm_scale=scale,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+            )
+        except ValueError as refusal:  # FlashInfer's way to say that no kernel takes it; CUDA errors go on
+            if not self._refusal_logged:
+                logger.warning("sgl-kvpool: FlashInfer refuses a prefill, which goes by pieces: %s", refusal)
+                self._refusal_logged = True
+            return False
+        return True
+
+    def require(self, tokens: int) -> None:
+        """Refuse batches of more new tokens than SGLang's prefill kernel finds with 32-bit offsets."""
+        most = (2**31 - 1) // (self.heads * self.fmt.head_dim)
+        if tokens > most:
+            raise ValueError(
+                f"batches of prefill of up to {tokens} tokens of {self.heads} heads, and SGLang's kernel "
+                f"takes {most}; set --chunked-prefill-size to {most} or less"
+            )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor,
+        chunk: torch.Tensor,
+        rows: torch.Tensor,
+        batch: ExtendBatch,
+        scale: float,
+        *,
+        k_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Causal attention of a batch over its stored rows and over its own chunk.
+
+        Parameters
+        ----------
+        q, q_rope : torch.Tensor
+            `[query_tokens, heads, R]` and `[query_tokens, heads, P]`.
+        chunk : torch.Tensor
+            `[query_tokens, R + P]` keys of the new tokens, in q's dtype.
+        rows : torch.Tensor
+            `[slots, row_bytes]` uint8, any row stride: the pool.
+        batch : ExtendBatch
+        scale, k_scale : float
+
+        Returns
+        -------
+        torch.Tensor
+            `[query_tokens, heads, R]` in q's dtype.
+        """
+        if batch.one_call:
+            return self._in_one_call(q, q_rope, chunk, rows, batch, k_scale)
+        self.require(len(q))
+        q = torch.cat([q, q_rope], dim=-1)
+        *earlier, last = batch.pieces
+        kv = self._decode(rows, batch, earlier[0] if earlier else last, k_scale)
+        if not earlier:
+            return self._over_piece(q, kv, batch, last, scale, chunk=chunk, with_lse=False)[0]
+        merged = self._over_piece(q, kv, batch, earlier[0], scale)
+        for piece in earlier[1:]:
+            kv = self._decode(rows, batch, piece, k_scale)
+            self._add(merged, self._over_piece(q, kv, batch, piece, scale), piece)
+        kv = self._decode(rows, batch, last, k_scale)
+        final = self._over_piece(q, kv, batch, last, scale, chunk=chunk)
+        # `final` has the chunk, so that no query saw nothing on both sides.
+        return _merge_state(merged, final)[0]
+
+    def _decode(self, rows, batch: ExtendBatch, piece: Piece, k_scale: float) -> torch.Tensor:
+        """`[count, R + P]`: the rows of a piece, in the workspace."""
+        kv = self.workspace[: piece.count]
+        ids = batch.row_ids[piece.start : piece.start + piece.count]
+        gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
+        return kv
+
+    def _in_one_call(self, q, q_rope, chunk, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
+        rank = self.fmt.kv_lora_rank
+        stored, queries = batch.prefix_tokens, batch.query_tokens
+        kv = self.workspace[: stored + queries]
+        gather_rows(rows, batch.row_ids, self.fmt, self.dtype, out=kv[:stored], k_scale=k_scale)
+        kv[stored:].copy_(chunk)
+        pages = kv.unsqueeze(1)  # [tokens, 1, R + P]: pages of one token
+        out = torch.empty((queries, self.heads, rank), dtype=q.dtype, device=q.device)
+        self.wrapper.run(
+            q_nope=q,
+            q_pe=q_rope,
+            ckv_cache=pages[..., :rank],
+            kpe_cache=pages[..., rank:],
+            out=out,
+        )
+        return out
+
+    def _over_piece(self, q, kv, batch: ExtendBatch, piece: Piece, scale, *, chunk=None, with_lse=True):
+        """`[queries, heads, R]` and `[queries, heads]`: of the piece's queries over its rows and `chunk`."""
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+        rank = self.fmt.kv_lora_rank
+        # The kernel finds queries by their bounds in the whole batch, and leaves the others' results alone.
+        out = torch.zeros((len(q), self.heads, rank), dtype=q.dtype, device=q.device)
+        lse = None
+        if with_lse:
+            lse = torch.full((len(q), self.heads), float("-inf"), dtype=torch.float32, device=q.device)
+        kv = kv.unsqueeze(1)
+        own = kv[:0] if chunk is None else chunk.unsqueeze(1)
+        extend_attention_fwd(
+            q,
+            own,
+            own[..., :rank],
+            out,
+            kv,
+            kv[..., :rank],
+            batch.qo_indptr[piece.first_request : piece.last_request + 1],
+            piece.kv_indptr,
+            batch.row_ids,  # not read: the rows are in order
+            None,
+            True,
+            None,
+            batch.longest_query,
+            1.0,
+            1.0,
+            sm_scale=scale,
+            lse_extend=lse,
+            skip_extend=chunk is None,
+            skip_prefix=piece.count == 0,
+            identity_kv_indices=True,
+        )
+        return out, lse
+
+    @staticmethod
+    def _add(merged, partial, piece: Piece) -> None:
+        """Add what a piece gave its queries to what there is for all of them, in place."""
+        begin, end = piece.first_query, piece.continued_until
+        if begin < end:
+            # Of this request only: merging two results that saw no row would give NaN.
+            result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
+            # Not in place: a thread of SGLang's kernel may write a sum before another has read it.
+            for whole, part in zip(merged, result, strict=True):
+                whole[begin:end] = part
+            begin = end
+        for whole, part in zip(merged, partial, strict=True):
+            whole[begin : piece.last_query] = part[begin : piece.last_query]
+
+
+def _merge_state(one, other) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of rows, `(out, lse)`, from that over each."""
+    from sglang.srt.layers.attention.merge_state import merge_state
+
+    return merge_state(*one, *other)

@@ -1,0 +1,87 @@
+"""Whether our attention backend computes what a model's layers ask for; looked at when it is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_kvpool.srt.pool.row_pool import RowPool
+
+__all__ = ["check_layers", "is_absorbed"]
+
+
+def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
+    """Whether a layer attends latent rows, and not keys and values that a model computes from them."""
+    shape = (layer.head_dim, layer.v_head_dim, layer.tp_k_head_num)
+    return shape == (pool.row_format.head_dim, pool.kv_lora_rank, 1)
+
+
+def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> None:
+    """Refuse models with layers whose attention is not what our backend computes.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    pool : RowPool
+    multi_head : bool
+        Whether the backend also computes the multi-head form that SGLang's DeepSeek classes keep beside each
+        absorbed layer and choose for some prefills.
+
+    Raises
+    ------
+    ValueError
+        Names the layer, what it asks for, and the way out.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    # Linear layers may be modules of this class too (lightning attention); SGLang's wrapper of backends tells
+    # them apart by their number alone, and ours is not asked for them.
+    attentions = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, RadixAttention) and pool.has_rows(m.layer_id)
+    ]
+    width = pool.row_format.head_dim
+    absorbed = {module.layer_id for _, module in attentions if is_absorbed(module, pool)}
+    scales = {module.scaling for _, module in attentions if is_absorbed(module, pool)}
+    where = "" if multi_head else " on a CPU"
+    for name, module in attentions:
+        problem = None
+        if module.sliding_window_size is not None and module.sliding_window_size > -1:
+            problem = f"has a sliding window of {module.sliding_window_size}"
+        elif module.logit_cap:
+            problem = f"caps its logits at {module.logit_cap}"
+        elif module.is_cross_attention or module.attn_type != AttentionType.DECODER:
+            problem = f"is not causal ({getattr(module.attn_type, 'value', module.attn_type)})"
+        elif module.head_dim != width and not (multi_head and module.layer_id in absorbed):
+            # On a CPU nothing chooses between the two forms, so that the other one cannot be meant.
+            problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
+        if problem:
+            raise Refusal(_text(model, name, problem, where))
+    if multi_head and len(scales) > 1:
+        # FlashInfer's call is planned once per batch, with the scale.
+        raise Refusal(
+            f"{type(model).__name__} has absorbed attention layers of softmax scales {sorted(scales)}, and "
+            f"attention backend {KVPOOL_BACKEND} takes one for all; serve the model without --kv-cache-layout"
+        )
+    for name, other in model.named_modules():
+        if getattr(other, "learnable_sink_param", None) is not None:
+            raise Refusal(_text(model, name, "has an attention sink", where))
+    if not attentions and pool.row_pool.layer_num:  # a pipeline stage of a hybrid model may have none
+        raise Refusal(
+            f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
+            "without --kv-cache-layout"
+        )
+
+
+def _text(model: torch.nn.Module, name: str, problem: str, where: str) -> str:
+    return (
+        f"layer {name} of {type(model).__name__} {problem}, which attention backend {KVPOOL_BACKEND} does "
+        f"not compute{where}; serve the model without --kv-cache-layout"
+    )

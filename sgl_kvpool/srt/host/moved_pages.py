@@ -1,0 +1,158 @@
+"""Host pages as SGLang's controller sees them: which are good, and transfers. A base of the tier's pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kvpool import metrics
+from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.srt.host.stored_pages import StoredPagesPool
+from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.lanes import Lanes
+from sgl_kvpool.transfer.slots import DevicePages, pages_of, slot_list_problem
+
+__all__ = ["MovedPagesPool", "kv_group"]
+
+
+def kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
+    """The one group of an MLA pool, or of a pool of states."""
+    (group,) = caches.groups
+    return group
+
+
+class MovedPagesPool(StoredPagesPool):
+    """Base of the host tier's pools, which set these."""
+
+    _device_views: list[CanonicalKVCaches]
+    _lanes: Lanes
+    #: Lists of the transfer at hand: SGLang's, and as the lanes take them.
+    _listed: tuple[Any, ...]
+
+    def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[Lane, int]]:
+        """Lanes, and parts of their groups, that make up a layer as the controller numbers them."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- page state
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._lost = np.zeros(self.page_num, dtype=bool)
+        super().clear()
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Slots of free pages, or None if there are not as many."""
+        slots = super().alloc(need_size)
+        if slots is not None:
+            self._lost[pages_of(slots, self.page_size)] = False
+        return slots
+
+    def slots_problem(self, host_slots: torch.Tensor, *, allocated_here: bool = True) -> str | None:
+        """Why these slots cannot be loaded; None if they can.
+
+        Parameters
+        ----------
+        host_slots : Tensor [tokens], int64
+        allocated_here : bool
+            False for the tier of a draft, whose slots are its target's.
+
+        Returns
+        -------
+        str or None
+            They are no list of pages, or a page is free, or was lost in its backup.
+        """
+        problem = slot_list_problem(host_slots, self.page_size, self.page_num)
+        if problem is not None or not len(host_slots):
+            return problem
+        if allocated_here and not bool(self.slot_used[host_slots].all()):
+            return "a host page of the list is not allocated"
+        if self._lost[pages_of(host_slots, self.page_size)].any():
+            return "a host page of the list was lost in its backup"
+        return None
+
+    def device_slots_problem(self, device_slots: torch.Tensor) -> str | None:
+        """Why these slots of the device pool are no list of its pages; None if they are.
+
+        None for a list on a GPU as well: to look at it is to wait for all that the GPU has been given, at
+        every load and every backup. Such lists come from SGLang's allocator.
+        """
+        if device_slots.device.type != "cpu":
+            return None
+        num_pages = kv_group(self._device_views[0]).num_pages
+        return slot_list_problem(device_slots, self.page_size, num_pages, first_page=1)
+
+    # ---------------------------------------------------------------- transfers
+
+    def load_to_device_per_layer(
+        self,
+        device_pool,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        """Host pages of one layer to device pages; the lists were checked when they were queued.
+
+        Raises
+        ------
+        RuntimeError
+            A page that was lost in its backup.
+        Exception
+            Engine and torch failed; see `Lane.run`.
+        """
+        parts = self._parts_of(layer_id, is_draft)
+        if not parts:
+            return  # a layer of another pipeline stage
+        host_pages, device_pages = self._lists_of(host_indices, device_indices)
+        if self._lost[host_pages].any():
+            # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
+            raise RuntimeError("a host page that was lost in its backup is to be loaded")
+        for lane, part in parts:
+            lane.run(host_pages, device_pages, part)
+
+    def backup_from_device_all_layer(
+        self, device_pool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """Device pages of all layers, drafts included, to host pages.
+
+        A failure is not raised: SGLang would stop, and it need not. The pages are marked lost, every later
+        load of them is a miss, and no store gets them.
+        """
+        host_pages, device_pages = self._lists_of(host_indices, device_indices)
+        try:
+            for lane in self._lanes.to_host:
+                lane.run(device_pages, host_pages)
+        except Exception as error:  # whatever it is, these pages are not backed up
+            self._lost[host_pages] = True
+            metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
+        else:
+            self._lost[host_pages] = False
+
+    def slots_for_transfer(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both lists where the engines want them: the host's on the CPU, where SGLang has it anyway.
+
+        The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
+        for the GPU, as SGLang's own `direct` backend does.
+        """
+        if self._lanes.needs_page_numbers:
+            device_slots = device_slots.cpu()
+        return host_slots, device_slots
+
+    def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
+        """Lists for the lanes. The layers of a load get the same objects, which engines know it by."""
+        known_host, known_device, lists = self._listed
+        if known_host is not host_slots or known_device is not device_slots:
+            host_pages = pages_of(host_slots.cpu(), self.page_size)
+            if self._lanes.needs_page_numbers:
+                lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
+            else:
+                lists = host_pages, DevicePages(device_slots, self.page_size)
+            self._listed = (host_slots, device_slots, lists)
+        return lists

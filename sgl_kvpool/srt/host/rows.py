@@ -1,0 +1,247 @@
+"""The host tier of MLA pools: SGLang's `MLATokenToKVPoolHost` with page-major bytes of any layout.
+
+The layout may be narrower than the device's (`--kv-host-layout`): rows are then encoded on their way to the
+host and decoded on their way back, and everything here that counts bytes or tokens counts those of the host.
+
+A host page holds all layers, one after the other, so it is one run of bytes on a disk or on a wire: ::
+
+    kv_buffer : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
+
+SGLang calls this shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
+`page_first_direct`: the label stays what the server was asked for, because SGLang's controller, side pools
+and stores read it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from sgl_kvpool.memory.canonical import CanonicalKVCaches
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.host import memory
+from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
+from sgl_kvpool.srt.host.stored_pages import storage_format_tag
+from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.transfer.conversion import host_layout_problem
+from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
+from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.lanes import make_lanes
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["HierarchicalMLAHostPool"]
+
+
+class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
+    """Host tier of a `LayoutMLATokenToKVPool` and of the drafts that are packed with it.
+
+    Parameters
+    ----------
+    kv_pool : LayoutMLATokenToKVPool
+        Any layout, any arrangement.
+    host_to_device_ratio : float
+        Bytes of the host tier per byte of the device pool, if `host_size` is 0; of tokens too, if the layout
+        is the same.
+    host_size : float
+        GB (1e9 bytes) of the host tier; 0 for the ratio.
+    page_size : int
+        Tokens.
+    layout : str
+        Label, of `HOST_LABELS`.
+    draft_pools : sequence of LayoutMLATokenToKVPool
+        One layer each, with the target's rows.
+    pin_memory : bool, optional
+        Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+    io_backend : str
+        Of --hicache-io-backend, which a GPU engine's choice depends on.
+    seals_pages : bool
+        Whether pages that stores copy carry a digest. Not for a draft with a tier of its own: stores handle
+        its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
+    **kwargs
+        As SGLang's: `allocator_type`, `pool_label`, `host_token_capacity`.
+
+    Attributes
+    ----------
+    row_format : RowFormat
+        Of a stored row.
+    page_bytes : int
+        Of a page of all layers.
+    storage_format_tag : str
+        Names these bytes in the keys of stores, so that a server with others misses.
+
+    Raises
+    ------
+    TypeError
+        A pool of another class.
+    ValueError
+        A label that is none, drafts with other rows, a layout that is not narrower, or not enough memory.
+    Exception
+        An engine that was asked for by name cannot be built.
+    """
+
+    def __init__(
+        self,
+        kv_pool: LayoutMLATokenToKVPool,
+        host_to_device_ratio: float,
+        host_size: float,
+        page_size: int,
+        layout: str,
+        *,
+        draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
+        pin_memory: bool | None = None,
+        io_backend: str = "kernel",
+        seals_pages: bool = True,
+        **kwargs,
+    ) -> None:
+        pools = (kv_pool, *draft_pools)
+        other = [type(pool).__name__ for pool in pools if not isinstance(pool, LayoutMLATokenToKVPool)]
+        if other:
+            raise TypeError(f"{type(self).__name__} is for pools with a layout, not {', '.join(other)}")
+        if layout not in HOST_LABELS:
+            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+        tags = [pool.row_format.tag for pool in pools]
+        if len(set(tags)) > 1 or any(draft.layer_num != 1 for draft in draft_pools):
+            raise ValueError(
+                f"drafts packed with their target have one layer and the target's rows; got rows {tags} and "
+                f"{[draft.layer_num for draft in draft_pools]} layers"
+            )
+        row_bytes = kv_pool.kv_cache_dim * kv_pool.store_dtype.itemsize
+        if row_bytes != kv_pool.row_format.row_bytes:
+            raise RuntimeError(
+                f"SGLang takes a row for {row_bytes} bytes, it has {kv_pool.row_format.row_bytes}"
+            )
+        # Before the base class, whose constructor calls the overrides below.
+        self._options: HostTierOptions = kv_pool.host_tier
+        host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
+        problem = host_layout_problem(kv_pool.row_format, host_layout)
+        if problem is not None:
+            raise Refusal(f"--kv-host-layout {host_layout} does not work: {problem}")
+        self._device_rows = kv_pool.row_format
+        self.row_format = self._device_rows.in_layout(host_layout)
+        self._io_backend = io_backend
+        self._k_scales = [
+            [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
+        ]
+        # The rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under its pages.
+        self._device_views = [CanonicalKVCaches.from_pool(pool, page_size).only("kv") for pool in pools]
+        counts = [kv_group(view).num_pages for view in self._device_views]
+        if min(counts) < counts[0]:
+            raise ValueError(
+                f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
+            )
+        self.seals_pages = seals_pages
+        self._sized_by_ratio = not host_size
+        infos = [pool.host_tier_info() for pool in pools]
+        capacity = kv_pool.host_capacity_tokens
+        super().__init__(
+            infos[0],
+            host_to_device_ratio * self._device_rows.row_bytes / self.row_format.row_bytes,
+            host_size,
+            page_size,
+            layout,
+            pin_memory=torch.device(kv_pool.device).type != "cpu" if pin_memory is None else pin_memory,
+            override_kv_cache_dim=kv_pool.kv_cache_dim,
+            draft_buffer_infos=infos[1:],
+            device_capacity_tokens=kv_pool.size if capacity is None else capacity,
+            start_layer=kv_pool.start_layer,
+            end_layer=kv_pool.end_layer,
+            target_layer_num=kv_pool.layer_num,
+            **kwargs,
+        )
+        self.storage_format_tag = storage_format_tag(pools, self.page_size, host_layout)
+
+    @staticmethod
+    def takes(pool: Any) -> bool:
+        """Whether a device pool's host tier is made of this class; `HostTierOptions.takes`."""
+        return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.takes(
+            pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
+        )
+
+    # ---------------------------------------------------------------- construction
+
+    def _allocate_host_buffer(self) -> None:
+        try:
+            super()._allocate_host_buffer()
+        except (ValueError, MemoryError, OSError, RuntimeError) as error:
+            size_bytes = self.size * self.size_per_token
+            raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
+        if self.row_format != self._device_rows:
+            # The base class has taken both from the device pool.
+            self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
+        shape = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
+        buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
+        self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
+        self.layout_dim = self.token_stride_size * self.layer_num
+        self._pieces = memory.pin(buffer, self.page_size * self.layout_dim) if self.pin_memory else None
+        self.pin_memory: bool = self._pieces is not None
+        return buffer
+
+    def _initialize_transfer_views(self) -> None:
+        self.can_use_jit = False
+        self.data_refs = list(self.kv_buffer.unbind(1))
+        self.data_ptrs = None  # no kernel of SGLang's moves these rows
+        self._init_write_back_staging_buffers()
+        self._pages = self.kv_buffer.view(self.page_num, -1).view(torch.uint8)  # [pages, page_bytes]
+        # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
+        firsts = range(self.target_layer_num, self.layer_num)
+        places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
+        self._lanes = make_lanes(
+            self._pages,
+            self._device_views,
+            places,
+            self.page_size,
+            self._device_rows,
+            self.row_format,
+            self._k_scales,
+            engine=self._options.engine,
+            io_backend=self._io_backend,
+            pieces=self._pieces,
+        )
+        self._listed: tuple[Any, ...] = (None, None, None)
+        logger.info(
+            "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "
+            "engine %s, runs of %s bytes%s",
+            self.page_num,
+            self.page_size,
+            self.page_bytes,
+            self.layer_num,
+            self.layout,
+            self.row_format.tag,
+            "" if self.row_format == self._device_rows else f" of {self._device_rows.tag} on the device",
+            self._lanes.engines,
+            " and ".join(map(str, self._lanes.run_bytes)) or "no",
+            ", pinned" if self.pin_memory else "",
+        )
+
+    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[Lane, int]]:
+        if not is_draft and layer_id not in self._host_layer_by_controller:
+            return []
+        host_layer = self._host_layer_by_controller[layer_id]
+        draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
+        lanes = self._lanes.to_device
+        return [(lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)]
+
+    def _page_view(self, page: int) -> torch.Tensor:
+        return self.kv_buffer[page].unsqueeze(0)
+
+    def _init_write_back_staging_buffers(self) -> None:
+        self.staging_page_capacity = 0
+        self.staging_token_capacity = 0
+        self.staging_buffer = None
+        self.can_use_write_back_jit = False
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Address, size and page size in bytes of the one buffer."""
+        return [self.kv_buffer.data_ptr()], [self.kv_buffer.nbytes], [self.page_bytes]
+
+    def get_size_per_token(self) -> int:
+        """Bytes of a token in all layers."""
+        return self.layer_num * self.row_format.row_bytes

@@ -1,0 +1,94 @@
+"""How rows and states of a hybrid model share the memory of a host tier: by the bytes that it keeps.
+
+Imports no SGLang: `sgl-kvpool plan` splits sizes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TierShares", "rows_declared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierShares:
+    """Bytes on the host of everything that the device pools hold, by kind.
+
+    Attributes
+    ----------
+    rows : int
+        In the host's layout, packed drafts included.
+    index_keys : int
+        Of models with sparse attention; they are kept under the pages of the rows.
+    states : int
+    device_rows : int
+        The rows again, in the device's layout.
+    """
+
+    rows: int
+    index_keys: int
+    states: int
+    device_rows: int
+
+    @classmethod
+    def of(
+        cls, rows: Any, states: Any, row_drafts: Sequence[Any] = (), state_drafts: Sequence[Any] = ()
+    ) -> TierShares:
+        """Shares of a hybrid model.
+
+        Parameters
+        ----------
+        rows : LayoutMLATokenToKVPool
+            Of the target, or the hybrid pool that it is in.
+        states : MambaPool
+            Of the target.
+        row_drafts, state_drafts : sequence
+            Pools of the drafts that are packed with them. Rows as for the target: SGLang lists a draft of a
+            hybrid model by its hybrid pool.
+        """
+        from sgl_kvpool.srt.host.state_view import StateView
+        from sgl_kvpool.srt.host.states import state_slot_bytes
+
+        declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
+        pools = [rows_declared(decls) for decls in declared]
+        rows = pools[0]
+        host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
+        cells = _capacity(rows) * sum(pool.layer_num for pool in pools)
+        index_bytes = sum(_beside_rows(decl) for decls in declared for decl in decls if not decl.is_primary)
+        slot_bytes = state_slot_bytes(StateView.of((states, *state_drafts)))
+        return cls(
+            rows=cells * host_row,
+            index_keys=_capacity(rows) * index_bytes,
+            states=_capacity(states) * slot_bytes,
+            device_rows=cells * rows.row_format.row_bytes,
+        )
+
+    def split(self, size: float) -> tuple[float, float]:
+        """What rows and states get of a size, so that the host holds as much of the one as of the other."""
+        total = self.rows + self.index_keys + self.states
+        return size * self.rows / total, size * self.states / total
+
+    def planned_gb(self, ratio: float, size_gb: float) -> tuple[float, float]:
+        """GB of rows and of states with --hicache-ratio, or with --hicache-size if it is not 0."""
+        if size_gb:
+            return self.split(size_gb)
+        return ratio * self.device_rows / 1e9, ratio * self.states / 1e9
+
+
+def rows_declared(decls: Sequence[Any]) -> Any:
+    """The device pool of the rows, of what a pool declares for a host tier: a hybrid one's inner pool."""
+    return next(decl.device_pool for decl in decls if decl.is_primary)
+
+
+def _beside_rows(decl: Any) -> int:
+    """Bytes per token of what the host keeps under the pages of the rows, in the layers that have any."""
+    layers = decl.owned_device_layers
+    count = decl.device_pool.layer_num if layers is None else len(layers)
+    return count * decl.storage_info.bytes_per_token_per_layer
+
+
+def _capacity(pool: Any) -> int:
+    """Tokens, or state slots, as SGLang counts them for a host tier."""
+    return pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens

@@ -1,0 +1,260 @@
+"""The host tier of states beside that of rows: SGLang's `MambaPoolHost` with whole state slots as pages.
+
+A host slot keeps the conv and ssm states of all layers of one state slot in one run of bytes, in the order
+of `state_view.py`, which is also that of SGLang's stores. Transfers, retries and lost slots are as for rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.pool_host.base import synchronized
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.host import memory
+from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
+from sgl_kvpool.srt.host.state_view import StateView
+from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
+from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.lanes import lanes_of
+from sgl_kvpool.transfer.page_buffer import staged_state_bytes
+from sgl_kvpool.transfer.page_view import packed_view
+from sgl_kvpool.transfer.plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["HierarchicalStatePoolHost", "padded_slot_bytes", "state_slot_bytes"]
+
+#: What slots begin at multiples of: enough for every dtype, and for the widest words of kernels.
+_ALIGNMENT_BYTES = 16
+
+
+def state_slot_bytes(view: StateView) -> int:
+    """Bytes of a host slot: all parts, and padding to the next slot."""
+    return padded_slot_bytes(view.group.bytes_per_page)
+
+
+def padded_slot_bytes(content_bytes: int) -> int:
+    """Bytes that a host slot takes for as many bytes of states."""
+    return -(-content_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
+    """Host tier of the states of a `MambaPool` and of drafts that are packed with it.
+
+    Parameters
+    ----------
+    mamba_pool : MambaPool
+        On any device.
+    host_to_device_ratio : float
+        Host slots per slot of the pool, if `host_size` is 0.
+    host_size : float
+        GB (1e9 bytes); 0 for the ratio.
+    layout : str
+        Label, of `HOST_LABELS`.
+    draft_pools : sequence of MambaPool
+        One layer each, with the target's states.
+    options : HostTierOptions, optional
+        Of the rows; their layout is none of states.
+    pin_memory : bool, optional
+        Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+    io_backend : str
+        Of --hicache-io-backend.
+    allocator_type : str
+        As SGLang's.
+
+    Attributes
+    ----------
+    page_bytes : int
+        Of the states of a slot.
+    size_per_token : int
+        The same with padding: SGLang's name for what a slot takes.
+    storage_format_tag : str
+        Names these bytes; the controller puts it into the keys of stores with the rows' tag.
+
+    Raises
+    ------
+    TypeError
+        A pool of another class.
+    ValueError
+        A label that is none, or parts that are not carried.
+    HostTierTooLarge
+        Not enough memory.
+    Exception
+        An engine that was asked for by name cannot be built.
+    """
+
+    def __init__(
+        self,
+        mamba_pool: Any,
+        host_to_device_ratio: float,
+        host_size: float,
+        layout: str,
+        *,
+        draft_pools: Sequence[Any] = (),
+        options: HostTierOptions | None = None,
+        pin_memory: bool | None = None,
+        io_backend: str = "kernel",
+        allocator_type: str = "default",
+    ) -> None:
+        if layout not in HOST_LABELS:
+            raise Refusal(f"--hicache-mem-layout {layout} is not one of {', '.join(HOST_LABELS)}")
+        pools = (mamba_pool, *draft_pools)
+        self._view = StateView.of(pools)
+        self._device_views = [self._view.caches]
+        self._slot_bytes = state_slot_bytes(self._view)
+        self.storage_format_tag = self._view.tag
+        self.seals_pages = True
+        infos = [pool.get_device_pool_infos()[0].buffer_info for pool in pools]
+        device = infos[0].temporal.device
+        capacity = mamba_pool.host_capacity_tokens
+        try:
+            super().__init__(
+                infos[0],
+                host_to_device_ratio,
+                host_size,
+                device_capacity=mamba_pool.size if capacity is None else capacity,
+                pin_memory=device.type != "cpu" if pin_memory is None else pin_memory,
+                allocator_type=allocator_type,
+                layout=layout,
+                mtp_draft_buffer_infos=infos[1:],
+            )
+        except (ValueError, MemoryError, OSError, RuntimeError) as error:
+            # Nothing else is left that could fail: pools and label were looked at.
+            size_bytes = getattr(self, "size", 0) * self._slot_bytes
+            raise memory.too_much(
+                size_bytes, getattr(self, "size", 0), not host_size, error, unit="states"
+            ) from error
+        self._make_lanes(options or HostTierOptions(), io_backend)
+
+    # ---------------------------------------------------------------- construction
+
+    def get_size_per_token(self) -> int:
+        """Bytes of a host slot."""
+        return self._slot_bytes
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """SGLang's stores get states as bytes."""
+        return torch.uint8
+
+    def init_kv_buffer(self) -> list[torch.Tensor]:
+        """Memory of the tier; SGLang wants the buffers of all components in a list, and here they are one."""
+        slots = self.size
+        self._buffer = self.allocator.allocate(
+            (slots, self._slot_bytes), dtype=torch.uint8, device=self.device
+        )
+        self._pieces = memory.pin(self._buffer, self._slot_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._pieces is not None
+        self._pages = self._buffer[:, : self._view.group.bytes_per_page]
+        # As bytes: SGLang's stores ask how many there are.
+        views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
+        has_ssm = self.temporal_state_elem_size > 0
+        self.temporal_buffer = views.pop(0) if has_ssm else self._buffer[:, :0]
+        self.conv_buffer = views
+        return [self._buffer]
+
+    def _configure_npu_mamba_io(self) -> None:
+        """Not for this memory."""
+
+    def _init_write_back_staging_buffers(self) -> None:
+        self.can_use_write_back_jit = False
+
+    def _make_lanes(self, options: HostTierOptions, io_backend: str) -> None:
+        group = self._view.group
+        host = packed_view(self._pages, group)
+        plans = [
+            (
+                TransferPlan(self._view.caches, host, group.name),
+                TransferPlan(host, self._view.caches, group.name),
+            )
+        ]
+        self._lanes = lanes_of(
+            plans,
+            self._buffer,
+            staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
+            engine=options.engine,
+            io_backend=io_backend,
+            pieces=self._pieces,
+        )
+        self._listed: tuple[Any, ...] = (None, None, None)
+        logger.info(
+            "sgl-kvpool: host tier of %d state slots (%d bytes, all %d linear layers), %s, engine %s, "
+            "parts of %s bytes%s",
+            self.size,
+            self.page_bytes,
+            self.num_mamba_layers,
+            self.layout,
+            self._lanes.engines,
+            " and ".join(str(n) for n in sorted({layer.runs.size_bytes for layer in group.layers})) or "no",
+            ", pinned" if self.pin_memory else "",
+        )
+
+    # ---------------------------------------------------------------- slots
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self.slot_used = torch.zeros(self.size, dtype=torch.bool)
+        super().clear()
+
+    @synchronized
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Free slots, or None if there are not as many."""
+        slots = super().alloc(need_size)
+        if slots is not None:
+            self.slot_used[slots] = True
+        return slots
+
+    @synchronized
+    def free(self, indices: torch.Tensor) -> int:
+        """Give slots back; how many that were not free are now.
+
+        SGLang's does not look at them: a slot given back twice would get two owners. Nobody in SGLang decides
+        by the number; `release_transfers` adds it up as what was released.
+        """
+        slots = indices.cpu()
+        owned = torch.unique(slots[self.slot_used[slots]])
+        if len(owned) != len(slots):
+            logger.warning(
+                "sgl-kvpool: state slots %s of the host are free already", sorted(set(slots.tolist()))
+            )
+        self.slot_used[owned] = False
+        return super().free(owned)
+
+    # ---------------------------------------------------------------- transfers
+
+    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[Lane, int]]:
+        (lane,) = self._lanes.to_device
+        parts = self._view.parts_by_layer
+        return [(lane, part) for part in parts[layer_id]] if layer_id < len(parts) else []
+
+    # ---------------------------------------------------------------- what stores see
+
+    def _page_view(self, page: int) -> torch.Tensor:
+        return self._pages[page]
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """The buffer that stores register which copy from and to it."""
+        return [self._buffer]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes in bytes: of each slot the ssm states, if any, then each convolution's.
+
+        Raises
+        ------
+        IndexError
+            No such slot.
+        """
+        begins = self._buffer.data_ptr() + self.first_pages_of(indices) * self._slot_bytes
+        offsets, sizes = np.array(self._view.components, dtype=np.int64).reshape(-1, 2).T
+        return (begins[:, None] + offsets).ravel().tolist(), np.tile(sizes, len(begins)).tolist()
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        """Whether every address and size of `get_page_buffer_meta` is a multiple."""
+        numbers = [self._buffer.data_ptr(), self._slot_bytes, *sum(self._view.components, ())]
+        return not any(number % page_size_bytes for number in numbers)

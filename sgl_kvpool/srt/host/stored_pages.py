@@ -1,0 +1,197 @@
+"""Host pages as SGLang's stores see them: names, bytes, addresses. A base of the host tier's pools."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.srt.host import page_seal
+from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.srt.pool.k_scales import k_scales_digest
+
+__all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
+
+#: Of what `storage_format_tag` names: counted up when stored pages change in another way than rows do.
+PAGE_FORMAT_VERSION = 1
+
+
+def storage_format_tag(
+    pools: Sequence[LayoutMLATokenToKVPool], page_size: int, host_layout: MLAKVCacheLayout | None = None
+) -> str:
+    """Name of the bytes of a host page, for the keys of stores.
+
+    Parameters
+    ----------
+    pools : sequence of LayoutMLATokenToKVPool
+        The target's, then those of packed drafts.
+    page_size : int
+        Tokens.
+    host_layout : MLAKVCacheLayout, optional
+        Of the host tier; the device's unless given.
+
+    Returns
+    -------
+    str
+        Equal only where pages are interchangeable: row format, layout on the host, first layer and number of
+        layers, number of drafts, page size, version, and the k_scales if one is not 1.
+    """
+    target, fmt = pools[0], pools[0].row_format
+    tag = (
+        f"{fmt.tag}-host_{host_layout or fmt.layout}"
+        f"-l{target.start_layer}.{target.layer_num}.{len(pools) - 1}-t{page_size}-s{PAGE_FORMAT_VERSION}"
+    )
+    scales = k_scales_digest(pools)
+    return f"{tag}-k{scales}" if scales else tag
+
+
+class StoredPagesPool(HostKVCache):
+    """Base of the host tier's pools, which set these.
+
+    Attributes
+    ----------
+    storage_format_tag : str
+    seals_pages : bool
+        Whether pages that stores copy carry a digest.
+    stored_dtype : torch.dtype
+        Of what stores that copy are given.
+    page_bytes : int
+        Of a page of all layers.
+    """
+
+    storage_format_tag: str
+    seals_pages: bool
+    #: `stored_under`: SGLang stores and fetches on threads of their own.
+    _key_of = threading.local()
+    _pages: torch.Tensor  # [pages, page_bytes] uint8
+    #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
+    _lost: np.ndarray
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what stores that copy are given: SGLang's for this kind of pool."""
+        return self.dtype
+
+    def _page_view(self, page: int) -> torch.Tensor:
+        """A page in the shape that SGLang's own pool of this kind has it in, a view."""
+        raise NotImplementedError
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of all layers."""
+        return self._pages.shape[1]
+
+    @property
+    def _stored_bytes(self) -> int:
+        return self.page_bytes + (page_seal.SEAL_BYTES if self.seals_pages else 0)
+
+    @contextmanager
+    def stored_under(self, keys: Mapping[int, str]) -> Iterator[None]:
+        """Tell this thread's stores of pages under which keys (by a page's first slot) they happen."""
+        self._key_of.keys = keys
+        try:
+            yield
+        finally:
+            self._key_of.keys = {}
+
+    def _key(self, slot: int) -> str:
+        return getattr(self._key_of, "keys", {}).get(slot, "")
+
+    def first_pages_of(self, slots: torch.Tensor) -> np.ndarray:
+        """Pages that begin at the first of every `page_size` slots, `[pages]` int64; others may be anything.
+
+        Raises
+        ------
+        IndexError
+            No page begins there.
+        """
+        firsts = slots.numpy()[:: self.page_size].astype(np.int64)
+        pages = firsts // self.page_size
+        wrong = (firsts % self.page_size != 0) | (pages < 0) | (pages >= self.page_num)
+        if wrong.any():
+            raise IndexError(
+                f"no page of {self.page_size} tokens begins at slot {firsts[wrong][0]}; the host tier has "
+                f"{self.page_num} pages"
+            )
+        return pages
+
+    def pages_before_a_lost_one(self, slots: torch.Tensor) -> int:
+        """How many pages of a list may be stored: those before the first that was lost in its backup."""
+        lost = np.flatnonzero(self._lost[self.first_pages_of(slots)])
+        return int(lost[0]) if len(lost) else len(slots) // self.page_size
+
+    def get_data_page(self, index, flat: bool = True) -> torch.Tensor:
+        """A page for a store.
+
+        Parameters
+        ----------
+        index : int
+            First slot of the page.
+        flat : bool
+            True: a copy of its bytes, and the digest if pages are sealed, `[bytes / itemsize]`. False: a view
+            (of rows `[1, layers, page_size, 1, row]`), which stores without a copy write to and read from.
+
+        Raises
+        ------
+        IndexError
+            No page begins there.
+        ValueError
+            A copy of a page that was lost in its backup.
+        """
+        slot = int(index)
+        (page,) = self.first_pages_of(torch.tensor([slot]))
+        if not flat:
+            return self._page_view(page)
+        if self._lost[page]:
+            raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
+        raw = self._pages[page].numpy()
+        if self.seals_pages:
+            raw = page_seal.sealed(raw, self.storage_format_tag, self._key(slot))
+        else:
+            raw = raw.copy()
+        return torch.from_numpy(raw).view(self.stored_dtype)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """Memory that takes what `get_data_page` gave a store, `[bytes / itemsize]`."""
+        return torch.zeros(self._stored_bytes, dtype=torch.uint8).view(self.stored_dtype)
+
+    def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
+        """Take a page back from a store, or nothing of it.
+
+        Raises
+        ------
+        DamagedPage
+            It is not what was stored, there and under this key.
+        IndexError
+            No page begins at `index`.
+        """
+        slot = int(index)
+        (page,) = self.first_pages_of(torch.tensor([slot]))
+        stored = data_page.contiguous().view(-1).view(torch.uint8).numpy()
+        if self.seals_pages:
+            stored = page_seal.opened(stored, self.page_bytes, self.storage_format_tag, self._key(slot))
+        elif len(stored) != self.page_bytes:
+            raise page_seal.DamagedPage(f"{len(stored)} bytes instead of {self.page_bytes}")
+        self._pages[page].copy_(torch.from_numpy(stored))
+        self._lost[page] = False
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes in bytes, for stores that copy from and to pages directly: one each.
+
+        Raises
+        ------
+        IndexError
+            No page begins at one of the first slots.
+        ValueError
+            No whole number of pages.
+        """
+        if len(indices) % self.page_size:
+            raise ValueError(f"{len(indices)} slots are no whole number of pages of {self.page_size}")
+        pages = self.first_pages_of(indices)
+        addresses = self._pages.data_ptr() + pages * self.page_bytes
+        return addresses.tolist(), [self.page_bytes] * len(pages)

@@ -1,0 +1,92 @@
+"""The pool of models with sparse attention: SGLang's `DSATokenToKVPool` with rows of a chosen layout.
+
+Rows are `LayoutMLATokenToKVPool`'s but for their padding, of which they have none: 656, 528 and 264 bytes are
+what SGLang's kernels read. The indexer's pages of keys lie beside them and are SGLang's own.
+
+SGLang's DSA backend asks for the rows before it decides what reads them, so `get_key_buffer` never raises
+here: it gives `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.hooks.dsa`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+from sgl_kvpool.attention.readers import DSA_BACKEND, sglang_dsa_reads
+from sgl_kvpool.attention.topk_transform import KVPOOL_DECODE, SPARSE_BF16, check_combination
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+
+__all__ = ["LayoutDSATokenToKVPool"]
+
+
+class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
+    """`DSATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
+
+    Takes SGLang's own arguments and, by keyword, those of `LayoutMLATokenToKVPool`.
+
+    Raises
+    ------
+    ValueError
+        As `LayoutMLATokenToKVPool`; another arrangement than `layer_major`, which SGLang's DSA kernels and
+        graphs do not read; a `kv_cache_dim` of SGLang's for rows of another layout; `fp4` with pooled index
+        keys.
+    """
+
+    serves_dsa = True
+
+    def __init__(
+        self,
+        *args,
+        kv_cache_layout: MLAKVCacheLayout | str,
+        kv_cache_dim: int,
+        index_kpool: int = 1,
+        **kwargs,
+    ):
+        # Read below, by what the base classes' constructors call.
+        self._sglang_row_values = kv_cache_dim
+        layout = MLAKVCacheLayout.parse(kv_cache_layout)
+        if not sglang_dsa_reads(layout):
+            check_combination(layout, SPARSE_BF16, KVPOOL_DECODE, index_kpool=index_kpool)
+        super().__init__(
+            *args, kv_cache_layout=layout, kv_cache_dim=kv_cache_dim, index_kpool=index_kpool, **kwargs
+        )
+
+    def _check_readers(self, readers: Sequence[str]) -> None:
+        others = sorted({name for name in readers if name != DSA_BACKEND})
+        if others:
+            raise Refusal(
+                f"attention backend {', '.join(others)} does not read pools of models with sparse attention; "
+                f"leave it out, SGLang takes {DSA_BACKEND}"
+            )
+        if self.kv_cache_arrangement is not KVArrangement.LAYER_MAJOR:
+            raise Refusal(
+                f"rows of models with sparse attention are layer_major, not {self.kv_cache_arrangement}: "
+                "SGLang's DSA kernels take rows without others between them; leave out "
+                "--kv-cache-arrangement"
+            )
+
+    def _check_what_sglang_reads(self) -> None:
+        # SGLang's readers take this for the shape of a row. It is the number of values where it has no
+        # scaled rows, and of bytes where it has.
+        row = self.row_format
+        scaled = self.dsa_kv_cache_store_fp8
+        expected = row.row_bytes if scaled else row.head_dim
+        wanted = self.kv_cache_layout.is_packed and sglang_dsa_reads(self.kv_cache_layout)
+        if scaled != wanted or self._sglang_row_values != expected:
+            raise Refusal(
+                f"SGLang's DSA implementations read rows of {self._sglang_row_values} "
+                f"{'bytes' if scaled else 'values'}, and those of KV cache layout {self.kv_cache_layout} are "
+                "others; name others with --dsa-prefill-backend and --dsa-decode-backend, or leave them out"
+            )
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Rows of a layer, as SGLang's `[slots, 1, row]` in the dtype it is shown; else the bytes, uint8."""
+        stored = self._stored(layer_id)
+        if not sglang_dsa_reads(self.kv_cache_layout):
+            return stored
+        return stored if self.store_dtype == self.dtype else stored.view(self.dtype)

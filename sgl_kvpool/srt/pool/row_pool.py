@@ -1,0 +1,96 @@
+"""What pools of stored rows have in common, whether they hold the rows or wrap a pool that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any, Self
+
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.transfer.labels import HostTierOptions
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RowPool"]
+
+
+class RowPool:
+    """A pool whose rows have a `MLAKVCacheLayout`: what attention backends read and write.
+
+    Attributes
+    ----------
+    kv_cache_layout : MLAKVCacheLayout
+    kv_cache_arrangement : KVArrangement
+    row_format : RowFormat
+    kv_lora_rank, qk_rope_head_dim : int
+        Values of a row's latent and of its rotary part.
+    dtype : torch.dtype
+        What SGLang is shown.
+    set_mla_kv_buffer : callable
+        Stores rows; SGLang's method.
+    """
+
+    kv_cache_layout: MLAKVCacheLayout
+    kv_cache_arrangement: KVArrangement
+    row_format: RowFormat
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    dtype: torch.dtype
+    set_mla_kv_buffer: Callable[..., None]
+
+    @classmethod
+    def bind(
+        cls,
+        layout: MLAKVCacheLayout,
+        k_scales: Mapping[int, float] | None = None,
+        *,
+        arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
+        readers: Sequence[str] = (),
+        host_tier: HostTierOptions | None = None,
+    ) -> type[Self]:
+        """Subclass that is constructed with exactly the arguments of SGLang's own class.
+
+        SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
+        """
+        layout = MLAKVCacheLayout.parse(layout)
+        init: Any = cls.__init__
+        members = {
+            "__init__": partialmethod(
+                init,
+                kv_cache_layout=layout,
+                k_scales=k_scales,
+                kv_cache_arrangement=KVArrangement.parse(arrangement),
+                readers=readers,
+                host_tier=host_tier,
+            ),
+            "__module__": cls.__module__,
+        }
+        return type(f"{cls.__name__}_{layout.value}", (cls,), members)
+
+    @property
+    def row_pool(self) -> Any:
+        """The pool that holds the rows: this one, or the one inside."""
+        return self
+
+    def has_rows(self, layer_id: int) -> bool:
+        """Whether a model layer is attended over rows; of a hybrid model's layers only some are."""
+        return True
+
+    def get_row_buffer(self, layer_id: int) -> torch.Tensor:
+        """Stored bytes of a model layer, `[rows, 1, row_bytes]` uint8, a view of the live pool."""
+        raise NotImplementedError
+
+    def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row numbers of SGLang's slots, the same in every layer."""
+        raise NotImplementedError
+
+    @property
+    def slot_pages(self) -> tuple[int, int] | None:
+        """How slots become row numbers, for kernels: `RowPlacement.slot_pages`; None where they are."""
+        raise NotImplementedError
+
+    def k_scale(self, layer_id: int) -> float:
+        """What the stored values of a model layer are divided by."""
+        raise NotImplementedError

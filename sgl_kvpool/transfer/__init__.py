@@ -1,0 +1,1 @@
+"""What moves pages between a pool and host memory. Without SGLang."""

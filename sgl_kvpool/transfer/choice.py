@@ -1,0 +1,168 @@
+"""Which engine carries out the transfers of a host tier: asked for, or measured when it starts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.plan import CopyRun
+
+__all__ = ["LinkRates", "choose", "measure"]
+
+#: What the copy engine has to reach of the link with a server's runs to be chosen.
+_WORTH = 0.95
+#: Bytes of runs that are tried, and of the longest copy, which stands for the link.
+_RUN_BYTES = tuple(1 << n for n in range(13, 21))
+_LONGEST_BYTES = 64 << 20
+_COPIES = 2048
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What the copy engine does between a GPU and pinned memory, in one direction.
+
+    Attributes
+    ----------
+    link_gb_per_s : float
+        Of one long copy, 1e9 bytes.
+    gb_per_s : mapping of int to float
+        Of scattered runs, by their bytes.
+    submit_us : float
+        CPU time per run.
+    """
+
+    link_gb_per_s: float
+    gb_per_s: Mapping[int, float]
+    submit_us: float
+
+    @property
+    def crossover_bytes(self) -> int | None:
+        """Shortest of the tried runs from which on all reach 95 % of the link; None if none does."""
+        shortest = None
+        for run_bytes in sorted(self.gb_per_s, reverse=True):
+            if self.gb_per_s[run_bytes] < _WORTH * self.link_gb_per_s:
+                break
+            shortest = run_bytes
+        return shortest
+
+
+def choose(
+    requested: str,
+    *,
+    run_bytes: int,
+    converts: bool,
+    io_backend: str,
+    is_pinned: bool,
+    rates: LinkRates | None,
+) -> tuple[str, str]:
+    """Engine of one direction, and why.
+
+    Parameters
+    ----------
+    requested : str
+        Of --kv-host-engine.
+    run_bytes : int
+        Shortest run of a page.
+    converts : bool
+        Whether the host tier has another layout.
+    io_backend : str
+        Of --hicache-io-backend.
+    is_pinned : bool
+    rates : LinkRates or None
+        Of the direction; None if they were not needed.
+
+    Returns
+    -------
+    engine, reason : str
+    """
+    if not is_pinned:
+        return "torch", "the host tier is not pinned"
+    if requested != "auto":
+        return requested, "asked for"
+    if converts:
+        return "staged", "rows change their layout on the way"
+    if io_backend != "direct":
+        # The copy engine wants page numbers on the CPU. With `direct` SGLang has waited for them anyway.
+        return "staged", f"page numbers stay on the GPU with io backend {io_backend}"
+    crossover = None if rates is None else rates.crossover_bytes
+    if crossover is not None and run_bytes >= crossover:
+        return "copy_engine", f"runs of {run_bytes} bytes, and {crossover} are enough for the link"
+    if crossover is None:
+        return "staged", f"runs of {run_bytes} bytes, and none that was tried reaches 95 % of the link"
+    return "staged", f"runs of {run_bytes} bytes, the link wants {crossover}"
+
+
+def measure(
+    calls: Any, host: torch.Tensor, pieces: RegisteredPieces, device: torch.device
+) -> dict[str, LinkRates]:
+    """Rates of the copy engine in both directions; 0.3 s.
+
+    Parameters
+    ----------
+    calls : module
+        Of `gpu_calls`.
+    host : Tensor, uint8, pinned
+        A host tier that holds nothing yet: its beginning is written.
+    pieces : RegisteredPieces
+    device : torch.device
+
+    Returns
+    -------
+    dict of str to LinkRates
+        By "to_host" and "to_device".
+    """
+    flat = host.view(-1)
+    size_bytes = min(_LONGEST_BYTES, flat.nbytes)
+    if pieces.piece_bytes:
+        size_bytes = min(size_bytes, pieces.piece_bytes)
+    scratch = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device)
+    found = {}
+    for direction in ("to_host", "to_device"):
+        ends = (scratch, flat) if direction == "to_host" else (flat, scratch)
+
+        def rate(
+            run_bytes: int, copies: int, ends: Any = ends, direction: str = direction
+        ) -> tuple[float, float]:
+            run = CopyRun(
+                source_address=ends[0].data_ptr(), target_address=ends[1].data_ptr(),
+                source_page_stride=run_bytes, target_page_stride=run_bytes, run_bytes=run_bytes,
+            )  # fmt: skip
+            return _timed(calls, CopyJob([run], pieces), copies, run_bytes, direction == "to_device", stream)
+
+        link, _ = rate(size_bytes, 1)
+        tried = {n: rate(n, min(_COPIES, size_bytes // n)) for n in _RUN_BYTES if n <= size_bytes}
+        submit_us = min((us for _, us in tried.values()), default=0.0)
+        found[direction] = LinkRates(link, {n: gb_per_s for n, (gb_per_s, _) in tried.items()}, submit_us)
+    del scratch
+    torch.cuda.empty_cache()  # nobody else has a use for 64 MB in one piece
+    return found
+
+
+def _timed(
+    calls: Any, job: CopyJob, copies: int, run_bytes: int, to_device: bool, stream: torch.cuda.Stream
+) -> tuple[float, float]:
+    """Rate in 1e9 bytes per second and microseconds of CPU time per copy, medians."""
+    pages = np.random.default_rng(0).permutation(copies).astype(np.int64)
+    rates, submits = [], []
+    for _ in range(_ROUNDS + 1):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            began.record()
+            before = time.perf_counter()
+            calls.copy_pages(
+                job.address, pages.ctypes.data, pages.ctypes.data, copies, int(to_device), stream.cuda_stream
+            )
+            submits.append((time.perf_counter() - before) * 1e6 / copies)
+            ended.record()
+        ended.synchronize()
+        rates.append(copies * run_bytes / began.elapsed_time(ended) / 1e6)
+    return statistics.median(rates[1:]), statistics.median(submits[1:])

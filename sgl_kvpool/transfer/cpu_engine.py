@@ -1,0 +1,135 @@
+"""The `cpu` engine: transfers between two places in host memory, with streaming stores and threads.
+
+Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm-ffi keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kvpool import metrics
+from sgl_kvpool.transfer.ninja import ninja_on_path
+from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
+from sgl_kvpool.transfer.torch_engine import TorchEngine
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CpuEngine", "engine_class"]
+
+_SOURCES = Path(__file__).resolve().parent / "csrc"
+
+
+@cache
+def _module() -> Any:
+    from tvm_ffi import cpp
+
+    # A damaged file in its cache ends the process without a word, so there is one before.
+    logger.info("sgl-kvpool: loading engine cpu, which tvm-ffi compiles and keeps in its cache folder")
+    with ninja_on_path():
+        return cpp.load(
+            "sgl_kvpool_cpu_engine",
+            sources=[str(_SOURCES / "cpu_engine.cpp")],
+            extra_cflags=_flags(torch.backends.cpu.get_cpu_capability()),
+            extra_include_paths=[str(_SOURCES)],
+        )
+
+
+def _flags(capability: str) -> list[str]:
+    """For g++, by what torch found the CPU to be; part of the key under which tvm-ffi keeps the result."""
+    flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
+    # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
+    flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+    return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
+
+
+def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:
+    """`CpuEngine`, or `TorchEngine` where that cannot be built, which is logged and counted.
+
+    Parameters
+    ----------
+    required : bool
+        Raise what it fails with instead.
+    """
+    try:
+        _module()
+    except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+        if required:
+            raise
+        metrics.failed("engine_build", f"engine {CpuEngine.name}", error=error)
+        return TorchEngine
+    return CpuEngine
+
+
+class CpuEngine:
+    """Carries out transfers of one plan whose both sides are in host memory.
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    threads : int, optional
+        torch's number of threads unless given. Each copies a share of the (layer, page) pairs.
+
+    Raises
+    ------
+    RuntimeError
+        The engine cannot be compiled here.
+    """
+
+    name = "cpu"
+    is_asynchronous = False
+    #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
+    wants_page_numbers = True
+
+    def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
+        self.plan = plan
+        self.threads = torch.get_num_threads() if threads is None else threads
+        self._module = _module()
+        self._all_layers = self._prepared(plan.copy_runs)
+        self._one_layer = [
+            self._prepared(plan.copy_runs_of([part])) for part in range(len(plan.source_group.layers))
+        ]
+        if plan.conversion is not None:
+            self._formats = [
+                torch.tensor(numbers, dtype=torch.int64) for numbers in plan.conversion.numbers()
+            ]
+            self._k_scales = torch.tensor(plan.conversion.k_scales, dtype=torch.float32)
+
+    @staticmethod
+    def _prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
+        """`[runs, 8]` int64 as the compiled side takes them."""
+        return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
+
+    def copy(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
+        """Copy pages, and return when they are there.
+
+        Parameters
+        ----------
+        source_pages, target_pages : ndarray [pages], integers
+            Page i of the one goes to page i of the other.
+        part : int, optional
+            A layer, by its place in the group; all of them unless given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `TransferPlan.check_pages`, before anything is copied.
+        """
+        self.plan.check_pages(source_pages, target_pages)
+        runs = self._all_layers if part is None else self._one_layer[part]
+        if not len(runs) or not len(source_pages):
+            return
+        pages = [
+            torch.from_numpy(np.ascontiguousarray(p, dtype=np.int64)) for p in (source_pages, target_pages)
+        ]
+        if self.plan.conversion is None:
+            self._module.copy_pages(runs, *pages, self.threads)
+            return
+        k_scales = self._k_scales if part is None else self._k_scales[part : part + 1]
+        self._module.convert_pages(runs, *pages, *self._formats, k_scales, self.threads)

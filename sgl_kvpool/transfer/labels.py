@@ -1,0 +1,80 @@
+"""What a host tier can be asked for, and what it takes of SGLang's choices. A leaf module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+__all__ = [
+    "CPU_ENGINE",
+    "GPU_ENGINE_NAMES",
+    "HOST_ENGINES",
+    "HOST_IO_BACKENDS",
+    "HOST_LABELS",
+    "HOST_LAYOUTS",
+    "KEPT_FREE_BYTES",
+    "NARROWEST_HOST_LAYOUT",
+    "SAME",
+    "HostTierOptions",
+]
+
+#: Values of --hicache-mem-layout.
+HOST_LABELS = ("page_first", "page_first_direct")
+#: Values of --hicache-io-backend.
+HOST_IO_BACKENDS = ("kernel", "direct")
+#: Host memory that SGLang keeps free when it makes a host tier: its HICACHE_HOST_MEMORY_RESERVE_BYTES, for
+#: those who do not import SGLang.
+KEPT_FREE_BYTES = 10 << 30
+
+#: The device's layout.
+SAME = "same"
+#: Values of --kv-host-layout: layouts narrower than 16-bit rows. Not one that uses k_scale: a scale
+#: of the layer would be one more thing that stored bytes depend on.
+HOST_LAYOUTS = (SAME, *(x.value for x in MLAKVCacheLayout if x.is_narrow and not x.uses_k_scale))
+#: The narrowest of them, with rows of DeepSeek's models.
+NARROWEST_HOST_LAYOUT = min(HOST_LAYOUTS[1:], key=lambda x: MLAKVCacheLayout(x).row_format(512, 64).row_bytes)
+#: Values of --kv-host-engine besides "auto", by where the pool is.
+GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
+CPU_ENGINE = "cpu"
+HOST_ENGINES = (*GPU_ENGINE_NAMES, CPU_ENGINE)
+
+
+@dataclass(frozen=True)
+class HostTierOptions:
+    """What was asked for of a host tier.
+
+    Attributes
+    ----------
+    layout : str
+        Of `HOST_LAYOUTS`.
+    engine : str
+        Of `HOST_ENGINES`, or "auto".
+    """
+
+    layout: str = SAME
+    engine: str = "auto"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return self == HostTierOptions()
+
+    @property
+    def may_stage(self) -> bool:
+        """Whether engine `staged` may be chosen on a GPU."""
+        return self.engine in ("auto", "staged")
+
+    def takes(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
+        """Whether the host tier of such a pool is ours.
+
+        On a GPU SGLang's own host pool moves the rows of its own tensors and has been run there: ours is for
+        the others, and for whom it was asked for.
+        """
+        stock = not layout.is_packed and arrangement.is_layer_packed
+        return device == "cpu" or not stock or not self.is_default
+
+    def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
+        """Layout on the host for one on the device."""
+        return device if self.layout == SAME else MLAKVCacheLayout.parse(self.layout)

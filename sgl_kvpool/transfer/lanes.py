@@ -1,0 +1,221 @@
+"""The lanes of a host tier: plans and engines both ways, for the target's pool and each packed draft's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kvpool import metrics
+from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.canonical import CanonicalKVCaches
+from sgl_kvpool.transfer import choice
+from sgl_kvpool.transfer.conversion import RowConversion
+from sgl_kvpool.transfer.cpu_engine import engine_class
+from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.gpu_calls import gpu_calls
+from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.labels import CPU_ENGINE
+from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.page_buffer import PageBuffer
+from sgl_kvpool.transfer.page_view import host_view
+from sgl_kvpool.transfer.plan import TransferPlan
+from sgl_kvpool.transfer.torch_engine import TorchEngine
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Lanes", "lanes_of", "make_lanes"]
+
+Engine = Callable[[TransferPlan], Any]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Lanes of the target's pool, then of packed drafts'.
+
+    Attributes
+    ----------
+    to_host, to_device : list of Lane
+    """
+
+    to_host: list[Lane]
+    to_device: list[Lane]
+
+    @functools.cached_property
+    def needs_page_numbers(self) -> bool:
+        """Whether an engine wants lists of device pages on the CPU."""
+        return any(lane.engine.wants_page_numbers for lane in (*self.to_host, *self.to_device))
+
+    @property
+    def engines(self) -> str:
+        """Names for a log line."""
+        return " and ".join(dict.fromkeys(lane.engine.name for lane in (*self.to_host, *self.to_device)))
+
+    @property
+    def run_bytes(self) -> list[int]:
+        """Sizes of the runs that the device's side of a page is made of."""
+        return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
+
+
+def make_lanes(
+    pages: torch.Tensor,
+    views: Sequence[CanonicalKVCaches],
+    places: Sequence[Sequence[int]],
+    page_size: int,
+    device_rows: RowFormat,
+    host_rows: RowFormat,
+    k_scales: Sequence[Sequence[float]],
+    *,
+    engine: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> Lanes:
+    """Lanes between device pools and host pages.
+
+    Parameters
+    ----------
+    pages : Tensor [pages, page_bytes], uint8
+        Of the host, page-major.
+    views : sequence of CanonicalKVCaches
+        Of the pools, with one group each.
+    places : sequence of sequences of int
+        For each pool, the places of its layers among those of a host page.
+    page_size : int
+        Tokens.
+    device_rows, host_rows : RowFormat
+    k_scales : sequence of sequences of float
+        For each pool, by its layers.
+    engine : str
+        Of --kv-host-engine.
+    io_backend : str
+        Of --hicache-io-backend.
+    pieces : RegisteredPieces or None
+        Of the host pages; None if they are not pinned.
+
+    Raises
+    ------
+    Exception
+        The engine that was asked for by name cannot be built.
+    """
+    conversions = [
+        None
+        if device_rows == host_rows
+        else RowConversion(source=device_rows, target=host_rows, k_scales=tuple(scales))
+        for scales in k_scales
+    ]
+    plans = []
+    for view, layers, conversion in zip(views, places, conversions, strict=True):
+        (group,) = view.groups
+        content = None if conversion is None else host_rows.tag
+        host = host_view(pages, group, layers, page_size, host_rows, content)
+        there = TransferPlan(view, host, group.name, conversion)
+        back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
+        plans.append((there, back))
+    return lanes_of(plans, pages, pages.shape[1], engine=engine, io_backend=io_backend, pieces=pieces)
+
+
+def lanes_of(
+    plans: Sequence[tuple[TransferPlan, TransferPlan]],
+    pages: torch.Tensor,
+    staged_bytes: int,
+    *,
+    engine: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> Lanes:
+    """Lanes of plans, with the engines that suit the first of them.
+
+    Parameters
+    ----------
+    plans : sequence of (TransferPlan, TransferPlan)
+        To the host, and back.
+    pages : Tensor [pages, bytes], uint8, contiguous
+        The host's memory, which holds nothing yet.
+    staged_bytes : int
+        What a slot of a page buffer takes at least: a page of rows, of states `staged_state_bytes`.
+    engine, io_backend, pieces
+        As for `make_lanes`.
+    """
+    tensors = plans[0][0].source.tensors
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cpu":
+        to_host: Engine = engine_class(required=engine == CPU_ENGINE)
+        to_device: Engine = to_host
+    else:
+        to_host, to_device = _gpu_engines(
+            plans[0][0], pages, staged_bytes, device, engine, io_backend, pieces
+        )
+    return Lanes(
+        [Lane(there, "to_host", to_host) for there, _ in plans],
+        [Lane(back, "to_device", to_device) for _, back in plans],
+    )
+
+
+def _gpu_engines(
+    plan: TransferPlan,
+    pages: torch.Tensor,
+    staged_bytes: int,
+    device: torch.device,
+    requested: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> tuple[Engine, Engine]:
+    """What makes the engines of both directions, which is fixed here."""
+    try:
+        return _built_engines(plan, pages, staged_bytes, device, requested, io_backend, pieces)
+    except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
+        if requested != "auto":
+            raise
+        metrics.failed("engine_build", "the GPU engines", error=error)
+        return TorchEngine, TorchEngine
+
+
+def _built_engines(
+    plan: TransferPlan,
+    pages: torch.Tensor,
+    staged_bytes: int,
+    device: torch.device,
+    requested: str,
+    io_backend: str,
+    pieces: RegisteredPieces | None,
+) -> tuple[Engine, Engine]:
+    """The same, or whatever an engine fails with."""
+    calls = gpu_calls()
+    run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
+    converts, is_pinned = plan.conversion is not None, pieces is not None
+    wants_rates = requested == "auto" and io_backend == "direct" and not converts and pieces is not None
+    rates = choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
+    made = []
+    for direction in ("to_host", "to_device"):
+        name, reason = choice.choose(
+            requested,
+            run_bytes=run_bytes,
+            converts=converts,
+            io_backend=io_backend,
+            is_pinned=is_pinned,
+            rates=rates.get(direction),
+        )
+        link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
+        logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
+        made.append(_maker(name, calls, staged_bytes, device, pieces, direction == "to_host"))
+    return made[0], made[1]
+
+
+def _maker(
+    name: str,
+    calls: Any,
+    staged_bytes: int,
+    device: torch.device,
+    pieces: RegisteredPieces | None,
+    to_host: bool,
+) -> Engine:
+    """Maker of one direction's engines, which share a page buffer: their lanes take turns on one stream."""
+    if name == TorchEngine.name or pieces is None:
+        return TorchEngine
+    engine = GPU_ENGINES[name]
+    buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
+    return functools.partial(engine, tools=EngineTools(calls, device, buffer, pieces), to_host=to_host)

@@ -1,0 +1,328 @@
+"""Which bytes of which pages go where: descriptors of a transfer between two sets of caches.
+
+What does not depend on the pages is worked out once, when both sides are known: for each layer a `CopyRun`,
+whose page p moves, for i in range(run_count), the bytes ::
+
+    source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
+    target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
+
+Layers whose runs continue each other on both sides are one `CopyRun`. `TransferPlan.descriptors` then turns
+page numbers into flat lists of (source, target, size), in numpy, with neighbouring pages joined.
+
+Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
+and each layer keeps its own `CopyRun`.
+
+Addresses are byte addresses as integers; whether a device or the host owns them is the engines' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from sgl_kvpool.memory.canonical import (
+    CanonicalGroup,
+    CanonicalKVCaches,
+    LayerReference,
+    check_interchangeable,
+)
+from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
+
+__all__ = ["CopyRun", "Descriptors", "TransferPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRun:
+    """Bytes of one page, or of several layers of it, as equal runs on both sides; see the module."""
+
+    source_address: int
+    target_address: int
+    source_page_stride: int
+    target_page_stride: int
+    run_bytes: int
+    run_count: int = 1
+    source_run_stride: int = 0
+    target_run_stride: int = 0
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The fields in their order, as csrc/copy_run.h reads them."""
+        return astuple(self)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one page moves."""
+        return self.run_bytes * self.run_count
+
+    def simplified(self) -> CopyRun:
+        """One run, if on neither side there is a gap between runs."""
+        if self.run_count == 1:
+            return replace(self, source_run_stride=self.run_bytes, target_run_stride=self.run_bytes)
+        if self.source_run_stride == self.target_run_stride == self.run_bytes:
+            return replace(self, run_bytes=self.size_bytes, run_count=1).simplified()
+        return self
+
+    def joined(self, other: CopyRun) -> CopyRun | None:
+        """This and `other` as one, if `other` continues it on both sides; None otherwise."""
+        rhythm = ["source_page_stride", "target_page_stride", "run_count"]
+        if self.run_count > 1:
+            rhythm += ["source_run_stride", "target_run_stride"]
+        continues = (
+            self.source_address + self.run_bytes == other.source_address
+            and self.target_address + self.run_bytes == other.target_address
+            and all(getattr(self, name) == getattr(other, name) for name in rhythm)
+        )
+        return replace(self, run_bytes=self.run_bytes + other.run_bytes) if continues else None
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Flat copies, in no order that matters: none overlaps another on the target side.
+
+    Attributes
+    ----------
+    sources, targets : ndarray [copies], int64
+        Byte addresses.
+    sizes_bytes : ndarray [copies], int64
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    sizes_bytes: np.ndarray
+
+
+class TransferPlan:
+    """Transfers of one group's pages between two sets of caches.
+
+    Parameters
+    ----------
+    source, target : CanonicalKVCaches
+    group : str
+        Name of a group in both. Its layers, and what their bytes mean, have to be the same on both sides;
+        their arrangement need not.
+    conversion : RowConversion, optional
+        What becomes of rows on the way, if their formats differ.
+
+    Raises
+    ------
+    KeyError
+        No such group.
+    ValueError
+        Layers that differ, or whose runs cannot be paired; rows to convert that are none of the conversion's,
+        or do not begin at a multiple of 16 bytes.
+
+    Attributes
+    ----------
+    source, target : CanonicalKVCaches
+    source_group, target_group : CanonicalGroup
+    """
+
+    def __init__(
+        self,
+        source: CanonicalKVCaches,
+        target: CanonicalKVCaches,
+        group: str,
+        conversion: RowConversion | None = None,
+    ) -> None:
+        self.source, self.target, self.conversion = source, target, conversion
+        self.source_group, self.target_group = source.group(group), target.group(group)
+        if conversion is None:
+            check_interchangeable(self.source_group, self.target_group)
+        else:
+            _check_convertible(self.source_group, self.target_group, conversion)
+        rows = self.source_group.page_size_tokens or 0
+        self._per_layer = tuple(
+            _paired(source, ours, target, theirs)
+            if conversion is None
+            else _paired_rows(source, ours, target, theirs, rows)
+            for ours, theirs in zip(self.source_group.layers, self.target_group.layers, strict=True)
+        )
+
+    @cached_property
+    def copy_runs(self) -> tuple[CopyRun, ...]:
+        """Of all layers."""
+        return self.copy_runs_of(range(len(self._per_layer)))
+
+    def copy_runs_of(self, parts: Sequence[int]) -> tuple[CopyRun, ...]:
+        """Of some of the group's `layers`, by their places there; for use once, not per transfer."""
+        if self.conversion is not None:
+            return tuple(self._per_layer[i] for i in parts)  # neighbours have k_scales of their own
+        joined: list[CopyRun] = []
+        for run in sorted((self._per_layer[i] for i in parts), key=lambda r: r.source_address):
+            both = joined[-1].joined(run) if joined else None
+            if both is None:
+                joined.append(run)
+            else:
+                joined[-1] = both
+        return tuple(run.simplified() for run in joined)
+
+    def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
+        """Bytes that a transfer of one page moves, of all layers or of some.
+
+        Of converted rows the narrower: they are what crosses the link.
+        """
+        chosen = range(len(self._per_layer)) if parts is None else parts
+        sides = (self.source_group.layers, self.target_group.layers)
+        return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
+
+    def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
+        """Refuse page lists before anything is enqueued.
+
+        Raises
+        ------
+        TypeError
+            Lists that are no arrays of integers.
+        ValueError
+            Lists of unequal lengths, a page outside of its group, or a target page listed twice.
+        """
+        for name, pages, group in (
+            ("source", source_pages, self.source_group),
+            ("target", target_pages, self.target_group),
+        ):
+            if not isinstance(pages, np.ndarray) or pages.dtype.kind != "i" or pages.ndim != 1:
+                raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
+            if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
+                raise ValueError(
+                    f"{name} pages {pages.min()} to {pages.max()} asked for; group {group.name} has "
+                    f"{group.num_pages}"
+                )
+        if len(source_pages) != len(target_pages):
+            raise ValueError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
+        seen: np.ndarray = np.zeros(self.target_group.num_pages, dtype=bool)
+        seen[target_pages] = True
+        if np.count_nonzero(seen) != len(target_pages):
+            raise ValueError("a target page is listed twice; what it would hold is not defined")
+
+    def descriptors(
+        self,
+        source_pages: np.ndarray,
+        target_pages: np.ndarray,
+        copy_runs: Sequence[CopyRun] | None = None,
+    ) -> Descriptors:
+        """Flat copies of some pages.
+
+        Parameters
+        ----------
+        source_pages, target_pages : ndarray [pages], integers
+            Page i of the one goes to page i of the other. Checked by `check_pages`.
+        copy_runs : sequence of CopyRun, optional
+            Of `copy_runs_of`; all layers unless given.
+
+        Returns
+        -------
+        Descriptors
+            Neighbouring pages that continue each other on both sides are one copy.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `check_pages`.
+        """
+        self.check_pages(source_pages, target_pages)
+        runs = self.copy_runs if copy_runs is None else copy_runs
+        parts = [_flat(run, source_pages.astype(np.int64), target_pages.astype(np.int64)) for run in runs]
+        if not parts or not len(source_pages):
+            none: np.ndarray = np.empty(0, dtype=np.int64)
+            return Descriptors(none, none, none)
+        return Descriptors(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _paired(
+    source: CanonicalKVCaches, ours: LayerReference, target: CanonicalKVCaches, theirs: LayerReference
+) -> CopyRun:
+    """Runs of a layer on both sides, cut to the same length."""
+    a, b = ours.runs, theirs.runs
+    if a.run_bytes != b.run_bytes and 1 not in (a.run_count, b.run_count):
+        raise ValueError(
+            f"{ours.part} of layer {ours.layer_id} is {a.run_count} runs of {a.run_bytes} bytes on one side "
+            f"and {b.run_count} of {b.run_bytes} on the other, which no equal runs make up"
+        )
+    run_bytes = min(a.run_bytes, b.run_bytes)
+    from_tensor, to_tensor = source.tensors[a.tensor_index], target.tensors[b.tensor_index]
+    return CopyRun(
+        source_address=from_tensor.data_ptr() + a.offset_bytes,
+        target_address=to_tensor.data_ptr() + b.offset_bytes,
+        source_page_stride=from_tensor.stride(0),
+        target_page_stride=to_tensor.stride(0),
+        run_bytes=run_bytes,
+        run_count=max(a.run_count, b.run_count),
+        # A side that is one run is cut into as many as the other has.
+        source_run_stride=a.run_stride_bytes if a.run_count > 1 else run_bytes,
+        target_run_stride=b.run_stride_bytes if b.run_count > 1 else run_bytes,
+    ).simplified()
+
+
+def _check_convertible(ours: CanonicalGroup, theirs: CanonicalGroup, conversion: RowConversion) -> None:
+    """ValueError if the pages of two groups are not the same layers' rows before and after a conversion."""
+    mine, other = ([(layer.layer_id, layer.part) for layer in group.layers] for group in (ours, theirs))
+    if mine != other or ours.page_size_tokens != theirs.page_size_tokens or ours.page_size_tokens is None:
+        raise ValueError(
+            f"the layers of group {ours.name} differ: {mine} in pages of {ours.page_size_tokens} tokens and "
+            f"{other} in pages of {theirs.page_size_tokens}"
+        )
+    if len(conversion.k_scales) != len(mine):
+        raise ValueError(f"{len(conversion.k_scales)} k_scales for {len(mine)} layers of group {ours.name}")
+    for group, fmt in ((ours, conversion.source), (theirs, conversion.target)):
+        for layer in group.layers:
+            if layer.runs.size_bytes != ours.page_size_tokens * fmt.row_bytes:
+                raise ValueError(
+                    f"{layer.part} of layer {layer.layer_id} has {layer.runs.size_bytes} bytes in a page of "
+                    f"{ours.page_size_tokens} tokens, which are no rows {fmt.tag}"
+                )
+
+
+def _paired_rows(
+    source: CanonicalKVCaches,
+    ours: LayerReference,
+    target: CanonicalKVCaches,
+    theirs: LayerReference,
+    rows: int,
+) -> CopyRun:
+    """The rows of a layer's page on both sides, one run each."""
+    sides = []
+    for caches, runs in ((source, ours.runs), (target, theirs.runs)):
+        row_bytes = runs.size_bytes // rows
+        if runs.run_bytes % row_bytes or runs.run_count not in (1, rows):
+            raise ValueError(f"{runs} does not hold {rows} rows one after the other")
+        stride = row_bytes if runs.run_count == 1 else runs.run_stride_bytes
+        tensor = caches.tensors[runs.tensor_index]
+        sides.append((tensor.data_ptr() + runs.offset_bytes, tensor.stride(0), stride, row_bytes))
+    (source_address, source_page, source_row, row_bytes), (target_address, target_page, target_row, _) = sides
+    odd = [n for side in sides for n in side if n % CONVERTED_ALIGNMENT_BYTES]
+    if odd:
+        raise ValueError(
+            f"rows of layer {ours.layer_id} do not all begin at a multiple of {CONVERTED_ALIGNMENT_BYTES} "
+            f"bytes ({odd[0]}), which conversions need; use --kv-host-layout same"
+        )
+    return CopyRun(
+        source_address=source_address,
+        target_address=target_address,
+        source_page_stride=source_page,
+        target_page_stride=target_page,
+        run_bytes=row_bytes,
+        run_count=rows,
+        source_run_stride=source_row,
+        target_run_stride=target_row,
+    )
+
+
+def _flat(run: CopyRun, source_pages: np.ndarray, target_pages: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Addresses and sizes of one `CopyRun` for some pages, neighbours joined."""
+    sources: np.ndarray = run.source_address + source_pages * run.source_page_stride
+    targets: np.ndarray = run.target_address + target_pages * run.target_page_stride
+    if run.run_count > 1:
+        i = np.arange(run.run_count)
+        sources = (sources[:, None] + i * run.source_run_stride).ravel()
+        targets = (targets[:, None] + i * run.target_run_stride).ravel()
+    # Only whole pages on both sides can continue each other.
+    elif run.run_bytes == run.source_page_stride == run.target_page_stride and len(sources) > 1:
+        order = np.argsort(sources, kind="stable")
+        sources, targets = sources[order], targets[order]
+        follows = (np.diff(sources) == run.run_bytes) & (np.diff(targets) == run.run_bytes)
+        begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+        lengths = np.diff(np.append(begins, len(sources)))
+        return sources[begins], targets[begins], lengths * run.run_bytes
+    return sources, targets, np.full(len(sources), run.run_bytes, dtype=np.int64)
