@@ -148,7 +148,7 @@ def test_no_commit_where_there_is_none(tmp_path):
 def test_scripts_run_the_package_beside_them_without_sglang(tmp_path):
     copy_package(tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    codec = tmp_path / "sgl_kvpool" / "bench" / "codec.py"
+    codec = tmp_path / "sgl_kvpool" / "commands" / "bench" / "codec.py"
     codec.write_text(codec.read_text().replace('"""Speed of', '"""A copy. Speed of', 1))
     # As where it is not installed: whoever imports it fails.
     (tmp_path / "sglang.py").write_text("raise ImportError('SGLang is not here')")

@@ -11,7 +11,7 @@ of a sliding-window model. Recurrent states are groups too, indexed by state slo
 groups may lie on the same bytes, where a page belongs to one of them at a time; inside a group references
 never overlap. What a page holds beyond its references (padding, holes) is never read, written or counted.
 
-Needs torch alone; `from_pool` imports SGLang through `sgl_kvpool.srt.pool.regions`.
+Needs torch alone; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -144,34 +143,6 @@ class CanonicalKVCaches:
 
     def __post_init__(self) -> None:
         self.validate()
-
-    @classmethod
-    def from_pool(cls, pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
-        """Byte view of a real SGLang pool, without a copy.
-
-        Parameters
-        ----------
-        pool : KVCache or MambaPool
-            MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window, hybrid linear,
-            or a pool of Mamba states.
-        page_size_tokens : int, optional
-            Tokens of a page of the view; the pool's page size unless given. A multiple of it, and of the
-            pages that kernels see, folds several of them into one.
-
-        Returns
-        -------
-        CanonicalKVCaches
-
-        Raises
-        ------
-        TypeError
-            A kind of pool, or of buffers in it, that is not described here, by name.
-        ValueError
-            A page size that is no such multiple, or does not divide the pool's slots.
-        """
-        from sgl_kvpool.srt.pool.regions import describe
-
-        return describe(pool, page_size_tokens)
 
     def group(self, name: str) -> CanonicalGroup:
         """Group of this name; KeyError that lists the names otherwise."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Does what a job says; the hello is the process id.
 WORKER = """
 import os, signal, sys, time
-from sgl_kvpool.bench.crew import Jobs
+from sgl_kvpool.commands.bench.crew import Jobs
 
 jobs = Jobs()
 print("not an answer")
@@ -110,7 +110,7 @@ def test_workers_end_with_a_program_that_is_killed(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     code = f"""
 import sys
-from sgl_kvpool.bench.crew import run_jobs
+from sgl_kvpool.commands.bench.crew import run_jobs
 def jobs(pid):
     print(pid, flush=True)
     return [["sleep", 600]]

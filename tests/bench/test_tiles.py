@@ -252,10 +252,10 @@ def test_nothing_of_sglang_is_imported(tmp_path):
         "bench.tiles.program",
         "bench.rates.program",
         "bench.attention.program",
-        "bench.transfer",
-        "bench.codec",
+        "commands.bench.transfer",
+        "commands.bench.codec",
     ]
-    modules += ["attention.decode_launch", "host.gpu_calls"]
+    modules += ["attention.decode_launch", "transfer.gpu_calls"]
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     code += (
         "\n".join(f"import sgl_kvpool.{name}" for name in modules) + "\nassert 'sglang' not in sys.modules"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parents[1] / "sgl_kvpool" / "host" / "csrc"
+CSRC = HERE.parents[1] / "sgl_kvpool" / "transfer" / "csrc"
 #: The stream that SGLang would call engines on, and a model's.
 CALLER, COMPUTE = 7, 8
 

@@ -15,7 +15,7 @@ from sgl_kvpool.transfer.cpu_engine import CpuEngine
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.torch_engine import TorchEngine
 
-CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 
 
 #: Torch's copies have no number of threads.
@@ -64,8 +64,8 @@ def test_a_machine_that_grants_no_threads():
 import resource, threading
 import numpy as np
 from test_plan import side, distinct, PAGES
-from sgl_kvpool.host.cpu_engine import CpuEngine
-from sgl_kvpool.host.plan import TransferPlan
+from sgl_kvpool.transfer.cpu_engine import CpuEngine
+from sgl_kvpool.transfer.plan import TransferPlan
 source, from_pages = side("layer_major", distinct, row=65536)
 target, to_pages = side("page_major", -18, row=65536)
 engine = CpuEngine(TransferPlan(source, target, "kv"), 16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SITE = Path(sysconfig.get_paths()["purelib"])
-CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 HOPPER = ["-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a"]
 
 

@@ -112,14 +112,14 @@ def test_parts_of_several_sizes_in_one_plan(published):
     """A real DSA pool: rows of 656 bytes and index keys of 132 per token, packed one after the other."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    from sgl_kvpool.memory.canonical import CanonicalKVCaches
+    from sgl_kvpool.srt.pool import describe
     from sgl_kvpool.transfer.page_view import packed_view
 
     pool = DSATokenToKVPool(
         size=4 * 64, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64, layer_num=3,
         device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=576,
     )  # fmt: skip
-    device = CanonicalKVCaches.from_pool(pool)
+    device = describe(pool)
     (group,) = device.groups
     assert len({layer.runs.size_bytes for layer in group.layers}) == 2
     buffers = [*pool.kv_buffer, *pool.index_k_with_scale_buffer]

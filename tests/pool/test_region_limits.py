@@ -1,10 +1,10 @@
-"""States in a byte view, pools inside pools, and what `CanonicalKVCaches.from_pool` refuses."""
+"""States in a byte view, pools inside pools, and what `describe` refuses."""
 
 import pytest
 import torch
 from real_pools import MLA, dsa, hybrid, mha, mla, ours, swa
 
-from sgl_kvpool.memory.canonical import CanonicalKVCaches
+from sgl_kvpool.srt.pool import describe
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("published")
 def test_c5_states_are_one_tensor_per_layer_and_kind():
     """C5: fill one layer and kind, all others unchanged; 42 and 99."""
     pool = hybrid()
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     group = caches.group("state")
     state = pool.mamba_pool.mamba_cache
     state.conv[0].fill_(1), state.temporal.fill_(1)
@@ -40,7 +40,7 @@ def test_a_hybrid_of_our_rows_and_states():
     from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     pool = hybrid(full_kv_pool_class=LayoutMLATokenToKVPool.bind(MLAKVCacheLayout.FP4))
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     assert [r.layer_id for r in caches.group("kv").layers] == [1, 3, 5]
     assert caches.group("kv").bytes_per_page == 3 * 4 * 416
     assert caches.group("state").bytes_per_page == 2 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
@@ -55,7 +55,7 @@ def test_a_window_pool_of_latent_rows():
         full_kv_pool_kwargs={"page_size": 4, **MLA},
         swa_kv_pool_kwargs={"page_size": 4, **MLA, "kv_lora_rank": 128},
     )
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     assert [r.layer_id for r in caches.group("full").layers] == [1, 3]
     assert [r.layer_id for r in caches.group("window").layers] == [0, 2, 4]
     assert caches.group("window").bytes_per_page == 3 * 4 * 192 * 2
@@ -75,13 +75,13 @@ def test_c7_unknown_kinds_are_refused_by_name():
     requests = ReqToTokenPool(size=4, max_context_len=16, device="cpu", enable_memory_saver=False)
     for pool, name in ((other, "OtherRows"), (requests, "ReqToTokenPool"), (None, "NoneType")):
         with pytest.raises(TypeError, match=f"{name} is no kind of pool whose bytes are known; known are"):
-            CanonicalKVCaches.from_pool(pool)
+            describe(pool)
     assert {MambaPool, MHATokenToKVPool}  # the message names kinds that exist
     with pytest.raises(
         TypeError,
         match="HybridLinearKVPool.*MLATokenToKVPool.*LayoutMLATokenToKVPool and LayoutHybridLinearKVPool",
     ):
-        CanonicalKVCaches.from_pool(other)
+        describe(other)
 
 
 def test_an_unknown_pool_inside_a_known_one_is_refused():
@@ -91,7 +91,7 @@ def test_an_unknown_pool_inside_a_known_one_is_refused():
         pass
 
     with pytest.raises(TypeError, match="OtherRows is no kind of pool"):
-        CanonicalKVCaches.from_pool(swa(swa_kv_pool_class=OtherRows))
+        describe(swa(swa_kv_pool_class=OtherRows))
 
 
 def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
@@ -100,19 +100,19 @@ def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
     scales = [torch.zeros(4, 3, 4, 1, dtype=torch.uint8) for _ in range(2)]
     pool.native_k_scale_buffer = pool.native_v_scale_buffer = scales
     with pytest.raises(TypeError, match="MHATokenToKVPool stores 2880 bytes, of which 2688 are in buffers"):
-        CanonicalKVCaches.from_pool(pool)
+        describe(pool)
 
 
 @pytest.mark.parametrize("index_buf_size", [512, 64])
 def test_index_keys_with_page_numbers_of_their_own_are_refused(index_buf_size):
     """As under decode context parallelism, where a page of index keys spans the ranks."""
     with pytest.raises(TypeError, match="page numbers of the two differ"):
-        CanonicalKVCaches.from_pool(dsa(index_buf_size=index_buf_size))
+        describe(dsa(index_buf_size=index_buf_size))
 
 
 def test_a_hybrid_around_a_pool_of_two_kinds_is_refused():
     with pytest.raises(TypeError, match="HybridLinearKVPool around a SWAKVPool is not described"):
-        CanonicalKVCaches.from_pool(hybrid(use_mla=False, full_kv_pool=swa()))
+        describe(hybrid(use_mla=False, full_kv_pool=swa()))
 
 
 def test_pipeline_stages_without_layers():
@@ -124,7 +124,7 @@ def test_pipeline_stages_without_layers():
         for arrangement in ("layer_major", "token_major", "page_major")
     ]
     for pool in pools:
-        caches = CanonicalKVCaches.from_pool(pool)
+        caches = describe(pool)
         assert caches.tensors == ()
         assert (caches.group("kv").num_pages, caches.group("kv").bytes_per_page) == (4, 0)
         assert pool.get_kv_size_bytes() == 0
@@ -138,15 +138,15 @@ def test_buffers_with_gaps_are_refused():
     with pytest.raises(
         ValueError, match="kv of layer 6 has shape .* its bytes do not lie one after the other"
     ):
-        CanonicalKVCaches.from_pool(pool)
+        describe(pool)
 
 
 def test_compressed_index_keys_are_refused():
     pool = dsa(page_size=128, size=256, index_kpool=2, index_kpool_compress=True, max_running_requests=3)
     with pytest.raises(TypeError, match="compressed index keys keeps tails per request"):
-        CanonicalKVCaches.from_pool(pool)
+        describe(pool)
     pooled = dsa(page_size=128, size=256, index_kpool=2)
-    group = CanonicalKVCaches.from_pool(pooled).group("kv")
+    group = describe(pooled).group("kv")
     assert (group.num_pages, group.layer(2, "indexer").runs.size_bytes) == (3, 8448)
 
 
@@ -158,19 +158,19 @@ import torch
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 publish(ServerArgs(model_path="dummy", device="cpu"), role="scheduler", ranks=SpawnRanks(0, None, 0))
-from sgl_kvpool.canonical import CanonicalKVCaches
-from sgl_kvpool.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.srt.pool import describe
+from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 def make(arrangement):
     return LayoutMLATokenToKVPool(
         size=12, page_size=4, dtype=torch.bfloat16, layer_num=3, start_layer=5, kv_cache_layout="fp4",
         kv_cache_arrangement=arrangement, kv_lora_rank=512, qk_rope_head_dim=64, device="cpu",
         enable_memory_saver=False)
-caches = CanonicalKVCaches.from_pool(make("token_major"))
+caches = describe(make("token_major"))
 print("@@@", [tuple(t.shape) for t in caches.tensors], caches.groups)
 """
     done = fresh.run(program)
     assert done.returncode == 0, done.stderr
     for arrangement in ("page_major", "layer_major", "token_major"):
-        caches = CanonicalKVCaches.from_pool(ours("fp4", arrangement))
+        caches = describe(ours("fp4", arrangement))
     here = f"{[tuple(t.shape) for t in caches.tensors]} {caches.groups}"
     assert done.stdout.rpartition("@@@ ")[2].strip() == here

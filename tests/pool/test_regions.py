@@ -1,4 +1,4 @@
-"""`CanonicalKVCaches.from_pool` on SGLang's real pools, each kind, against their own tensors."""
+"""`describe` on SGLang's real pools, each kind, against their own tensors."""
 
 import itertools
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 from real_pools import LAYOUTS, POOLS, as_bytes, dsa, fill, leaf_tensors, mha, mla, ours, ours_dsa, swa
 
-from sgl_kvpool.memory.canonical import CanonicalKVCaches, IndexedBy
+from sgl_kvpool.memory.canonical import IndexedBy
 from sgl_kvpool.memory.page_copy import copy_pages
+from sgl_kvpool.srt.pool import describe
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -23,7 +24,7 @@ def test_a3_d5_every_layer_of_every_kind_is_there_and_is_the_pools_own_bytes(poo
     """A3, D5: all parts of all layers, int8, in the pool's storage, byte for byte."""
     tensors = leaf_tensors(pool)
     fill(tensors)
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     found = {(g.name, r.layer_id, r.part): (g, r) for g in caches.groups for r in g.layers}
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -39,7 +40,7 @@ def test_page_counts_and_names(pool):
     kind = type(pool).__name__
     for of_sglang in ("DSATokenToKVPool", "HybridLinearKVPool"):
         kind = of_sglang if of_sglang in kind else kind
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     found = {g.name: (g.num_pages, g.page_size_tokens) for g in caches.groups}
     states = {"state": (7, None)}
     expected = {
@@ -56,7 +57,7 @@ def test_page_counts_and_names(pool):
 def test_a5_a_page_moves_whole_and_alone(pool):
     """A5: page 1 of each group onto its page 2; every other byte stays."""
     tensors = leaf_tensors(pool)
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     for group in caches.groups:
         fill(tensors)
         expected = {key: as_bytes(tensor).copy() for key, tensor in tensors.items()}
@@ -78,7 +79,7 @@ def test_a5_a_page_moves_whole_and_alone(pool):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arranged_pools_are_one_tensor_and_a_page_is_one_run(layout, arrangement, page_size):
     pool = ours(layout, arrangement, page_size, size=page_size * 4)
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     (tensor,) = caches.tensors
     row = pool.row_format.row_bytes
     assert tuple(tensor.shape) == (5, 3 * page_size * row)
@@ -99,7 +100,7 @@ def test_arranged_pools_are_one_tensor_and_a_page_is_one_run(layout, arrangement
 @pytest.mark.parametrize("pair", itertools.permutations(["layer_major", "token_major", "page_major"], 2))
 def test_pages_move_between_arrangements(pair):
     source, target = (ours("fp4", arrangement) for arrangement in pair)
-    views = [CanonicalKVCaches.from_pool(p) for p in (source, target)]
+    views = [describe(p) for p in (source, target)]
     slots = torch.arange(16)
     for p, value in ((source, 3), (target, 0xEE)):
         for layer_id in (5, 6, 7):
@@ -126,7 +127,7 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
             size = (pages - 1) * page_size
             pool = mha(page_size, size, heads=heads, dim=2, v_dim=2, layers=layers)
             fill(leaf_tensors(pool))
-            caches = CanonicalKVCaches.from_pool(pool)
+            caches = describe(pool)
             group = caches.group("kv")
             assert group.num_pages == pages
             assert [tuple(t.shape) for t in caches.tensors] == [(pages, page_size * heads * 4)] * 2 * layers
@@ -140,7 +141,7 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
 def test_b1_sentinel_sizes():
     """B1: 1234 pages and 5678 heads, which vLLM used to probe shapes with, mean nothing here."""
     pool = mha(page_size=1, size=1233, heads=5678, dim=1, v_dim=1, layers=1)
-    group = CanonicalKVCaches.from_pool(pool).group("kv")
+    group = describe(pool).group("kv")
     assert group.num_pages == 1234
     assert group.layer(5, "v").runs.size_bytes == 5678 * 2
 
@@ -154,7 +155,7 @@ def test_pages_fold_where_they_divide(page, pages):
         lambda **k: ours("fp4", "page_major", **k),
     ):
         pool = make(page_size=4, size=20)
-        plain, folded = CanonicalKVCaches.from_pool(pool), CanonicalKVCaches.from_pool(pool, page)
+        plain, folded = describe(pool), describe(pool, page)
         group = folded.group("kv")
         assert (group.num_pages, group.page_size_tokens) == (pages, page)
         for reference in plain.group("kv").layers:
@@ -171,7 +172,7 @@ def test_pages_fold_where_they_divide(page, pages):
 def test_index_pages_fold_into_pages(make):
     """The indexer's kernels see pages of 64 tokens, whatever the view's page is."""
     pool = make(size=64 * 5)
-    caches = CanonicalKVCaches.from_pool(pool, 128)
+    caches = describe(pool, 128)
     group = caches.group("kv")
     assert group.num_pages == 3
     assert group.layer(4, "indexer").runs.size_bytes == 2 * 8448
@@ -185,7 +186,7 @@ def test_rows_of_sparse_models_without_their_index_keys(layout):
     """What the host tier moves: SGLang keeps index keys in a pool beside it."""
     pool = ours_dsa(layout)
     fill(leaf_tensors(pool))
-    caches = CanonicalKVCaches.from_pool(pool)
+    caches = describe(pool)
     alone = caches.only("kv")
     row = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}[layout]
     assert alone.group("kv").bytes_per_page == 3 * 64 * row
@@ -205,14 +206,12 @@ def test_rows_of_sparse_models_without_their_index_keys(layout):
 
 def test_index_keys_in_other_pages_or_with_tails_are_not_described():
     kpool = {"page_size": 256, "size": 512, "index_kpool": 4}
-    group = CanonicalKVCaches.from_pool(ours_dsa("bf16", **kpool)).group("kv")
+    group = describe(ours_dsa("bf16", **kpool)).group("kv")
     assert group.layer(4, "indexer").runs.size_bytes == 8448  # of 256 tokens
     with pytest.raises(TypeError, match="compressed index keys keeps tails per request"):
-        CanonicalKVCaches.from_pool(
-            ours_dsa("bf16", **kpool, index_kpool_compress=True, max_running_requests=2)
-        )
+        describe(ours_dsa("bf16", **kpool, index_kpool_compress=True, max_running_requests=2))
     with pytest.raises(TypeError, match="has 7 pages of index keys beside 128 .* 64 slots"):
-        CanonicalKVCaches.from_pool(ours_dsa("bf16", index_buf_size=384))
+        describe(ours_dsa("bf16", index_buf_size=384))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_index_keys_in_other_pages_or_with_tails_are_not_described():
 )
 def test_pages_that_do_not_divide(make, page, message):
     with pytest.raises(ValueError, match=message):
-        CanonicalKVCaches.from_pool(make(), page)
+        describe(make(), page)
 
 
 def mha_pair(first, second):
@@ -256,7 +255,7 @@ def mha_pair(first, second):
     ],
 )
 def test_bytes_that_mean_something_else_do_not_move(make, page):
-    source, target = (CanonicalKVCaches.from_pool(p, page) for p in make())
+    source, target = (describe(p, page) for p in make())
     with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
         copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
 
@@ -265,7 +264,7 @@ def test_heads_that_take_turns_in_other_pages_do_not_move(monkeypatch):
     """Two pages of 4 tokens hold the heads of a page of 8 in another order."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     source, target = mha_pair({"dim": 2, "v_dim": 2}, {"dim": 2, "v_dim": 2, "page_size": 8, "size": 24})
-    views = CanonicalKVCaches.from_pool(source, 8), CanonicalKVCaches.from_pool(target)
+    views = describe(source, 8), describe(target)
     assert views[0].group("kv").bytes_per_page == views[1].group("kv").bytes_per_page
     with pytest.raises(ValueError, match="by head in pages of 4.*by head in pages of 8"):
         copy_pages(*views, "kv", torch.tensor([0]), torch.tensor([1]))

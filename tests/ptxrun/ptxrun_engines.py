@@ -19,7 +19,7 @@ import ptxrun
 import ptxrun_builds
 import torch
 
-CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "host" / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "sgl_kvpool" / "transfer" / "csrc"
 #: `Transfer` and `RowLayout` of csrc: int64 numbers, by value.
 _TRANSFER, _ROW_LAYOUT = struct.Struct("9q"), struct.Struct("11q")
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)

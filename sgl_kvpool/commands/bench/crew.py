@@ -27,7 +27,7 @@ from typing import Any
 
 __all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
 #: For a worker to end after its last job, and for a killed one to be gone: a driver may take a while to stop

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["Report", "commit", "machine", "replace_file", "require_writable"]
 
 #: Folder that has this package in it: the root of a checkout, or where packages are installed.
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sgl_kvpool.memory.canonical import CanonicalKVCaches
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
-from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
 from sgl_kvpool.transfer.conversion import host_layout_problem
 from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.transfer.lane import Lane
@@ -128,7 +127,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
         # The rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under its pages.
-        self._device_views = [CanonicalKVCaches.from_pool(pool, page_size).only("kv") for pool in pools]
+        self._device_views = [describe(pool, page_size).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
             raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any
 
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.pool import describe
 
 __all__ = ["STATE_FORMAT_VERSION", "StateView"]
 
@@ -59,7 +60,7 @@ class StateView:
         layers: list[LayerReference] = []
         counts = []
         for place, pool in enumerate(pools):
-            view = CanonicalKVCaches.from_pool(pool)
+            view = describe(pool)
             group = view.group("state")
             extra = sorted({layer.part for layer in group.layers if layer.layer_id is None})
             if extra:

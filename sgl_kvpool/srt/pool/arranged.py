@@ -101,7 +101,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "
-                "sgl_kvpool.memory.canonical.CanonicalKVCaches.from_pool"
+                "sgl_kvpool.srt.pool.describe"
             )
         return super().get_device_pool_infos()
 

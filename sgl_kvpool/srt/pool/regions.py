@@ -1,4 +1,4 @@
-"""Byte regions of SGLang's pools, for `CanonicalKVCaches.from_pool`.
+"""Byte views of SGLang's pools.
 
 Geometry comes from what a pool says of itself (`get_device_pool_infos` and its fields), never from shapes. A
 kind of pool is described if it stands in the table at the end, by its exact class (ours also by subclass): a
@@ -50,7 +50,28 @@ _LayerIds = Mapping[int, int] | None
 
 
 def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCaches:
-    """See `CanonicalKVCaches.from_pool`."""
+    """Byte view of a real SGLang pool, without a copy.
+
+    Parameters
+    ----------
+    pool : KVCache or MambaPool
+        MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window, hybrid linear,
+        or a pool of Mamba states.
+    page_size_tokens : int, optional
+        Tokens of a page of the view; the pool's page size unless given. A multiple of it, and of the
+        pages that kernels see, folds several of them into one.
+
+    Returns
+    -------
+    CanonicalKVCaches
+
+    Raises
+    ------
+    TypeError
+        A kind of pool, or of buffers in it, that is not described here, by name.
+    ValueError
+        A page size that is no such multiple, or does not divide the pool's slots.
+    """
     if page_size_tokens is not None:
         page_size_tokens = whole_number("page_size_tokens", page_size_tokens)
     regions = _Regions(page_size_tokens)
