@@ -5,8 +5,8 @@ Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its 
 code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
-``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into ``docs/attention.md``;
-`--check` fails if these differ. `--try` counts a tile that the table does not have.
+``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into
+``docs/attention.md``; `--check` fails if these differ. `--try` counts a tile that the table does not have.
 """
 
 from __future__ import annotations

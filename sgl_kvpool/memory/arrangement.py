@@ -11,7 +11,7 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 `page_major`    B L N C    ((b * L + l) * N + n) * C              one run of L * N * C bytes
 ==============  =========  =====================================  =============================
 
-`head_major` (B H L C) is for caches with H > 1 heads, whose pages `sgl_kvpool.memory.cross_layer` slices by head:
+`head_major` (B H L C) is for caches with H > 1 heads, whose pages `memory.cross_layer` slices by head:
 one head of all layers is one run, which is what a rank of a tensor-parallel peer asks for.
 
 SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row

@@ -7,21 +7,15 @@ for a layout, and only then hooks the pools; or for KVPOOL_FIX_TOPK=1, and hooks
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import sys
 from typing import NoReturn
 
 from sgl_kvpool import env
-from sgl_kvpool.refusal import Refusal, line
+from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS, Option, environment_problems
 
-logger = logging.getLogger(__name__)
-
 __all__ = ["register"]
-
-#: Of what a line on stderr lists; more of them are read in a report.
-_SHOWN_PROBLEMS = 3
 
 
 def register() -> None:
@@ -63,15 +57,15 @@ def _install() -> None:
         if asked:
             raise Refusal(f"{asked} was asked for, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
-        _warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
+        seams.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
 
-    if stop_if(seams.check(seams.SERVER_ARGS), fatal=bool(asked)):
+    if seams.stop_if(seams.check(seams.SERVER_ARGS), fatal=bool(asked)):
         return
     from sgl_kvpool.sglang_plugin.hooks import server_args
 
     server_args.install()
-    stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=bool(asked))
+    seams.stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=bool(asked))
 
     # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
     # an Engine: hooking the pools there does nothing, since it builds none.
@@ -81,41 +75,21 @@ def _install() -> None:
         from sgl_kvpool.sglang_plugin import startup
         from sgl_kvpool.sglang_plugin.hooks import pools
 
-        stop_if(seams.check(seams.SCHEDULER))
+        seams.stop_if(seams.check(seams.SCHEDULER))
         pools.install()
         startup.install()
-        stop_if(seams.check(seams.SCHEDULER, applied=True))
+        seams.stop_if(seams.check(seams.SCHEDULER, applied=True))
     elif env.is_asked(env.FIX_TOPK):
         from sgl_kvpool.sglang_plugin.hooks import dsa
 
-        stop_if(seams.check(seams.SPARSE_ATTENTION))
+        seams.stop_if(seams.check(seams.SPARSE_ATTENTION))
         dsa.install()
-        stop_if(seams.check(seams.SPARSE_ATTENTION, applied=True))
+        seams.stop_if(seams.check(seams.SPARSE_ATTENTION, applied=True))
 
 
 def _is_a_program() -> bool:
     """Whether this process called `Engine(...)` itself: what is wrong is then an exception of that call."""
     return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
-
-
-def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
-    """Refuse to go on if seams do not hold; where nothing was asked for, say so and return True."""
-    if not problems:
-        return False
-    shown, more = problems[:_SHOWN_PROBLEMS], len(problems) - _SHOWN_PROBLEMS
-    text = "this SGLang differs where the plugin takes hold: " + "; ".join(shown)
-    if more > 0:
-        text += f"; and {more} more, which `sgl-kvpool doctor` lists"
-    if fatal:
-        raise Refusal(text)
-    _warn(line(text))
-    return True
-
-
-def _warn(text: str) -> None:
-    """Warn once per server: its children load plugins too."""
-    if multiprocessing.parent_process() is None:
-        logger.warning(text)
 
 
 def _asked_for() -> str | None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
+import multiprocessing
 import pkgutil
 from collections.abc import Callable, Iterable
 
 from sgl_kvpool import env
+from sgl_kvpool.refusal import Refusal, line
 from sgl_kvpool.sglang_plugin.seam_list import (
     ATTENTION,
     DISAGGREGATION,
@@ -40,9 +43,16 @@ __all__ = [
     "STEPS",
     "Seam",
     "check",
+    "stop_if",
     "version_problem",
+    "warn",
     "wrap",
 ]
+
+logger = logging.getLogger(__name__)
+
+#: Of what a line on stderr lists; more of them are read in a report.
+_SHOWN_PROBLEMS = 3
 
 #: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
@@ -130,3 +140,23 @@ def wrap(target: str, hook: Callable) -> None:
     HookRegistry._apply_target(target, [(HookType.AROUND, hook, source)])
     wrapped = pkgutil.resolve_name(target)
     setattr(getattr(wrapped, "__func__", wrapped), _MARK, True)
+
+
+def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
+    """Refuse to go on if seams do not hold; where nothing was asked for, say so and return True."""
+    if not problems:
+        return False
+    shown, more = problems[:_SHOWN_PROBLEMS], len(problems) - _SHOWN_PROBLEMS
+    text = "this SGLang differs where the plugin takes hold: " + "; ".join(shown)
+    if more > 0:
+        text += f"; and {more} more, which `sgl-kvpool doctor` lists"
+    if fatal:
+        raise Refusal(text)
+    warn(line(text))
+    return True
+
+
+def warn(text: str) -> None:
+    """Warn once per server: its children load plugins too."""
+    if multiprocessing.parent_process() is None:
+        logger.warning(text)

@@ -153,7 +153,8 @@ def test_allow_untested_makes_the_version_a_note(tmp_path):
     info = tmp_path / "sglang-0.6.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
-    code = "from sgl_kvpool.commands.doctor.probes import packages; f = packages(); print(f.problems, len(f.notes))"
+    code = "from sgl_kvpool.commands.doctor.probes import packages; "
+    code += "f = packages(); print(f.problems, len(f.notes))"
     for value, expected in (("1", "[] 1"), ("0", "KVPOOL_ALLOW_UNTESTED=1 to try")):
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "KVPOOL_ALLOW_UNTESTED": value}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -166,7 +166,7 @@ def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_schedule
 
 def test_of_many_problems_the_first_are_in_the_line():
     from sgl_kvpool.refusal import Refusal
-    from sgl_kvpool.sglang_plugin import stop_if
+    from sgl_kvpool.sglang_plugin.seams import stop_if
 
     with pytest.raises(Refusal, match="takes hold: a; b; c; and 2 more, which `sgl-kvpool doctor` lists$"):
         stop_if([*"abcde"])

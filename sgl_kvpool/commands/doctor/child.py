@@ -1,4 +1,4 @@
-"""One probe in a process of its own: ``python -P -m sgl_kvpool.commands.doctor.child NAME`` prints its finding."""
+"""One probe in its own process: ``python -P -m sgl_kvpool.commands.doctor.child NAME`` prints its finding."""
 
 from __future__ import annotations
 

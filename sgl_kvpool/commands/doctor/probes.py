@@ -1,6 +1,6 @@
 """What `sgl-kvpool doctor` looks at. Each probe returns facts, problems and notes, and may fail.
 
-Probes that import other packages run in a process of their own (:mod:`sgl_kvpool.commands.doctor.child`), since a
+Probes that import other packages run in their own process (:mod:`sgl_kvpool.commands.doctor.child`), since a
 broken installation may hang, end or crash the process that imports it.
 """
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import plot, report
 from sgl_kvpool.commands.plan.plannable import check_sizes
-from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Plan
+from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.transfer.labels import NARROWEST_HOST_LAYOUT
 
@@ -35,25 +35,6 @@ _OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-p
 
 #: A checkpoint that SGLang reads the configuration of, besides the model's.
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A server to ask about: layouts on the device (None: SGLang as it is) and on the host."""
-
-    layout: str | None
-    host_layout: str | None = None
-
-    def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
-        """Of `sglang.launch_server`, without the model. A host tier needs a size in GB of a rank."""
-        found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
-        if self.layout is not None:
-            found += ["--kv-cache-layout", self.layout]
-        if host_gb is not None:
-            found += ["--enable-hierarchical-cache", "--hicache-size", str(host_gb)]
-            if self.host_layout is not None:
-                found += ["--kv-host-layout", self.host_layout]
-        return [*found, *others]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,18 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_kvpool.commands.plan.host_tier import HostBytes, HostTokens, host_tokens, largest_whole_gb
-
-if TYPE_CHECKING:
-    from sgl_kvpool.commands.plan.command import Candidate
 
 __all__ = ["CONTEXT_TOKENS", "SCHEMA", "Plan", "PlannedServer"]
 
 SCHEMA = 1
 #: Tokens of a request, unless the model's context is shorter.
 CONTEXT_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server to ask about: layouts on the device (None: SGLang as it is) and on the host."""
+
+    layout: str | None
+    host_layout: str | None = None
+
+    def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
+        """Of `sglang.launch_server`, without the model. A host tier needs a size in GB of a rank."""
+        found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
+        if self.layout is not None:
+            found += ["--kv-cache-layout", self.layout]
+        if host_gb is not None:
+            found += ["--enable-hierarchical-cache", "--hicache-size", str(host_gb)]
+            if self.host_layout is not None:
+                found += ["--kv-host-layout", self.host_layout]
+        return [*found, *others]
 
 
 @dataclass(frozen=True)

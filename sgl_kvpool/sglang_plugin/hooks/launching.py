@@ -25,9 +25,8 @@ def install() -> None:
 
     Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
     """
-    from sgl_kvpool.sglang_plugin import stop_if
 
-    stop_if(seams.check(seams.LAUNCHER))
+    seams.stop_if(seams.check(seams.LAUNCHER))
     launch, engine_info, info = (seam.target for seam in seams.LAUNCHER if seam.hooked)
     seams.wrap(launch, _launch_scheduler_processes)
     seams.wrap(engine_info, _get_server_info)
@@ -35,7 +34,7 @@ def install() -> None:
     if "sglang.srt.ray.engine" in sys.modules:
         ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
         seams.wrap(ray, _launch_scheduler_actors)
-    stop_if(seams.check(seams.LAUNCHER, applied=True))
+    seams.stop_if(seams.check(seams.LAUNCHER, applied=True))
 
 
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):

@@ -183,9 +183,7 @@ def _decide(server_args):
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
     if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
-        from sgl_kvpool.sglang_plugin import stop_if
-
-        stop_if(seams.check(seams.MODEL))
+        seams.stop_if(seams.check(seams.MODEL))
 
 
 def _check_model(server_args):

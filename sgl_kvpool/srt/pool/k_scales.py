@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from sgl_kvpool.refusal import Refusal
 
-if TYPE_CHECKING:
-    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-
 __all__ = ["checked_k_scales", "k_scales_digest"]
+
+
+class _ScaledPool(Protocol):
+    """A pool whose layers have k_scales."""
+
+    start_layer: int
+    layer_num: int
+
+    def k_scale(self, layer_id: int) -> float: ...
 
 
 def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
@@ -41,7 +47,7 @@ def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
     return checked
 
 
-def k_scales_digest(pools: Sequence[LayoutMLATokenToKVPool]) -> str:
+def k_scales_digest(pools: Sequence[_ScaledPool]) -> str:
     """Name of what the rows of some pools were divided by, for storage keys and handshakes.
 
     Parameters
