@@ -1,4 +1,4 @@
-"""The process that asks SGLang: `python -m sgl_kvpool.commands.plan.child`, request on stdin, answers on stdout.
+"""What asks SGLang: `python -m sgl_kvpool.commands.plan.child`, request on stdin, answers to stdout.
 
 SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are a
 process's own. Input: one JSON object, with `machine` and `servers`. Output: one JSON line for
