@@ -2,6 +2,7 @@
 
 from sgl_kvpool.layout import FORMAT_VERSION, MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["FORMAT_VERSION", "KVArrangement", "MLAKVCacheLayout", "RowFormat", "__version__"]

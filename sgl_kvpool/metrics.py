@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_kvpool import __version__
+from sgl_kvpool.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
         for kind in FAILURES:
             _metrics["failures"].labels(kind=kind)
     _metrics["info"].labels(
-        layout=layout, host_layout=host_layout, arrangement=arrangement, backend=backend, version=__version__
+        layout=layout, host_layout=host_layout, arrangement=arrangement, backend=backend, version=VERSION
     ).set(1)
 
 

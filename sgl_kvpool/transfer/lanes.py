@@ -17,7 +17,6 @@ from sgl_kvpool.transfer import choice
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
-from sgl_kvpool.transfer.gpu_calls import gpu_calls
 from sgl_kvpool.transfer.jobs import RegisteredPieces
 from sgl_kvpool.transfer.labels import CPU_ENGINE
 from sgl_kvpool.transfer.lane import Lane
@@ -28,9 +27,31 @@ from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Lanes", "lanes_of", "make_lanes"]
+__all__ = ["EngineRequest", "Lanes", "lanes_of", "make_lanes"]
 
 Engine = Callable[[TransferPlan], Any]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What decides which engine moves the pages of a host tier.
+
+    Attributes
+    ----------
+    engine : str
+        Of --kv-host-engine.
+    io_backend : str
+        Of --hicache-io-backend.
+    pieces : RegisteredPieces or None
+        Of the host pages; None if they are not pinned.
+    gpu_calls : callable
+        Loads the compiled side of the GPU engines, csrc/engine_calls.h; called for pools on a GPU only.
+    """
+
+    engine: str
+    io_backend: str
+    pieces: RegisteredPieces | None
+    gpu_calls: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -69,10 +90,7 @@ def make_lanes(
     device_rows: RowFormat,
     host_rows: RowFormat,
     k_scales: Sequence[Sequence[float]],
-    *,
-    engine: str,
-    io_backend: str,
-    pieces: RegisteredPieces | None,
+    request: EngineRequest,
 ) -> Lanes:
     """Lanes between device pools and host pages.
 
@@ -89,12 +107,7 @@ def make_lanes(
     device_rows, host_rows : RowFormat
     k_scales : sequence of sequences of float
         For each pool, by its layers.
-    engine : str
-        Of --kv-host-engine.
-    io_backend : str
-        Of --hicache-io-backend.
-    pieces : RegisteredPieces or None
-        Of the host pages; None if they are not pinned.
+    request : EngineRequest
 
     Raises
     ------
@@ -115,17 +128,14 @@ def make_lanes(
         there = TransferPlan(view, host, group.name, conversion)
         back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
         plans.append((there, back))
-    return lanes_of(plans, pages, pages.shape[1], engine=engine, io_backend=io_backend, pieces=pieces)
+    return lanes_of(plans, pages, pages.shape[1], request)
 
 
 def lanes_of(
     plans: Sequence[tuple[TransferPlan, TransferPlan]],
     pages: torch.Tensor,
     staged_bytes: int,
-    *,
-    engine: str,
-    io_backend: str,
-    pieces: RegisteredPieces | None,
+    request: EngineRequest,
 ) -> Lanes:
     """Lanes of plans, with the engines that suit the first of them.
 
@@ -137,18 +147,15 @@ def lanes_of(
         The host's memory, which holds nothing yet.
     staged_bytes : int
         What a slot of a page buffer takes at least: a page of rows, of states `staged_state_bytes`.
-    engine, io_backend, pieces
-        As for `make_lanes`.
+    request : EngineRequest
     """
     tensors = plans[0][0].source.tensors
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type == "cpu":
-        to_host: Engine = engine_class(required=engine == CPU_ENGINE)
+        to_host: Engine = engine_class(required=request.engine == CPU_ENGINE)
         to_device: Engine = to_host
     else:
-        to_host, to_device = _gpu_engines(
-            plans[0][0], pages, staged_bytes, device, engine, io_backend, pieces
-        )
+        to_host, to_device = _gpu_engines(plans[0][0], pages, staged_bytes, device, request)
     return Lanes(
         [Lane(there, "to_host", to_host) for there, _ in plans],
         [Lane(back, "to_device", to_device) for _, back in plans],
@@ -160,15 +167,13 @@ def _gpu_engines(
     pages: torch.Tensor,
     staged_bytes: int,
     device: torch.device,
-    requested: str,
-    io_backend: str,
-    pieces: RegisteredPieces | None,
+    request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """What makes the engines of both directions, which is fixed here."""
     try:
-        return _built_engines(plan, pages, staged_bytes, device, requested, io_backend, pieces)
+        return _built_engines(plan, pages, staged_bytes, device, request)
     except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
-        if requested != "auto":
+        if request.engine != "auto":
             raise
         metrics.failed("engine_build", "the GPU engines", error=error)
         return TorchEngine, TorchEngine
@@ -179,23 +184,21 @@ def _built_engines(
     pages: torch.Tensor,
     staged_bytes: int,
     device: torch.device,
-    requested: str,
-    io_backend: str,
-    pieces: RegisteredPieces | None,
+    request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """The same, or whatever an engine fails with."""
-    calls = gpu_calls()
+    calls, pieces = request.gpu_calls(), request.pieces
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
     converts, is_pinned = plan.conversion is not None, pieces is not None
-    wants_rates = requested == "auto" and io_backend == "direct" and not converts and pieces is not None
+    wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
     rates = choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
     made = []
     for direction in ("to_host", "to_device"):
         name, reason = choice.choose(
-            requested,
+            request.engine,
             run_bytes=run_bytes,
             converts=converts,
-            io_backend=io_backend,
+            io_backend=request.io_backend,
             is_pinned=is_pinned,
             rates=rates.get(direction),
         )

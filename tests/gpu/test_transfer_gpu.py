@@ -12,9 +12,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "hos
 
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
+from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.transfer import choice
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
-from sgl_kvpool.transfer.gpu_calls import gpu_calls
 from sgl_kvpool.transfer.jobs import RegisteredPieces
 from sgl_kvpool.transfer.lane import Lane
 from sgl_kvpool.transfer.page_buffer import PageBuffer

@@ -65,35 +65,34 @@ def plan():
     return TransferPlan(side("layer_major", 0)[0], side("page_major", 0)[0], "kv")
 
 
-def gpu_engines(plan, requested, pieces=True):
+def gpu_engines(plan, requested, gpu_calls, pieces=True):
     from sgl_kvpool.transfer.jobs import RegisteredPieces
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredPieces() if pieces else None
-    return lanes._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), requested, "kernel", given)
+    request = lanes.EngineRequest(requested, "kernel", given, gpu_calls)
+    return lanes._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
 
 
-def test_engines_that_cannot_be_built(monkeypatch, failures, plan):
+def test_engines_that_cannot_be_built(failures, plan):
     """Torch's copies instead, which is said; by name it is an error."""
 
     def fails():
         raise RuntimeError("ninja exited with status 1")
 
-    monkeypatch.setattr(lanes, "gpu_calls", fails)
-    made = gpu_engines(plan, "auto")
+    made = gpu_engines(plan, "auto", fails)
     assert [engine(plan).name for engine in made] == ["torch", "torch"]
     assert failures() == {"engine_build": 1}
     with pytest.raises(RuntimeError, match="ninja"):
-        gpu_engines(plan, "kernel")
+        gpu_engines(plan, "kernel", fails)
 
 
 @pytest.mark.parametrize("requested", ["auto", "staged", "copy_engine", "kernel"])
-def test_one_line_says_which_and_why(monkeypatch, caplog, plan, requested):
+def test_one_line_says_which_and_why(caplog, plan, requested):
     from emulated import calls
 
-    monkeypatch.setattr(lanes, "gpu_calls", calls)
     with caplog.at_level(logging.INFO, logger="sgl_kvpool"):
-        made = gpu_engines(plan, requested)
+        made = gpu_engines(plan, requested, calls)
     name = "staged" if requested == "auto" else requested
     assert [engine(plan).name for engine in made] == [name, name]
     lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
@@ -102,9 +101,8 @@ def test_one_line_says_which_and_why(monkeypatch, caplog, plan, requested):
     ]  # fmt: skip
 
 
-def test_pageable_memory_is_torchs(monkeypatch, plan):
+def test_pageable_memory_is_torchs(plan):
     from emulated import calls
 
-    monkeypatch.setattr(lanes, "gpu_calls", calls)
     for requested in ("auto", "kernel"):
-        assert [e(plan).name for e in gpu_engines(plan, requested, pieces=False)] == ["torch", "torch"]
+        assert [e(plan).name for e in gpu_engines(plan, requested, calls, pieces=False)] == ["torch", "torch"]

@@ -6,6 +6,7 @@ run, which is what the link can do. Transcoding is counted in the bytes that cro
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,8 +63,11 @@ class Gpu:
 
     @property
     def calls(self) -> Any:
-        """Compiled code."""
-        from sgl_kvpool.transfer.gpu_calls import gpu_calls
+        """Compiled code, as servers load it where SGLang is."""
+        if importlib.util.find_spec("sglang") is not None:
+            from sgl_kvpool.srt.host.gpu_calls import gpu_calls
+        else:
+            from sgl_kvpool.transfer.gpu_calls import gpu_calls
 
         return gpu_calls()
 

@@ -94,7 +94,7 @@ def _cpu_engine() -> None:
 
 
 def _gpu_engines() -> None:
-    from sgl_kvpool.transfer.gpu_calls import gpu_calls
+    from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 
     gpu_calls()
 

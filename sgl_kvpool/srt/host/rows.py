@@ -23,13 +23,14 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
+from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
 from sgl_kvpool.transfer.conversion import host_layout_problem
 from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.transfer.lane import Lane
-from sgl_kvpool.transfer.lanes import make_lanes
+from sgl_kvpool.transfer.lanes import EngineRequest, make_lanes
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +201,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._device_rows,
             self.row_format,
             self._k_scales,
-            engine=self._options.engine,
-            io_backend=self._io_backend,
-            pieces=self._pieces,
+            EngineRequest(self._options.engine, self._io_backend, self._pieces, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

@@ -17,11 +17,12 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
+from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
 from sgl_kvpool.srt.host.state_view import StateView
 from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
 from sgl_kvpool.transfer.lane import Lane
-from sgl_kvpool.transfer.lanes import lanes_of
+from sgl_kvpool.transfer.lanes import EngineRequest, lanes_of
 from sgl_kvpool.transfer.page_buffer import staged_state_bytes
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -178,9 +179,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             plans,
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
-            engine=options.engine,
-            io_backend=io_backend,
-            pieces=self._pieces,
+            EngineRequest(options.engine, io_backend, self._pieces, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

@@ -1,0 +1,35 @@
+"""The compiled side of the GPU engines by SGLang's own loader, through tvm-ffi, without torch's headers."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+from sglang.kernels.jit.utils import load_jit
+
+from sgl_kvpool.transfer.gpu_calls import NAME, SOURCES
+from sgl_kvpool.transfer.ninja import ninja_on_path
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["gpu_calls"]
+
+
+@cache
+def gpu_calls() -> Any:
+    """Functions of csrc/engine_calls.h, whose arguments are all int; addresses are not checked.
+
+    Raises
+    ------
+    Exception
+        Whatever the loader raises: no CUDA compiler, a folder that cannot be written.
+    """
+    logger.info("sgl-kvpool: loading the GPU transfer engines, compiling them if this is their first time")
+    with ninja_on_path():
+        return load_jit(
+            NAME,
+            cuda_files=[str(SOURCES / "bind_tvm_ffi.cu")],
+            extra_include_paths=[str(SOURCES)],
+            header_only=False,
+        )
