@@ -192,15 +192,20 @@ def llm_table() -> str:
     return "\n".join(lines)
 
 
+def served_table() -> str:
+    """Perplexity of SmolLM2 per layout through the server, from `demo_smollm2_cpu.json`, as Markdown."""
+    return _perplexities("demo_smollm2_cpu.json", {"layout": "layout"}, "token")
+
+
 def host_table() -> str:
     """The same behind prefixes that came back from a host tier, from `host_layout_cpu.json`."""
     return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
 
 
-def _perplexities(file: str, columns: dict[str, str]) -> str:
+def _perplexities(file: str, columns: dict[str, str], token: str = "byte") -> str:
     results = json.loads((BENCHMARKS / file).read_text())["results"]
     names = {layout.value for layout in MLAKVCacheLayout}
-    titles = [*columns, "perplexity per byte", "change", "standard error", "same top byte"]
+    titles = [*columns, f"perplexity per {token}", "change", "standard error", f"same top {token}"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for result in results:
         values = [result[field] for field in columns.values()]
@@ -226,6 +231,7 @@ def rope_table() -> str:
 
 TABLES = {
     "llm": llm_table,
+    "served": served_table,
     "errors": errors_table,
     "bytes": bytes_table,
     "host tier": host_table,

@@ -76,7 +76,7 @@ class SegmentEncoding(Enum):
     ----------
     values : Encoding
     scales : Encoding or None
-        Of the scales that are stored beside the values; None if there are none.
+        Encoding of the scales that are stored beside the values; None for values without stored scales.
     scale_block_values : int
         Values that share one stored scale; 0 without stored scales.
     uses_k_scale : bool

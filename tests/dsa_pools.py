@@ -62,7 +62,7 @@ def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
 
 
 def stock_pool(layout, rank=512, rope=64, **extra):
-    """SGLang's own; there is none with FP4 latents."""
+    """SGLang's own pool, which has no form with FP4 latents."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     return DSATokenToKVPool(**arguments(layout, rank, rope, **extra))

@@ -120,7 +120,7 @@ def test_a_run(small, tmp_path, capsys):
     assert main(["bench", "transfer", "--quick", "--json", str(report), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     first, *lines = printed.splitlines()
-    assert first.startswith("12 pools and 4 pairs of layouts: about ")
+    assert first.startswith("15 pools and 8 pairs of layouts: about ")
     assert first.endswith(" here, up to 0.0 GB of memory")
     # What the columns are stands above the table.
     head = next(number for number, line in enumerate(lines) if line.startswith("layout "))

@@ -61,7 +61,7 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
             "attention", "--quick", "--minutes", "0.8", *device,
         ),
         *([tiles(8, 35, 45), tiles(32, 35, 45)] if on_gpu else []),
-        _bench("codec-quick", "speed of the codec", 18, 35, parsers.codec, "codec", "--quick"),
+        _bench("codec-quick", "speed of the codec", 18, 28, parsers.codec, "codec", "--quick"),
         _bench(
             "transfer-quick", "transfer engines beside a pinned copy", 50, 60, parsers.transfer,
             "transfer", "--quick", *device,

@@ -39,9 +39,9 @@ class _Scratch:
 
 
 # --------------------------------------------------------------------------------------- encoding
-# An encoder takes bf16 [tokens, count], values per stored scale (0: none) and k_scale (1.0 where
-# the segment has none); it returns the bytes of the values and of the scales (None: none), uint8
-# [tokens, size_bytes].
+# An encoder takes bf16 [tokens, count], values per stored scale (0 without scales) and what values are
+# divided by (1.0 without a k_scale); it returns the bytes of the values and of the scales (None without
+# scales), uint8 [tokens, size_bytes].
 
 _Encoded = tuple[torch.Tensor, torch.Tensor | None]
 

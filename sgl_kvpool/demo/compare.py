@@ -33,10 +33,10 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = ["compare", "has_room_for_host_tier", "layout_server"]
 
 _PAGE_SIZE = 64
-#: A host tier, of 6 tokens per token of the pool, and answers that say what came from it.
-_HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--enable-cache-report")
+#: A host tier, and answers that say what came from it.
+_HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report")
 #: Memory that it takes, and what the server itself takes after the question was asked.
-_HOST_TIER_BYTES = (1 << 30) + (3 << 30)
+_HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 
 #: What a run leaves in its folder. It is written into a folder in there, until the run has finished.
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
@@ -55,13 +55,19 @@ def has_room_for_host_tier() -> bool:
     return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
+def _host_tier_ratio(model: DemoModel) -> int:
+    """Tokens of the host tier per token of the pool: the evicted prompt stays, however many windows come."""
+    tokens = len(model.windows) * len(model.windows[0]) + 2 * len(model.evicted)
+    return max(6, -(-tokens // model.bf16_tokens))
+
+
 def layout_server(model: DemoModel, layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
     """The server the demo starts for a layout, not yet started."""
     tokens = model.tokens_in_the_same_memory(layout)
     arguments = cpu_arguments(model.path, port, max_total_tokens=tokens)
     arguments += ["--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
     if has_room_for_host_tier():
-        arguments += _HOST_TIER
+        arguments += [*_HOST_TIER, "--hicache-ratio", str(_host_tier_ratio(model))]
     return Server(arguments, log, {env.PREFILL_READS_ROWS: "1"})
 
 

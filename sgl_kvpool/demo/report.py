@@ -144,7 +144,9 @@ def write_plot(path: Path, results: Sequence[Result], title: str, token: str) ->
         if result.difference is not None:
             label += f"\n{_percent(result.difference)}"
             error = result.difference.standard_error * result.perplexity
-        axes.errorbar(result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5)
+        point, _, _ = axes.errorbar(
+            result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5
+        )
         # Above and below in turn: neighbours are narrower apart than their names are wide.
         above = index % 2 == 0
         axes.annotate(
@@ -155,6 +157,7 @@ def write_plot(path: Path, results: Sequence[Result], title: str, token: str) ->
             ha="center",
             va="bottom" if above else "top",
             fontsize="small",
+            color=point.get_color(),
         )
     megabytes = results[0].pool_bytes / 1e6
     axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")

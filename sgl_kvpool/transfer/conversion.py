@@ -58,7 +58,8 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
     if _bytes(host, device) < device.row_bytes and _odd_sizes(host, device):
         reason = f"conversions need rows of a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes"
     else:
-        reason = "the host tier would hold fewer tokens, and none better"
+        tokens = "as many" if _bytes(host, device) == device.row_bytes else "fewer"
+        reason = f"the host tier would hold {tokens} tokens, and none better"
     return (
         f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
         f"{device.row_bytes}: {reason}; {use(['same', *map(str, able)])}"
@@ -117,7 +118,9 @@ class RowConversion:
         if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:
             rope = _finite(rope)
         converted = encode_rows(nope, rope, self.target, k_scale=k_scale)
-        if _latent_id(self.source) == _latent_id(self.target):
+        if _latent_id(self.source) == _latent_id(self.target) and (
+            self.source.nope.uses_k_scale == self.target.nope.uses_k_scale
+        ):
             for mine, theirs in zip(_latent(self.source), _latent(self.target), strict=True):
                 converted[:, theirs] = rows[:, mine]
         return converted

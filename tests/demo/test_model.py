@@ -220,3 +220,12 @@ def test_the_model_knows_english(folder):
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
     assert 5 < loss.exp() < 25
+
+
+def test_the_host_tier_holds_the_evicted_prompt_after_all_windows(bytes_model):
+    """64 windows of 512 tokens pushed it out of a host tier of 6 times 3072 tokens."""
+    model = dataclasses.replace(
+        bytes_model, windows=[[n] * 512 for n in range(128)], bf16_tokens=3072, evicted=[1] * 1000
+    )
+    assert compare._host_tier_ratio(model) * 3072 >= 128 * 512 + 1000
+    assert compare._host_tier_ratio(bytes_model) == 6

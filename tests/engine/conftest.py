@@ -46,6 +46,7 @@ CONFIGURATIONS = {
     "stock": ([], WATCHED),
     "foreign": ([], {**WATCHED, "PYTHONPATH": "{tmp}/foreign" + os.pathsep + str(HERE)}),
     "bf16": ([LAYOUT, "bf16"], {}),
+    "fp4": ([LAYOUT, "fp4"], READS_ROWS),
     # Our pool, read by a stock backend.
     "fp8-native": ([LAYOUT, "fp8", "--attention-backend", "torch_native"], {}),
     "bf16-token_major-native": (

@@ -63,7 +63,8 @@ def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, name):
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
     assert cached(found["host_hit"]) == {"device": 0, "host": LONG, "storage": 0}
     first = answers["first"][3]["output_ids"]
-    assert first == record(FIRST[layout])["first"][3]["output_ids"]
+    if name != FIRST[layout]:
+        assert first == record(FIRST[layout])["first"][3]["output_ids"]
     assert found["device_hit"]["output_ids"] == first
     assert found["host_hit"]["output_ids"] == first
     assert found["host_hit"]["text"] == found["device_hit"]["text"]

@@ -153,8 +153,18 @@ def test_log_probabilities_show_the_layout(record):
     assert all(math.isfinite(value) for value in distance.values())
     assert 0 < distance["fp8_block_scale"] < distance["fp4"] < 0.3
     assert 0 < distance["fp8"] < 0.3
-    assert distance["fp4"] != distance["fp4_fp8_rope"] < 0.3
+    # Their latents are alike: rows of another layout would lie further away or nearer.
+    assert 0.5 * distance["fp4"] < distance["fp4_fp8_rope"] < 0.3
+    assert distance["fp4_fp8_rope"] != distance["fp4"]
     assert distance["damaged"] > 4 * distance["fp4"]
+
+
+@pytest.mark.engine("fp4", FIRST["fp4"])
+def test_a_host_tier_changes_no_answer(record):
+    plain, found = record("fp4"), record(FIRST["fp4"])
+    assert tokens(found["first"]) == tokens(plain["first"])
+    assert tokens(found["batch"]) == tokens(plain["batch"])
+    assert mean_distance(logprobs(found["prompt"]), logprobs(plain["prompt"])) < 0.02
 
 
 @pytest.mark.engine("bf16", FIRST["bf16"])

@@ -143,6 +143,17 @@ def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
     assert torch.equal(back[:, latent], rows_[:, latent])
 
 
+def test_latents_that_are_divided_by_other_scales_are_not_alike():
+    """By torch; no layout of today stores latents in e4m3 without the layer's k_scale."""
+    own = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(128, 64)
+    other = replace(own, nope=replace(own.nope, uses_k_scale=False))
+    values = torch.randn(20, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
+    stored = encode_rows(values[:, :128], values[:, 128:], own, k_scale=0.5)
+    narrow = RowConversion(source=own, target=other, k_scales=(0.5,)).convert(stored, 0)
+    codes, found = (rows[:, :128].view(torch.float8_e4m3fn).float() for rows in (stored, narrow))
+    assert torch.equal(found, (0.5 * codes).to(torch.float8_e4m3fn).float())
+
+
 @pytest.mark.parametrize(("device", "host"), [pair for pair in NARROWER if pair[0] == "bf16"])
 def test_every_bf16_pattern(device, host):
     """NaN with its payloads, infinities and subnormals: in a rope of bf16 they keep their bits."""

@@ -50,7 +50,7 @@ def built(published, arranged, monkeypatch):
     return build
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
 @pytest.mark.parametrize("arrangement", ["layer_major", "token_major", "page_major"])
 def test_the_pool_has_the_arrangement(built, arrangement, layout):
     pool, line = built(arrangement, layout=layout, backends=("kvpool_mla", "kvpool_mla"))

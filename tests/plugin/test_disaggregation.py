@@ -16,14 +16,8 @@ import pytest
 import torch
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, START, device_pool, fill, rows
 from managers import STRINGS, pool_of
+from shown import SHOWN
 
-SHOWN = {
-    "bf16": "bfloat16",
-    "fp8": "fp8_e4m3",
-    "fp8_block_scale": "bfloat16",
-    "fp4": "bfloat16",
-    "fp4_fp8_rope": "bfloat16",
-}
 # -------------------------------------------------------------------- the handshake
 
 

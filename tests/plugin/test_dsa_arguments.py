@@ -5,15 +5,9 @@ one: Hopper, or Blackwell.
 """
 
 import pytest
+from shown import SHOWN_SPARSE as SHOWN
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
-SHOWN = {
-    "bf16": "bfloat16",
-    "fp8": "fp8_e4m3",
-    "fp8_block_scale": "fp8_e4m3",
-    "fp4": "bfloat16",
-    "fp4_fp8_rope": "bfloat16",
-}
 
 
 def pair(prefill, decode):

@@ -35,7 +35,7 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
 def test_the_geometry_decides(resolve, checkpoints):
     """656-type rows of a latent of 256 without rope have 272 bytes, fp8 rows 256."""
     argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
-    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*use one of: same, fp4$"):
+    with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, fp4, fp4_fp8_rope$"):
         resolve(checkpoints["rank256"], *argv, "fp8_block_scale")
     assert options(resolve(checkpoints["rank256"], *argv, "fp4")) == ("fp4", "auto")
 

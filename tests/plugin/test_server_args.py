@@ -5,15 +5,9 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from shown import SHOWN
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
-SHOWN = {
-    "bf16": "bfloat16",
-    "fp8": "fp8_e4m3",
-    "fp8_block_scale": "bfloat16",
-    "fp4": "bfloat16",
-    "fp4_fp8_rope": "bfloat16",
-}
 
 
 def view(server_args):
@@ -55,7 +49,7 @@ def test_help_shows_the_argument(resolve):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     text = parser.format_help()
-    assert "--kv-cache-layout {auto,bf16,fp8,fp8_block_scale,fp4}" in text
+    assert "--kv-cache-layout {auto,bf16,fp8,fp8_block_scale,fp4,fp4_fp8_rope}" in text
     assert "KVPOOL_KV_CACHE_LAYOUT" in text
 
 
@@ -81,7 +75,7 @@ def test_flag_against_environment(resolve, checkpoints, monkeypatch, written):
 
 
 def test_unknown_names(resolve, checkpoints, monkeypatch, tmp_path):
-    text = "is not a KV cache layout; choose one of: auto, bf16, fp8, fp8_block_scale, fp4$"
+    text = "is not a KV cache layout; choose one of: auto, bf16, fp8, fp8_block_scale, fp4, fp4_fp8_rope$"
     with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
         resolve(checkpoints["mla"], "--kv-cache-layout", "int4")
     config = tmp_path / "server.yaml"
@@ -89,7 +83,7 @@ def test_unknown_names(resolve, checkpoints, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=f"^--kv-cache-layout int4 {text}"):
         resolve(checkpoints["mla"], "--config", str(config))
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "int4")
-    with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4"):
+    with pytest.raises(ValueError, match="'int4'.*auto, bf16, fp8, fp8_block_scale, fp4, fp4_fp8_rope$"):
         resolve(checkpoints["mla"])
 
 

@@ -7,7 +7,7 @@ from codec_oracle import LAYOUTS, assert_same_bits, assert_same_bytes, assert_sa
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.codec import triton as kernels
-from sgl_kvpool.layout import SegmentEncoding
+from sgl_kvpool.layout import Encoding
 from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 
 FILL = 0xEE
@@ -105,7 +105,7 @@ def test_every_bf16(runs, name):
         kernels.store_rows(pool, slots, wide[:, :512], wide[:, 520:584], fmt, 1.0)
         reference.store_rows(expected, slots, wide[:, :512], wide[:, 520:584], fmt, 1.0)
         assert_same_bytes(pool, expected)
-        if fmt.rope.encoding is SegmentEncoding.BF16:
+        if fmt.rope.encoding is Encoding.BF16:
             keys = gathered(kernels, pool, slots, fmt)[:, 512:]
             assert_same_bits(keys, some)
 

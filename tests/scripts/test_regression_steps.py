@@ -229,7 +229,7 @@ def test_every_step_says_how_long_it_takes(machine, options):
         # A limit is several times as long: nobody is to take one for the other.
         assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
     if options == {}:
-        assert in_all(found, on_gpu=True).startswith("71 steps, about 3 h 22 min in all (estimated)")
+        assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimated)")
 
 
 def test_an_older_run_says_it_better():

@@ -122,17 +122,17 @@ def test_a_variable_that_no_server_takes(monkeypatch, capsys):
     [
         (
             "--minutes 1",
-            ["5 servers, one after", "(bf16, bf16-on-fp4, fp8, ", "12 s of traffic", "About 11 min"],
+            ["6 servers, one after", "(bf16, bf16-on-fp4_fp8_rope, fp8, ", "10 s of traffic", "About 13 min"],
         ),
         (
             "--minutes 5",
-            ["5 servers", "60 s of traffic on each", "About 24 minutes in all on two idle cores"],
+            ["6 servers", "50 s of traffic on each", "About 26 minutes in all on two idle cores"],
         ),
         (
             "--minutes 1 --legs fp4",
             ["1 server (fp4), 60 s of traffic", "then it is started again", "5 minutes"],
         ),
-        ("--minutes 30 --model a/b", ["360 s of traffic", "comes on top; it depends on the model"]),
+        ("--minutes 30 --model a/b", ["300 s of traffic", "comes on top; it depends on the model"]),
     ],
 )
 def test_how_long_it_takes_is_said_before(arguments, expected):

@@ -20,6 +20,8 @@ CASES = {
     "fp8_block_scale by tokens": {"layout": "fp8_block_scale", "arrangement": "token_major"},
     "bf16": {"layout": "bf16"},
     "fp8 without rope": {"layout": "fp8", "qk_rope_head_dim": 0, "tensor_parallel": 1},
+    "fp4_fp8_rope by pages": {"layout": "fp4_fp8_rope", "arrangement": "page_major"},
+    "sparse fp4_fp8_rope": {"layout": "fp4_fp8_rope", "top_k": 2048},
     "sparse fp4": {"layout": "fp4", "top_k": 2048},
     "sparse fp8_block_scale": {"layout": "fp8_block_scale", "top_k": 2048},
     "sparse bf16": {"layout": "bf16", "top_k": 2048},

@@ -171,7 +171,7 @@ def targets(
         ),
         *(
             _against(
-                rows, layout, f", {heads} heads, sparse: FlashMLA on 656-byte rows", SPARSE_PEER,
+                rows, layout, f", {heads} heads, sparse: FlashMLA on fp8_block_scale rows", SPARSE_PEER,
                 SPARSE_SPEEDUP, {"batch": batch}, {"kind": "sparse", "heads": heads},
             )
             for layout in FP4_LAYOUTS

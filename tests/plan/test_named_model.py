@@ -1,0 +1,82 @@
+"""`sgl-kvpool plan --model owner/name`: config.json from Hugging Face or its cache, or a refusal in time."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool.plan import command
+
+V32 = Path(__file__).resolve().parent / "configs" / "deepseek_v32.json"
+
+#: The command, with another limit of the time that Hugging Face has.
+WITH_LIMIT = (
+    "import sys; from sgl_kvpool import cli, named_model; named_model.FETCH_LIMIT_S = {}; sys.exit({})"
+)
+
+
+def hugging_face(home, limit_s, code="cli.main()", arguments=(), **environment):
+    """A process that asks a Hugging Face whose cache is `home`."""
+    program = [sys.executable, "-c", WITH_LIMIT.format(limit_s, code), *arguments]
+    environment = {**os.environ, "HF_HOME": str(home), **environment}
+    return subprocess.run(program, capture_output=True, text=True, env=environment, timeout=100)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "silent", "offline"])
+def test_a_name_that_cannot_be_looked_up(where, tmp_path):
+    """SGLang would try for minutes, once for each layout."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        port = silent.getsockname()[1]
+        environment = {
+            "nowhere": {"HF_ENDPOINT": "https://no-such-name.invalid"},
+            "silent": {"HF_ENDPOINT": f"http://127.0.0.1:{port}"},
+            "offline": {"HF_HUB_OFFLINE": "1"},
+        }[where]
+        began = time.monotonic()
+        arguments = ["plan", "--model", "nobody/no-such-model", "--gpu-gb", "80"]
+        done = hugging_face(tmp_path, 3, arguments=arguments, **environment)
+    assert time.monotonic() - began < 60  # of which imports take most on a busy machine
+    assert (done.returncode, done.stdout) == (2, "")
+    first, last = done.stderr.splitlines()
+    assert first == "fetching config.json of nobody/no-such-model from Hugging Face, 3 s at most ..."
+    assert (
+        "config.json of nobody/no-such-model is neither to be had from Hugging Face nor in its cache" in last
+    )
+    assert ("no answer in 3 s" in last) == (where == "silent")
+
+
+def test_a_name_that_was_looked_up_before(tmp_path):
+    repository = tmp_path / "hub" / "models--nobody--cached"
+    snapshot = repository / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(V32.read_text())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    code = "print(named_model.find_model(sys.argv[1]).sglang_path().__enter__())"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = hugging_face(tmp_path, 1, code, ["nobody/cached"], HF_ENDPOINT=endpoint)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{snapshot}\n"
+
+
+def test_names_of_drafts_are_looked_up_too(tmp_path):
+    """And the target's own name is one checkpoint with it."""
+    (tmp_path / "config.json").write_text("{}")
+    here = str(tmp_path)
+    flag = "--speculative-draft-model-path"
+    with contextlib.ExitStack() as stack:
+
+        def given(*words):
+            return list(command._drafts_here(words, "M/N", "/cache/M/N", stack))
+
+        assert given("--page-size", "64", flag, "M/N") == ["--page-size", "64", flag, "/cache/M/N"]
+        assert given(f"{flag}=M/N", "--x", "M/N") == [f"{flag}=/cache/M/N", "--x", "M/N"]
+        assert given(flag, here) == [flag, here]
+        with pytest.raises(ValueError, match="not/a/draft does not exist"):
+            given(flag, "not/a/draft")
