@@ -56,7 +56,7 @@ PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
 #: 1: choose the top-k transform of sparse attention (DSA) from our table, with SGLang's own pool too. With a
 #: layout it is chosen so anyway.
 FIX_TOPK = "KVPOOL_FIX_TOPK"
-#: 1: try an SGLang version outside the tested range; the seams are still checked.
+#: 1: try an SGLang version outside the tested range; the hook points are still checked.
 ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
 #: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
 CHECK_FINITE = "KVPOOL_CHECK_FINITE"

@@ -47,9 +47,9 @@ def _end(text: str) -> NoReturn:
 
 
 def _install() -> None:
-    from sgl_kvpool.sglang_plugin import seams
+    from sgl_kvpool.sglang_plugin import hook_points, point_lists
 
-    problem, wrong = seams.version_problem(), environment_problems()
+    problem, wrong = hook_points.version_problem(), environment_problems()
     if wrong and (problem is not None or not _is_a_program()):
         raise Refusal("; ".join(wrong))
     asked = _asked_for()
@@ -57,15 +57,15 @@ def _install() -> None:
         if asked:
             raise Refusal(f"{asked} was asked for, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
-        seams.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
+        hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
 
-    if seams.stop_if(seams.check(seams.SERVER_ARGS), fatal=bool(asked)):
+    if hook_points.stop_if(hook_points.check(point_lists.SERVER_ARGS), fatal=bool(asked)):
         return
     from sgl_kvpool.sglang_plugin.hooks import server_args
 
     server_args.install()
-    seams.stop_if(seams.check(seams.SERVER_ARGS, applied=True), fatal=bool(asked))
+    hook_points.stop_if(hook_points.check(point_lists.SERVER_ARGS, applied=True), fatal=bool(asked))
 
     # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
     # an Engine: hooking the pools there does nothing, since it builds none.
@@ -75,16 +75,16 @@ def _install() -> None:
         from sgl_kvpool.sglang_plugin import startup
         from sgl_kvpool.sglang_plugin.hooks import pools
 
-        seams.stop_if(seams.check(seams.SCHEDULER))
+        hook_points.stop_if(hook_points.check(point_lists.SCHEDULER))
         pools.install()
         startup.install()
-        seams.stop_if(seams.check(seams.SCHEDULER, applied=True))
+        hook_points.stop_if(hook_points.check(point_lists.SCHEDULER, applied=True))
     elif env.is_asked(env.FIX_TOPK):
         from sgl_kvpool.sglang_plugin.hooks import dsa
 
-        seams.stop_if(seams.check(seams.SPARSE_ATTENTION))
+        hook_points.stop_if(hook_points.check(point_lists.SPARSE_ATTENTION))
         dsa.install()
-        seams.stop_if(seams.check(seams.SPARSE_ATTENTION, applied=True))
+        hook_points.stop_if(hook_points.check(point_lists.SPARSE_ATTENTION, applied=True))
 
 
 def _is_a_program() -> bool:

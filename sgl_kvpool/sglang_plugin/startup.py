@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line, say_alone
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.options import is_from_command_line
 
 __all__ = ["install", "leave", "refusal_path", "relay"]
@@ -30,7 +30,7 @@ __all__ = ["install", "leave", "refusal_path", "relay"]
 
 def install() -> None:
     """Hook the construction of this process's scheduler."""
-    seams.wrap("sglang.srt.managers.scheduler.Scheduler.__init__", _init_scheduler)
+    hook_points.wrap("sglang.srt.managers.scheduler.Scheduler.__init__", _init_scheduler)
 
 
 def _init_scheduler(original, self, *args, **kwargs):

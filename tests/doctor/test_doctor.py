@@ -14,7 +14,7 @@ from sgl_kvpool.commands import doctor
 from sgl_kvpool.commands.doctor import probes
 from sgl_kvpool.commands.doctor.probes import Finding
 
-PROBES = ["packages", "plugin", "seams", "gpu", "would be used", "host"]
+PROBES = ["packages", "plugin", "hook points", "gpu", "would be used", "host"]
 
 
 def run(*arguments, pythonpath=None, **environment):
@@ -50,7 +50,7 @@ def test_facts(healthy):
     facts = {name: found["facts"] for name, found in healthy["probes"].items()}
     assert facts["packages"]["sglang"].startswith("0.5.23")
     assert facts["plugin"] == {"entry point": "sgl_kvpool.sglang_plugin:register", "SGLANG_PLUGINS": None}
-    assert facts["seams"]["checked"] == facts["seams"]["hold"] > 25
+    assert facts["hook points"]["checked"] == facts["hook points"]["hold"] > 25
     assert facts["host"]["cores"] == os.cpu_count()
     assert facts["host"].keys() == {
         "memlock_soft_bytes",
@@ -133,7 +133,7 @@ def test_a_broken_installation_still_gets_a_report(broken):
     assert "SGLang 0.6.1 is not a version this release was tested with" in problems["packages"][0]
     assert "ended with status -11 and no answer" in problems["gpu"][0]
     assert "a guess" in report["probes"]["would be used"]["notes"][0]
-    assert len(problems["seams"]) >= 1
+    assert len(problems["hook points"]) >= 1
     assert problems["host"] == problems["would be used"] == []
     assert report["probes"]["host"]["facts"]["cores"] == os.cpu_count()
 

@@ -20,13 +20,13 @@ def configurator(published, resolve, checkpoints):
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sgl_kvpool.sglang_plugin import seams, startup
+    from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
     from sgl_kvpool.sglang_plugin.hooks import pools
 
-    assert seams.check(seams.SCHEDULER) == []
+    assert hook_points.check(point_lists.SCHEDULER) == []
     pools.install()
     startup.install()
-    assert seams.check(seams.SCHEDULER, applied=True) == []
+    assert hook_points.check(point_lists.SCHEDULER, applied=True) == []
 
     def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []

@@ -124,21 +124,21 @@ def test_targets():
 
 
 def test_names_are_added_in_place_and_once(published):
-    from sgl_kvpool.sglang_plugin import seams
+    from sgl_kvpool.sglang_plugin import hook_points, point_lists
 
     before = attention.name_lists()
     old = [list(names) for names in before]
     try:
         for names in before:
             names[:] = [name for name in names if name != OURS]
-        lists = [seam for seam in seams.ATTENTION if seam.added and "FORWARD_ABSORB" in seam.target]
-        assert seams.check(lists) == []
-        assert seams.check(lists, applied=True) == [f"{lists[0].target}: has no {OURS}"]
+        lists = [point for point in point_lists.ATTENTION if point.added and "FORWARD_ABSORB" in point.target]
+        assert hook_points.check(lists) == []
+        assert hook_points.check(lists, applied=True) == [f"{lists[0].target}: has no {OURS}"]
         attention.register_names()
         attention.register_names()
         assert all(names.count(OURS) == 1 for names in before)
         assert all(now is then for now, then in zip(attention.name_lists(), before, strict=True))
-        assert seams.check(lists, applied=True) == []
+        assert hook_points.check(lists, applied=True) == []
     finally:
         for names, content in zip(before, old, strict=True):
             names[:] = content

@@ -20,7 +20,7 @@ def examine() -> dict[str, Finding]:
     findings = {
         "packages": _guarded(probes.packages),
         "plugin": _guarded(probes.plugin),
-        "seams": _guarded(partial(probes.in_child, "seams")),
+        "hook points": _guarded(partial(probes.in_child, "hook points")),
         "gpu": _guarded(partial(probes.in_child, "gpu")),
     }
     device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"

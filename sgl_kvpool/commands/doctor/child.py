@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from sgl_kvpool.commands.doctor import probes
 
-_PROBES = {"seams": probes.seams, "gpu": probes.gpu, "host": probes.host}
+_PROBES = {"hook points": probes.hook_points, "gpu": probes.gpu, "host": probes.host}
 
 
 def main() -> None:

@@ -26,11 +26,11 @@ __all__ = [
     "Finding",
     "cgroup_free_bytes",
     "gpu",
+    "hook_points",
     "host",
     "in_child",
     "packages",
     "plugin",
-    "seams",
     "used",
 ]
 
@@ -66,7 +66,7 @@ class Finding:
 
 def packages() -> Finding:
     """Versions of Python and of the distributions that play a part."""
-    from sgl_kvpool.sglang_plugin.seams import version_problem
+    from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
     for name in _PACKAGES:
@@ -120,12 +120,16 @@ def plugin() -> Finding:
     return finding
 
 
-def seams() -> Finding:
-    """Whether the installed SGLang still has what we take hold of. Imports SGLang."""
-    from sgl_kvpool.sglang_plugin import seams as ours
+def hook_points() -> Finding:
+    """Whether the installed SGLang has every hook point. Imports SGLang."""
+    from sgl_kvpool.sglang_plugin import point_lists
+    from sgl_kvpool.sglang_plugin.hook_points import check
 
-    every = [*ours.SERVER_ARGS, *ours.MODEL, *ours.LAUNCHER, *ours.SCHEDULER]
-    problems = ours.check(every)
+    every = [
+        *(*point_lists.SERVER_ARGS, *point_lists.MODEL),
+        *(*point_lists.LAUNCHER, *point_lists.SCHEDULER),
+    ]
+    problems = check(every)
     return Finding({"checked": len(every), "hold": len(every) - len(problems)}, problems)
 
 

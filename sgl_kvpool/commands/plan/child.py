@@ -34,7 +34,7 @@ def main() -> int:
     from sglang.srt.plugins import load_plugins
 
     from sgl_kvpool import env
-    from sgl_kvpool.sglang_plugin.seams import version_problem
+    from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     problem = version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):

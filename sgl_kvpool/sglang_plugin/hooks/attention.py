@@ -6,12 +6,13 @@ treated like `triton`, which concatenates q and k for every layer and gives up c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 
 __all__ = ["create_backend", "install", "name_lists", "register_names"]
 
@@ -25,8 +26,7 @@ def install() -> None:
 
     register_attention_backend(KVPOOL_BACKEND)(create_backend)
     register_names()
-    seams.wrap("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", _create_draft)
-    seams.wrap("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", _wrap_for_model)
+    hook_points.wrap_all(HOOKS)
 
 
 def name_lists() -> tuple[list[str], ...]:
@@ -131,3 +131,10 @@ def _create_draft(original, self, backend_name, backend_map, error_template, sta
 
     backend_map = {**backend_map, KVPOOL_BACKEND: steps if stamps_children else extend}
     return original(self, backend_name, backend_map, error_template, stamps_children=stamps_children)
+
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": _create_draft,
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper": _wrap_for_model,
+}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers, without_drafts
 from sgl_kvpool.sglang_plugin.hooks.workspaces import attention_workspace_bytes
@@ -19,9 +20,7 @@ __all__ = ["install", "page_buffer_bytes"]
 
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
-    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    seams.wrap(f"{sizes}._compute_cell_size", _compute_cell_size)
-    seams.wrap(f"{sizes}.__init__", _init_pool_configurator)
+    hook_points.wrap_all(HOOKS)
 
 
 def _compute_cell_size(original, self, kvc, num_layers):
@@ -80,3 +79,12 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     draft_bytes = draft.token_bytes(host_layout) if draft is not None and draft.has_rows else 0
     # A draft that SGLang does not pack has a tier of its own.
     return states + sum(buffer_bytes(view.page_size * each) for each in (target_bytes, draft_bytes) if each)
+
+
+_SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_SIZES}._compute_cell_size": _compute_cell_size,
+    f"{_SIZES}.__init__": _init_pool_configurator,
+}

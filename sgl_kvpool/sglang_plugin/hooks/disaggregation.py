@@ -10,13 +10,13 @@ included.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
 
 __all__ = ["install", "remember", "rows_name"]
@@ -37,10 +37,7 @@ def install() -> None:
     Also in a server that is not disaggregated: which one it is, is not known when plugins are loaded. Nothing
     is imported for it, because SGLang's scheduler imports its KV managers before it loads plugins.
     """
-    hooks: tuple[Callable, ...] = (_init_kv_manager, _try_ensure_parallel_info)
-    targets = [seam.target for seam in seams.DISAGGREGATION if seam.hooked]
-    for target, hook in zip(targets, hooks, strict=True):
-        seams.wrap(target, hook)
+    hook_points.wrap_all(HOOKS)
 
 
 def remember(pool: Any) -> None:
@@ -167,3 +164,12 @@ def _remedy(prefill: str, decode: str) -> str:
         f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
         "not have sgl-kvpool."
     )
+
+
+_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_MANAGER}.__init__": _init_kv_manager,
+    f"{_MANAGER}.try_ensure_parallel_info": _try_ensure_parallel_info,
+}

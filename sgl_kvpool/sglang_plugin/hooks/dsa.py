@@ -6,7 +6,7 @@ in schedulers that were asked for a layout, and with KVPOOL_FIX_TOPK=1 alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from sgl_kvpool.attention.readers import sglang_dsa_reads
 from sgl_kvpool.attention.topk_transform import IMPLEMENTATIONS, select_topk_transform
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
 __all__ = ["attach", "install"]
@@ -25,16 +25,7 @@ _READER = "_kvpool_sparse_reader"
 
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`, or all there is to install."""
-    hooks: tuple[Callable, ...] = (
-        _init,
-        _set_dsa_prefill_impl,
-        _get_topk_transform_method,
-        _forward_flashmla_sparse,
-        _dequantize_k_cache_paged_dsa,
-    )
-    targets = [seam.target for seam in seams.SPARSE_ATTENTION if seam.hooked]
-    for target, hook in zip(targets, hooks, strict=True):
-        seams.wrap(target, hook)
+    hook_points.wrap_all(HOOKS)
 
 
 def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
@@ -137,3 +128,16 @@ def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattene
 
     # The function is not told the pool; whose rows it was given is the one of the running forward pass.
     return decoded_rows(quant_k_cache, page_table_1_flattened, get_token_to_kv_pool().row_format)
+
+
+_BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+_DEQUANT = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_BACKEND}.__init__": _init,
+    f"{_BACKEND}.set_dsa_prefill_impl": _set_dsa_prefill_impl,
+    f"{_BACKEND}.get_topk_transform_method": _get_topk_transform_method,
+    f"{_BACKEND}._forward_flashmla_sparse": _forward_flashmla_sparse,
+    f"{_DEQUANT}.dequantize_k_cache_paged_dsa": _dequantize_k_cache_paged_dsa,
+}

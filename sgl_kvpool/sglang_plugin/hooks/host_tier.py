@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier
 
 __all__ = ["install"]
@@ -23,14 +23,7 @@ _STOCK_TIER = "sglang-"
 
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
-    hooks: tuple[Callable, ...] = (
-        *(_build_kv_host_pool, _build_mha_mla_host_pool, _attach_storage_backend, _load, _write),
-        *(_move_pool_indices, _move_indices),
-        *(_generic_page_get, _generic_page_set, _page_set_zero_copy),
-    )
-    targets = [seam.target for seam in seams.HOST_TIER if seam.hooked]
-    for target, hook in zip(targets, hooks, strict=True):
-        seams.wrap(target, hook)
+    hook_points.wrap_all(HOOKS)
     state_tier.install()
 
 
@@ -282,3 +275,22 @@ def _set_pages(original, controller: Any, hash_values: list[str], host_indices: 
 def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[int, str]:
     """Key of each page by its first host slot."""
     return dict(zip(host_indices[:: controller.page_size].tolist(), hash_values, strict=True))
+
+
+_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+_HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_ASSEMBLER}.build_kv_host_pool": _build_kv_host_pool,
+    f"{_ASSEMBLER}._build_mha_mla_host_pool": _build_mha_mla_host_pool,
+    f"{_CONTROLLER}.attach_storage_backend": _attach_storage_backend,
+    f"{_HYBRID_CONTROLLER}.load": _load,
+    f"{_HYBRID_CONTROLLER}.write": _write,
+    f"{_HYBRID_CONTROLLER}._move_pool_indices": _move_pool_indices,
+    f"{_CONTROLLER}.move_indices": _move_indices,
+    f"{_CONTROLLER}._generic_page_get": _generic_page_get,
+    f"{_CONTROLLER}._generic_page_set": _generic_page_set,
+    f"{_CONTROLLER}._page_set_zero_copy": _page_set_zero_copy,
+}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import seams, startup
+from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
     HOST_LAYOUT,
@@ -25,16 +26,12 @@ def install() -> None:
 
     Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
     """
-
-    seams.stop_if(seams.check(seams.LAUNCHER))
-    launch, engine_info, info = (seam.target for seam in seams.LAUNCHER if seam.hooked)
-    seams.wrap(launch, _launch_scheduler_processes)
-    seams.wrap(engine_info, _get_server_info)
-    seams.wrap(info, build_server_info)
+    hook_points.stop_if(hook_points.check(point_lists.LAUNCHER))
+    hook_points.wrap_all(HOOKS)
     if "sglang.srt.ray.engine" in sys.modules:
         ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
-        seams.wrap(ray, _launch_scheduler_actors)
-    seams.stop_if(seams.check(seams.LAUNCHER, applied=True))
+        hook_points.wrap(ray, _launch_scheduler_actors)
+    hook_points.stop_if(hook_points.check(point_lists.LAUNCHER, applied=True))
 
 
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
@@ -83,3 +80,13 @@ def _in_use(server_args) -> dict[str, str]:
     if has_host_tier(server_args):
         found[HOST_LAYOUT.name] = host_tier_of(server_args).host_layout(layout).value
     return found
+
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_ENGINE}._launch_scheduler_processes": _launch_scheduler_processes,
+    f"{_ENGINE}.get_server_info": _get_server_info,
+    "sglang.srt.utils.common.build_server_info": build_server_info,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
@@ -11,7 +11,7 @@ from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import attention, budget, disaggregation, dsa, host_tier
 from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
@@ -33,11 +33,7 @@ _GB = 1 << 30  # as in SGLang's own log lines
 
 def install() -> None:
     """Register and apply the hooks of a scheduler process that was asked for a layout."""
-    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    seams.wrap(f"{configurator}._resolve_kv_pool_class", _resolve_kv_pool_class)
-    seams.wrap(f"{configurator}._build_hybrid_linear_kv_pool", _build_hybrid_linear_kv_pool)
-    seams.wrap(f"{configurator}._build_token_to_kv_pool", _build_token_to_kv_pool)
-    seams.wrap("sglang.srt.utils.common.build_server_info", build_server_info)
+    hook_points.wrap_all(HOOKS)
     budget.install()
     host_tier.install()
     disaggregation.install()
@@ -246,3 +242,14 @@ def _publish_metrics(server_args: Any, layout: MLAKVCacheLayout, arrangement: KV
             arrangement=arrangement.value,
             backend=", ".join(dict.fromkeys(name for name in backends_in_use(view) if name)),
         )
+
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_CONFIGURATOR}._resolve_kv_pool_class": _resolve_kv_pool_class,
+    f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool": _build_hybrid_linear_kv_pool,
+    f"{_CONFIGURATOR}._build_token_to_kv_pool": _build_token_to_kv_pool,
+    "sglang.srt.utils.common.build_server_info": build_server_info,
+}

@@ -1,20 +1,20 @@
-"""Our arguments on SGLang's command line and in its Engine, and what follows from them.
+"""The plugin's arguments on SGLang's command line and in its Engine, and what follows from them.
 
-What was asked for travels as strings in underscore attributes of SGLang's `ServerArgs` (:mod:`.record`).
-Decisions are declared in SGLang's own resolution steps.
+Values travel as strings in underscore attributes of SGLang's `ServerArgs`
+(:mod:`sgl_kvpool.sglang_plugin.options`). Decisions are declared in SGLang's own resolution steps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, say_alone
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points, point_lists
 from sgl_kvpool.sglang_plugin.hooks import launching
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.options import (
@@ -26,18 +26,10 @@ from sgl_kvpool.sglang_plugin.options import (
     is_from_command_line,
     layout_of,
 )
-from sgl_kvpool.sglang_plugin.rules import (
-    arguments as argument_rules,
-)
-from sgl_kvpool.sglang_plugin.rules import (
-    attention as attention_rules,
-)
-from sgl_kvpool.sglang_plugin.rules import (
-    dsa as dsa_rules,
-)
-from sgl_kvpool.sglang_plugin.rules import (
-    host_tier as refusals,
-)
+from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
+from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
+from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
+from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 
 __all__ = ["install", "require_decided"]
 
@@ -70,14 +62,11 @@ def install() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    steps = (_before(_decide), _before(_check_model), _before(_choose_backend), _after(_finish))
-    for name, step in zip(seams.STEPS, steps, strict=True):
+    for name, step in STEPS.items():
         register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
     # The ways to ask come last: whatever fails before leaves the arguments unknown, never ignored.
-    seams.wrap("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args)
-    seams.wrap("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args)
-    seams.wrap("sglang.srt.plugins.load_plugins", _load_plugins)
+    hook_points.wrap_all(HOOKS)
     _extend_engine()
 
 
@@ -183,7 +172,7 @@ def _decide(server_args):
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
     if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
-        seams.stop_if(seams.check(seams.MODEL))
+        hook_points.stop_if(hook_points.check(point_lists.MODEL))
 
 
 def _check_model(server_args):
@@ -198,15 +187,15 @@ def _check_model(server_args):
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     model_config = model_config_of(server_args)
-    refusals.check_model(layout, model_config)
+    host_tier_rules.check_model(layout, model_config)
     if is_dsa(model_config):
         declared = dsa_rules.prepare(layout, arrangement_of(server_args), model_config, server_args)
     else:
-        refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
+        host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=False)
         declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=False)}
         view = resolving_view(server_args)
         sized = view.page_size is not None or keeps_states_by_token(model_config, view)
-        if refusals.has_host_tier(view) and not sized:
+        if host_tier_rules.has_host_tier(view) and not sized:
             # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
             declared["page_size"] = host_tier_page_size(model_config, view)
     # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
@@ -226,7 +215,7 @@ def _choose_backend(server_args):
 
     if is_dsa(model_config_of(server_args)):
         return  # SGLang has one backend for sparse attention
-    common, *phases = (getattr(server_args, field) for field in refusals.BACKEND_FIELDS)
+    common, *phases = (getattr(server_args, field) for field in host_tier_rules.BACKEND_FIELDS)
     attention_rules.check_named(layout, arrangement, common, *phases)
     view = resolving_view(server_args)
     if common is None and None in phases:
@@ -260,11 +249,11 @@ def _finish(server_args):
         if sparse:
             dsa_rules.check_stock(model_config, view)
         return
-    refusals.check_features(layout, arrangement, view)
+    host_tier_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
-    refusals.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
-    if refusals.has_host_tier(view):
-        refusals.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
+    host_tier_rules.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
+    if host_tier_rules.has_host_tier(view):
+        host_tier_rules.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)
     if sparse:
         dsa_rules.check_resolved(layout, model_config, view)
     else:
@@ -277,3 +266,21 @@ def _finish(server_args):
             f"{shown}; another plugin or model rule changed it"
         )
     launching.install()
+
+
+#: Step of SGLang's argument resolution -> what runs in its place; in the order in which SGLang runs them.
+STEPS: Mapping[str, Callable] = {
+    "handle_deprecated_dp_attention": _before(_decide),
+    "handle_model_specific_adjustments": _before(_check_model),
+    "handle_attention_backend_compatibility": _before(_choose_backend),
+    "validate_deepep_v2_dispatch_token_budget": _after(_finish),
+}
+
+_ARGS = "sglang.srt.server_args.ServerArgs"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_ARGS}.add_cli_args": _add_cli_args,
+    f"{_ARGS}.from_cli_args": _from_cli_args,
+    "sglang.srt.plugins.load_plugins": _load_plugins,
+}

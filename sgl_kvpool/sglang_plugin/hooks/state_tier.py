@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.sglang_plugin import seams
+from sgl_kvpool.sglang_plugin import hook_points
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.host.shares import TierShares
@@ -20,12 +20,7 @@ __all__ = ["device_problem", "host_problem", "install", "join_states", "row_tier
 
 def install() -> None:
     """Register and apply the hooks; part of `host_tier.install`."""
-    hooks: tuple[Callable, ...] = (
-        *(_build_hybrid_mamba_stack, _split_hicache_size, _build_mamba_host_pool, _init_load_back),
-    )
-    targets = [seam.target for seam in seams.STATE_TIER if seam.hooked]
-    for target, hook in zip(targets, hooks, strict=True):
-        seams.wrap(target, hook)
+    hook_points.wrap_all(HOOKS)
 
 
 # -------------------------------------------------------------------- construction
@@ -278,3 +273,14 @@ def _set_states(tier, original, transfers, extra_info=None):
         if not all(results[transfer.name]):
             metrics.failed("page_write", f"{len(keys)} states, of which the store refused one")
     return results
+
+
+_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_ASSEMBLER}.build_hybrid_mamba_stack": _build_hybrid_mamba_stack,
+    f"{_ASSEMBLER}._split_hicache_size": _split_hicache_size,
+    f"{_ASSEMBLER}.build_mamba_host_pool": _build_mamba_host_pool,
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back": _init_load_back,
+}

@@ -1,4 +1,4 @@
-"""What sgl-kvpool touches of SGLang, as a list; :mod:`.seams` looks whether it holds.
+"""Hook points of each process, as lists that :mod:`.hook_points` checks.
 
 `docs/hooks.md` says what each hook does and why.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
+from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
 from sgl_kvpool.sglang_plugin.rules.attention import BACKEND_FEATURES, SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES
-from sgl_kvpool.sglang_plugin.seam import Seam
-from sgl_kvpool.sglang_plugin.tier_seams import DISAGGREGATION, HOST_TIER, STATE_TIER
+from sgl_kvpool.sglang_plugin.tier_point_lists import DISAGGREGATION, HOST_TIER, STATE_TIER
 
 __all__ = [
     "ATTENTION",
@@ -24,7 +24,6 @@ __all__ = [
     "SPARSE_ATTENTION",
     "STATE_TIER",
     "STEPS",
-    "Seam",
 ]
 
 
@@ -34,7 +33,7 @@ _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 _HOOK = "sglang.srt.arg_groups"
 
-#: Steps of SGLang's argument resolution that we wrap, in the order in which they run.
+#: Steps of SGLang's argument resolution that `hooks.server_args` replaces.
 STEPS = (
     "handle_deprecated_dp_attention",
     "handle_model_specific_adjustments",
@@ -61,53 +60,53 @@ FIELDS = (
 
 #: Used in every process that loads plugins.
 SERVER_ARGS = (
-    Seam(f"{_ARGS}.add_cli_args", ("parser",)),
-    Seam(f"{_ARGS}.from_cli_args", ("args",)),
-    Seam(f"{_ARGS}._NS_BY_FIELD", hooked=False, members=FIELDS),
-    Seam("sglang.srt.plugins.load_plugins"),
-    Seam(f"{_HOOK}.resolution_hooks._OVERRIDABLE_HOOKS", hooked=False, members=STEPS),
-    Seam(
+    HookPoint(f"{_ARGS}.add_cli_args", ("parser",)),
+    HookPoint(f"{_ARGS}.from_cli_args", ("args",)),
+    HookPoint(f"{_ARGS}._NS_BY_FIELD", hooked=False, members=FIELDS),
+    HookPoint("sglang.srt.plugins.load_plugins"),
+    HookPoint(f"{_HOOK}.resolution_hooks._OVERRIDABLE_HOOKS", hooked=False, members=STEPS),
+    HookPoint(
         "sglang.srt.plugins.hook_registry.HookRegistry._apply_target",
         ("target", "hooks"),
         hooked=False,
     ),
-    Seam(f"{_HOOK}.resolution_hooks.register_resolution_hook", ("name",), hooked=False),
-    Seam(f"{_HOOK}.overrides.declare_resolution", ("server_args", "source"), hooked=False),
-    Seam(f"{_HOOK}.overrides.resolving_view", ("server_args",), hooked=False),
-    Seam(f"{_HOOK}.overrides.attention_backends_of", ("cfg",), hooked=False),
-    Seam(f"{_HOOK}.overrides.model_config_of", ("server_args",), hooked=False),
-    Seam(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
-    Seam(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
+    HookPoint(f"{_HOOK}.resolution_hooks.register_resolution_hook", ("name",), hooked=False),
+    HookPoint(f"{_HOOK}.overrides.declare_resolution", ("server_args", "source"), hooked=False),
+    HookPoint(f"{_HOOK}.overrides.resolving_view", ("server_args",), hooked=False),
+    HookPoint(f"{_HOOK}.overrides.attention_backends_of", ("cfg",), hooked=False),
+    HookPoint(f"{_HOOK}.overrides.model_config_of", ("server_args",), hooked=False),
+    HookPoint(f"{_HOOK}.choices.add_attention_backend_choices", hooked=False),
+    HookPoint(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
 )
 
 #: Used where arguments are resolved for a model. Not imported before: it takes longer than all that a refusal
 #: of arguments alone needs.
 MODEL = (
-    Seam("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
-    Seam("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
-    Seam("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
-    Seam(
+    HookPoint("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
+    HookPoint("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
+    HookPoint("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
+    HookPoint(
         "sglang.srt.distributed.utils.get_pp_indices",
         ("num_hidden_layers", "pp_rank", "pp_size"),
         hooked=False,
     ),
-    Seam("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
+    HookPoint("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 
 #: Used in the process that launches a server which was asked for a layout.
 LAUNCHER = (
-    Seam(
+    HookPoint(
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
         ("server_args", "port_args", "run_scheduler_process_func"),
     ),
-    Seam("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
-    Seam(
+    HookPoint("sglang.srt.entrypoints.engine.Engine.get_server_info", ("self",)),
+    HookPoint(
         "sglang.srt.entrypoints.engine.SchedulerInitResult.__dataclass_fields__",
         hooked=False,
         members=("wait_for_ready",),
     ),
-    Seam("sglang.srt.runtime_context.num_dp_ranks_of", ("cfg",), hooked=False),
-    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
+    HookPoint("sglang.srt.runtime_context.num_dp_ranks_of", ("cfg",), hooked=False),
+    HookPoint("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
 )
 
 _DEEPSEEK = "sglang.srt.models.deepseek_common"
@@ -115,59 +114,59 @@ _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 #: Used in schedulers for attention.
 ATTENTION = (
-    Seam(
+    HookPoint(
         f"{_DRAFTS}._create_backend",
         ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
         ("runner", "full_attn_backend"),
     ),
-    Seam(f"{_DRAFTS}.create_decode_backend", ("self",), hooked=False),
-    Seam(f"{_DRAFTS}.create_draft_extend_backend", ("self",), hooked=False),
-    Seam(
+    HookPoint(f"{_DRAFTS}.create_decode_backend", ("self",), hooked=False),
+    HookPoint(f"{_DRAFTS}.create_draft_extend_backend", ("self",), hooked=False),
+    HookPoint(
         "sglang.srt.layers.attention.attention_registry.register_attention_backend",
         ("name",),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
         hooked=False,
         added=(KVPOOL_BACKEND,),
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.attention_backend_handler.AttentionBackendRegistry.register",
         ("backend_name", "handler_func"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.attention_backend_handler.AttentionBackendRegistry._handlers",
         hooked=False,
         members=("flashinfer",),
         added=(KVPOOL_BACKEND,),
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.attention_backend_handler._handle_attention_backend",
         ("attn", "forward_batch", "backend_name"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.attention_backend_handler._dispatch_mla_subtype",
         ("attn", "forward_batch"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.attention_backend_handler.MHA_ONE_SHOT_SUPPORTED_BACKENDS",
         hooked=False,
         members=("flashinfer",),
     ),
-    Seam(
+    HookPoint(
         f"{_DEEPSEEK}.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
         hooked=False,
         members=("flashinfer",),
         added=(KVPOOL_BACKEND,),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.arg_groups.choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS",
         hooked=False,
         members=("flashinfer",),
@@ -177,36 +176,36 @@ ATTENTION = (
 
 _DSA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
-#: Used in schedulers for models with sparse attention; those that are hooked in this order.
+#: Used in schedulers for models with sparse attention.
 SPARSE_ATTENTION = (
-    Seam(f"{_DSA}.__init__", ("self", "model_runner")),
-    Seam(f"{_DSA}.set_dsa_prefill_impl", ("self", "forward_batch")),
-    Seam(f"{_DSA}.get_topk_transform_method", ("self", "forward_mode")),
-    Seam(
+    HookPoint(f"{_DSA}.__init__", ("self", "model_runner")),
+    HookPoint(f"{_DSA}.set_dsa_prefill_impl", ("self", "forward_batch")),
+    HookPoint(f"{_DSA}.get_topk_transform_method", ("self", "forward_mode")),
+    HookPoint(
         f"{_DSA}._forward_flashmla_sparse",
         (
             *("self", "q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale", "topk_length"),
             "attn_sink",
         ),
     ),
-    Seam(
+    HookPoint(
         "sglang.kernels.ops.attention.dsa.dequant_k_cache.dequantize_k_cache_paged_dsa",
         ("quant_k_cache", "page_table_1_flattened"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.layers.attention.dsa.dsa_topk_backend.TopkTransformMethod.__members__",
         hooked=False,
         members=("PAGED", "RAGGED"),
     ),
     # `IntEnum` members by their names, which the table knows.
-    Seam(
+    HookPoint(
         "sglang.srt.model_executor.forward_batch_info.ForwardMode.__members__",
         hooked=False,
         members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
     ),
-    Seam("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", hooked=False),
-    Seam("sglang.srt.configs.model_config.get_dsa_index_topk", ("config",), hooked=False),
-    Seam("sglang.srt.runtime_context.get_buffer", ("name", "factory"), hooked=False),
+    HookPoint("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", hooked=False),
+    HookPoint("sglang.srt.configs.model_config.get_dsa_index_topk", ("config",), hooked=False),
+    HookPoint("sglang.srt.runtime_context.get_buffer", ("name", "factory"), hooked=False),
 )
 
 _HYBRID_POOL = "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool"
@@ -214,9 +213,9 @@ _DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
 
 #: Used in the scheduler processes of such a server.
 SCHEDULER = (
-    Seam("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
-    Seam(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
-    Seam(
+    HookPoint("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
+    HookPoint(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
+    HookPoint(
         f"{_KVC}._build_hybrid_linear_kv_pool",
         (
             *("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "mla_pool_class"),
@@ -224,8 +223,8 @@ SCHEDULER = (
         ),
     ),
     # What that one constructs, by its global name.
-    Seam("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", hooked=False),
-    Seam(
+    HookPoint("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", hooked=False),
+    HookPoint(
         f"{_HYBRID_POOL}.__init__",
         (
             *("self", "full_attention_layer_ids", "mamba_pool", "use_mla", "use_dsa", "full_kv_pool_class"),
@@ -233,32 +232,32 @@ SCHEDULER = (
         ),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_HYBRID_POOL}.set_kv_buffer",
         ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "dcp_kv_mask"),
         hooked=False,
     ),
-    Seam(f"{_HYBRID_POOL}._transfer_full_attention_id", ("self", "layer_id"), hooked=False),
-    Seam(
+    HookPoint(f"{_HYBRID_POOL}._transfer_full_attention_id", ("self", "layer_id"), hooked=False),
+    HookPoint(
         f"{_HYBRID_POOL}.set_mla_kv_buffer",
         ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope"),
         hooked=False,
     ),
-    Seam(f"{_HYBRID_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
-    Seam(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
-    Seam(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
-    Seam(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
-    Seam(f"{_SIZES}.__init__", ("self", "kvc")),
+    HookPoint(f"{_HYBRID_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
+    HookPoint(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
+    HookPoint(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
+    HookPoint(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
+    HookPoint(f"{_SIZES}.__init__", ("self", "kvc")),
     # SGLang's Rust server describes itself from inside a scheduler.
-    Seam("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
-    Seam(
+    HookPoint("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
+    HookPoint(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
         ("model_config", "kv_cache_dtype"),
         hooked=False,
     ),
-    Seam("sglang.srt.runtime_context.attention_backends", hooked=False),
-    Seam("sglang.srt.runtime_context.get_spec", hooked=False),
-    Seam(
+    HookPoint("sglang.srt.runtime_context.attention_backends", hooked=False),
+    HookPoint("sglang.srt.runtime_context.get_spec", hooked=False),
+    HookPoint(
         f"{_POOL}.__init__",
         (
             *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
@@ -266,26 +265,26 @@ SCHEDULER = (
         ),
         hooked=False,
     ),
-    Seam(f"{_POOL}._create_buffers", ("self",), hooked=False),
-    Seam(
+    HookPoint(f"{_POOL}._create_buffers", ("self",), hooked=False),
+    HookPoint(
         f"{_POOL}.set_kv_buffer",
         ("self", "layer", "loc_info", "cache_k", "cache_v", "layer_id_override"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_POOL}.set_mla_kv_buffer",
         ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
         hooked=False,
     ),
-    Seam(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
+    HookPoint(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
     *HOST_TIER,
     *STATE_TIER,
     *DISAGGREGATION,
     *ATTENTION,
     *SPARSE_ATTENTION,
-    Seam(f"{_DSA_POOL}.__init__", ("self", "size", "kv_cache_dim", "index_kpool"), hooked=False),
-    Seam("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
-    Seam(
+    HookPoint(f"{_DSA_POOL}.__init__", ("self", "size", "kv_cache_dim", "index_kpool"), hooked=False),
+    HookPoint("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
+    HookPoint(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
         hooked=False,

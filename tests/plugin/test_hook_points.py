@@ -1,4 +1,4 @@
-"""The seams in the installed SGLang, and what happens on another one."""
+"""The hook points in the installed SGLang, and what happens on another one."""
 
 import subprocess
 import sys
@@ -44,28 +44,56 @@ def run_in_scheduler(scheduler):
 
 
 @pytest.mark.usefixtures("launcher", "scheduler")  # which import meanwhile
-def test_all_seams_hold_in_this_sglang():
+def test_all_hook_points_hold_in_this_sglang():
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "check_seams.py"],
+        [sys.executable, ROOT / "scripts" / "check_hook_points.py"],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SGLang 0.5.23" in done.stdout
-    assert "all seams hold" in done.stdout
+    assert "all hook points hold" in done.stdout
+
+
+def test_every_hooked_point_has_its_hook():
+    """Each target that the lists call hooked is in one mapping of hooks, and no other target is."""
+    from sgl_kvpool.sglang_plugin import point_lists
+    from sgl_kvpool.sglang_plugin.hooks import (
+        attention,
+        budget,
+        disaggregation,
+        dsa,
+        host_tier,
+        launching,
+        pools,
+        server_args,
+        state_tier,
+    )
+
+    hooked = {
+        name: {point.target for point in getattr(point_lists, name) if point.hooked}
+        for name in ("SERVER_ARGS", "LAUNCHER", "SCHEDULER")
+    }
+    assert hooked["SERVER_ARGS"] == set(server_args.HOOKS)
+    assert hooked["LAUNCHER"] == set(launching.HOOKS)
+    scheduler = [attention, budget, disaggregation, dsa, host_tier, pools, state_tier]
+    targets = [target for module in scheduler for target in module.HOOKS]
+    assert len(targets) == len(set(targets))
+    assert hooked["SCHEDULER"] == {*targets, "sglang.srt.managers.scheduler.Scheduler.__init__"}
+    assert tuple(server_args.STEPS) == point_lists.STEPS
 
 
 def test_check_names_what_differs():
-    from sgl_kvpool.sglang_plugin.seams import Seam, check
+    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
 
     problems = check(
         [
-            Seam("sglang.srt.server_args.ServerArgs.gone"),
-            Seam("sglang.srt.not_there.thing"),
-            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "gone")),
-            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("source", "server_args")),
-            Seam("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source")),
+            HookPoint("sglang.srt.server_args.ServerArgs.gone"),
+            HookPoint("sglang.srt.not_there.thing"),
+            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "gone")),
+            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("source", "server_args")),
+            HookPoint("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source")),
         ]
     )
     assert len(problems) == 4
@@ -76,11 +104,11 @@ def test_check_names_what_differs():
 
 
 def test_a_hook_that_was_not_applied_is_noticed():
-    from sgl_kvpool.sglang_plugin.seams import Seam, check
+    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
 
-    seam = Seam("sglang.srt.server_args.ServerArgs.check_server_args")
-    assert check([seam]) == []
-    assert check([seam], applied=True) == [f"{seam.target}: the hook was not applied"]
+    point = HookPoint("sglang.srt.server_args.ServerArgs.check_server_args")
+    assert check([point]) == []
+    assert check([point], applied=True) == [f"{point.target}: the hook was not applied"]
 
 
 def test_another_version_with_nothing_asked_for_warns_once_and_hooks_nothing(run, other_sglang):
@@ -125,7 +153,7 @@ def test_untested_versions_can_be_tried(run, other_sglang):
     assert "went on" in done.stdout
 
 
-def test_a_scheduler_stops_if_a_seam_is_gone(run_in_scheduler):
+def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
     """As a child process of a server that was asked for a layout; SGLang swallows other exceptions."""
     code = (
         "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
@@ -166,19 +194,19 @@ def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_schedule
 
 def test_of_many_problems_the_first_are_in_the_line():
     from sgl_kvpool.refusal import Refusal
-    from sgl_kvpool.sglang_plugin.seams import stop_if
+    from sgl_kvpool.sglang_plugin.hook_points import stop_if
 
-    with pytest.raises(Refusal, match="takes hold: a; b; c; and 2 more, which `sgl-kvpool doctor` lists$"):
+    with pytest.raises(Refusal, match="hook points: a; b; c; and 2 more, which `sgl-kvpool doctor` lists$"):
         stop_if([*"abcde"])
-    with pytest.raises(Refusal, match="takes hold: a; b; c$"):
+    with pytest.raises(Refusal, match="hook points: a; b; c$"):
         stop_if([*"abc"])
 
 
 def test_a_step_or_field_that_is_gone_is_named():
-    from sgl_kvpool.sglang_plugin.seams import Seam, check
+    from sgl_kvpool.sglang_plugin.hook_points import HookPoint, check
 
     steps = "sglang.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS"
-    assert check([Seam(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
+    assert check([HookPoint(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
         f"{steps}: has no gone, left"
     ]
 
@@ -228,11 +256,12 @@ def test_auto_is_not_asking_for_a_layout(run, other_sglang):
 
 
 def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
-    """In a scheduler process: our seams there are unmarked, and our backend is not registered."""
+    """In a scheduler process: our hook points there are unmarked, and our backend is not registered."""
     code = (
         "import sglang.srt.mem_cache.memory_pool;"
         + LOAD.format(argv=["x"])
-        + "from sgl_kvpool.sglang_plugin.seams import SERVER_ARGS, SCHEDULER, LAUNCHER, check;"
+        + "from sgl_kvpool.sglang_plugin.hook_points import check;"
+        "from sgl_kvpool.sglang_plugin.point_lists import SERVER_ARGS, SCHEDULER, LAUNCHER;"
         "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as A;"
         "print(len(check(SERVER_ARGS, applied=True)), len(check(SCHEDULER, applied=True)),"
         " len(check(LAUNCHER, applied=True)), 'kvpool_mla' in A)"
@@ -317,10 +346,10 @@ def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
     ],
 )
 def test_versions(monkeypatch, version, fits):
-    from sgl_kvpool.sglang_plugin import seams
+    from sgl_kvpool.sglang_plugin import hook_points
 
-    monkeypatch.setattr(seams, "installed_version", lambda: version)
-    problem = seams.version_problem()
+    monkeypatch.setattr(hook_points, "installed_version", lambda: version)
+    problem = hook_points.version_problem()
     assert (problem is None) == fits
     assert fits or f"SGLang {version} is not a version this release was tested with" in problem
 
@@ -328,7 +357,7 @@ def test_versions(monkeypatch, version, fits):
 def test_the_package_asks_for_the_versions_that_are_tested():
     import tomllib
 
-    from sgl_kvpool.sglang_plugin.seams import TESTED
+    from sgl_kvpool.sglang_plugin.hook_points import TESTED
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"sglang{TESTED}" in project["dependencies"]

@@ -1,8 +1,8 @@
-"""What sgl-kvpool touches of SGLang, and whether the installed SGLang still has it.
+"""Hook points: whether the installed SGLang has what sgl-kvpool hooks or uses, and how it is hooked.
 
 SGLang logs and swallows the errors of a plugin, and a hook that does not apply is a pool of another
-layout. So a process that was asked for a layout checks every seam before and after hooking, and stops.
-`docs/hooks.md` says what each hook does and why.
+layout. So a process that was asked for a layout checks every hook point before and after hooking, and stops.
+:mod:`.point_lists` has the lists; `docs/hooks.md` says what each hook does and why.
 """
 
 from __future__ import annotations
@@ -12,41 +12,22 @@ import inspect
 import logging
 import multiprocessing
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal, line
-from sgl_kvpool.sglang_plugin.seam_list import (
-    ATTENTION,
-    DISAGGREGATION,
-    HOST_TIER,
-    LAUNCHER,
-    MODEL,
-    SCHEDULER,
-    SERVER_ARGS,
-    SPARSE_ATTENTION,
-    STATE_TIER,
-    STEPS,
-    Seam,
-)
 
 __all__ = [
-    "ATTENTION",
-    "DISAGGREGATION",
-    "HOST_TIER",
-    "LAUNCHER",
-    "MODEL",
-    "SCHEDULER",
-    "SERVER_ARGS",
-    "SPARSE_ATTENTION",
-    "STATE_TIER",
-    "STEPS",
-    "Seam",
+    "TESTED",
+    "HookPoint",
     "check",
+    "installed_version",
     "stop_if",
     "version_problem",
     "warn",
     "wrap",
+    "wrap_all",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,6 +40,32 @@ _MARK = "_sgl_kvpool_hook"
 
 #: Versions of SGLang this release was tested with; pyproject.toml asks for the same.
 TESTED = ">=0.5.23,<0.5.24"
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A function, class or collection of SGLang that sgl-kvpool hooks or uses.
+
+    Attributes
+    ----------
+    target : str
+        Dotted path.
+    parameters : tuple of str
+        Names the callable must take in this order; other parameters may come between. Empty where the
+        package passes no arguments.
+    hooked : bool
+        True if the package wraps it: it must be found wrapped afterwards.
+    members : tuple of str
+        Names a collection must contain.
+    added : tuple of str
+        Names that the package adds to a collection: it must contain them afterwards.
+    """
+
+    target: str
+    parameters: tuple[str, ...] = ()
+    hooked: bool = True
+    members: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 def installed_version() -> str:
@@ -82,36 +89,36 @@ def version_problem() -> str | None:
         pass  # not a version, or metadata without one
     return (
         f"SGLang {version} is not a version this release was tested with (sglang{TESTED}); install one of "
-        f"those, or set {env.ALLOW_UNTESTED}=1 to try (the seams are checked all the same)"
+        f"those, or set {env.ALLOW_UNTESTED}=1 to try (the hook points are checked all the same)"
     )
 
 
-def check(seams: Iterable[Seam], *, applied: bool = False) -> list[str]:
-    """Problems of some seams, one line each; an empty list if all hold.
+def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
+    """Problems of some hook points, one line each; an empty list if the installed SGLang has them all.
 
     Parameters
     ----------
-    seams
-        Of `SERVER_ARGS`, `MODEL`, `LAUNCHER`, `SCHEDULER`. Looking at one imports its module.
+    points : iterable of HookPoint
+        A list of :mod:`.point_lists`. Each one's module is imported.
     applied : bool
-        Also demand that hooked seams are wrapped by now, and that collections hold what we add to them.
+        Also require that hooked functions are wrapped by now, and that collections hold the added names.
     """
     problems = []
-    for seam in seams:
+    for point in points:
         try:
-            found = pkgutil.resolve_name(seam.target)
+            found = pkgutil.resolve_name(point.target)
         except (ImportError, AttributeError) as error:
-            problems.append(f"{seam.target}: not there ({type(error).__name__}: {error})")
+            problems.append(f"{point.target}: not there ({type(error).__name__}: {error})")
             continue
-        expected = seam.members + (seam.added if applied else ())
+        expected = point.members + (point.added if applied else ())
         absent = [name for name in expected if name not in found]
         if absent:
-            problems.append(f"{seam.target}: has no {', '.join(absent)}")
-        missing = _missing_parameters(found, seam.parameters)
+            problems.append(f"{point.target}: has no {', '.join(absent)}")
+        missing = _missing_parameters(found, point.parameters)
         if missing:
-            problems.append(f"{seam.target}: takes no {', '.join(missing)} in the expected order")
-        if applied and seam.hooked and not hasattr(found, _MARK):
-            problems.append(f"{seam.target}: the hook was not applied")
+            problems.append(f"{point.target}: takes no {', '.join(missing)} in the expected order")
+        if applied and point.hooked and not hasattr(found, _MARK):
+            problems.append(f"{point.target}: the hook was not applied")
     return problems
 
 
@@ -142,12 +149,18 @@ def wrap(target: str, hook: Callable) -> None:
     setattr(getattr(wrapped, "__func__", wrapped), _MARK, True)
 
 
+def wrap_all(hooks: Mapping[str, Callable]) -> None:
+    """Wrap every target of a mapping from dotted path to hook."""
+    for target, hook in hooks.items():
+        wrap(target, hook)
+
+
 def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
-    """Refuse to go on if seams do not hold; where nothing was asked for, say so and return True."""
+    """Raise a Refusal that lists problems of hook points; warn and return True if it is not to be fatal."""
     if not problems:
         return False
     shown, more = problems[:_SHOWN_PROBLEMS], len(problems) - _SHOWN_PROBLEMS
-    text = "this SGLang differs where the plugin takes hold: " + "; ".join(shown)
+    text = "this SGLang differs at the plugin's hook points: " + "; ".join(shown)
     if more > 0:
         text += f"; and {more} more, which `sgl-kvpool doctor` lists"
     if fatal:

@@ -1,71 +1,71 @@
-"""What sgl-kvpool touches of SGLang's host tiers and transfers to other servers; see :mod:`.seam_list`."""
+"""Hook points in SGLang's host tiers and in transfers to other servers; see :mod:`.point_lists`."""
 
 from __future__ import annotations
 
-from sgl_kvpool.sglang_plugin.seam import Seam
+from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 
 __all__ = ["DISAGGREGATION", "HOST_TIER", "STATE_TIER"]
 
 _HICACHE = "sglang.srt.mem_cache.hybrid_cache"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 
-#: Used in schedulers with a host tier; those that are hooked in this order.
+#: Used in schedulers with a host tier.
 HOST_TIER = (
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
         ("kv_pool", "page_size", "host_size", "mtp_draft_device_pools", "pool_label"),
     ),
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler._build_mha_mla_host_pool",
         (
             *("pool", "host_to_device_ratio", "page_size", "layout", "allocator_type", "pool_label"),
             "host_token_capacity",
         ),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
         ("self", "storage_backend", "prefetch_threshold", "model_name"),
     ),
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.load",
         ("self", "host_indices", "priority", "node_id", "extra_pools", "device_indices"),
     ),
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.write",
         ("self", "device_indices", "priority", "node_id", "extra_pools"),
     ),
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController._move_pool_indices",
         ("self", "host_pool", "host_indices", "device_indices", "write_back_jit"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController.move_indices",
         ("self", "host_indices", "device_indices"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController._generic_page_get",
         ("self", "operation", "hash_values", "host_indices", "extra_info"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController._generic_page_set",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
     # Whose groups `ranks` agrees over, as this method does.
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.__init__",
         ("self", "tp_group", "attn_cp_group", "attn_tp_group", "pp_group"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._all_reduce_attn_groups",
         ("self", "tensor", "op"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_HOST_POOL}.__init__",
         (
             *("self", "buffer_info", "host_to_device_ratio", "host_size", "page_size", "layout"),
@@ -75,18 +75,18 @@ HOST_TIER = (
         ),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_HOST_POOL}.load_to_device_per_layer",
         ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_HOST_POOL}.backup_from_device_all_layer",
         ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
         hooked=False,
     ),
     *(
-        Seam(f"{_HOST_POOL}.{name}", ("self", *parameters), hooked=False)
+        HookPoint(f"{_HOST_POOL}.{name}", ("self", *parameters), hooked=False)
         for name, parameters in {
             "_allocate_host_buffer": (),
             "_initialize_transfer_views": (),
@@ -102,40 +102,42 @@ HOST_TIER = (
             "set_from_flat_data_page": ("index", "data_page"),
         }.items()
     ),
-    Seam("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", hooked=False),
-    Seam(
+    HookPoint("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", hooked=False),
+    HookPoint(
         "sglang.srt.mem_cache.pool_host.common._CUDA_HOST_REGISTERED_RANGES_ATTR",
         hooked=False,
     ),
-    Seam("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
-    Seam("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False),
-    Seam("sglang.srt.runtime_context.get_memory", hooked=False),
+    HookPoint("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
+    HookPoint(
+        "sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False
+    ),
+    HookPoint("sglang.srt.runtime_context.get_memory", hooked=False),
 )
 
 _STATES = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
 _STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
 
-#: Used in schedulers with a host tier of a hybrid model; those that are hooked in this order.
+#: Used in schedulers with a host tier of a hybrid model.
 STATE_TIER = (
-    Seam(
+    HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_hybrid_mamba_stack",
         ("params", "decls", "mamba_pool"),
     ),
-    Seam(f"{_HICACHE}.hybrid_pool_assembler._split_hicache_size", ("hicache_size", "kv_pools")),
-    Seam(
+    HookPoint(f"{_HICACHE}.hybrid_pool_assembler._split_hicache_size", ("hicache_size", "kv_pools")),
+    HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_mamba_host_pool",
         ("mamba_pool", "pool_info", "host_size", "layout", "mtp_draft_device_pools"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back",
         ("self", "params"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent.finalize_match_result_in_cache",
         ("self", "params", "result"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_STATES}.__init__",
         (
             *("self", "buffer_info", "host_to_device_ratio", "host_size", "device_capacity", "pin_memory"),
@@ -144,7 +146,7 @@ STATE_TIER = (
         hooked=False,
     ),
     *(
-        Seam(f"{_STATES}.{name}", ("self", *parameters), hooked=False)
+        HookPoint(f"{_STATES}.{name}", ("self", *parameters), hooked=False)
         for name, parameters in {
             "_configure_npu_mamba_io": (),
             "_init_write_back_staging_buffers": (),
@@ -161,35 +163,35 @@ STATE_TIER = (
             "set_from_flat_data_page": ("index", "data_page"),
         }.items()
     ),
-    Seam(
+    HookPoint(
         f"{_STATES}.load_to_device_per_layer",
         ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend", "is_draft"),
         hooked=False,
     ),
-    Seam(
+    HookPoint(
         f"{_STATES}.backup_from_device_all_layer",
         ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
         hooked=False,
     ),
     # Of the store that is attached, which may be of any class.
-    Seam(f"{_STORE}.batch_get_v2", ("self", "transfers", "extra_info"), hooked=False),
-    Seam(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
+    HookPoint(f"{_STORE}.batch_get_v2", ("self", "transfers", "extra_info"), hooked=False),
+    HookPoint(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
 )
 
-#: Used in schedulers for `--disaggregation-mode`; those that are hooked in this order.
+#: Used in schedulers for `--disaggregation-mode`.
 DISAGGREGATION = (
-    Seam(
+    HookPoint(
         "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
         ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
         ("self", "bootstrap_addr"),
     ),
-    Seam(
+    HookPoint(
         "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
         hooked=False,
         members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
     ),
-    Seam("sglang.srt.runtime_context.get_parallel", hooked=False),
+    HookPoint("sglang.srt.runtime_context.get_parallel", hooked=False),
 )
