@@ -28,7 +28,7 @@ demo: $(STAMP)
 # For a first look: no server, at most three minutes on two cores. Tests that take long are marked slow; pytest
 # lists the others that take more than five seconds. Small tensors lose more by threads than they gain.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/pool tests/test_*.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
 
 # Two tests at a time: more would start more servers than 24 GB hold. Tensors of tests are small.

@@ -10,8 +10,13 @@ import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# The oracle of the codec serves the pool's tests too, and the host tier's pools those of the plugin.
-sys.path[:0] = [str(ROOT / "tests" / "codec"), str(ROOT / "tests" / "host")]
+#: Folders with modules that tests of other folders import: oracles, pools, cases. Their names are unique.
+HELPERS = (
+    *("attention", "codec", "docs", "gpu", "sglang_plugin", "transfer"),
+    *("srt/attention", "srt/host", "srt/pool"),
+)
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in HELPERS]
+sys.path.append(str(ROOT / "scripts"))
 
 
 def _has_gpu() -> bool:

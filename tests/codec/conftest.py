@@ -1,12 +1,9 @@
-"""Makes `codec_oracle` importable whatever the import mode; few threads, fixed random numbers."""
+"""Few threads, fixed random numbers."""
 
 import os
-import sys
 
 import pytest
 import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
 
 
 @pytest.fixture(autouse=True, scope="session")

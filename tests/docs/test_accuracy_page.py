@@ -1,16 +1,13 @@
 """docs/accuracy.md says what its script computes, and the script's peers are what they are called."""
 
-import sys
 from pathlib import Path
 
+import accuracy_table
 import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import accuracy_table  # noqa: E402
 
 
 @pytest.mark.slow

@@ -1,20 +1,19 @@
 """What scripts/accuracy_rope.py stores is attended, and its 4-bit rope is the codec's and SGLang's."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("sglang")
+
+import accuracy_rope
+
+from sgl_kvpool.demo.checkpoint import read_model
+from sgl_kvpool.demo.shipped import held_out_windows, model_path
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import accuracy_rope  # noqa: E402
-
-from sgl_kvpool.demo.checkpoint import read_model  # noqa: E402
-from sgl_kvpool.demo.shipped import held_out_windows, model_path  # noqa: E402
 
 
 @pytest.fixture(scope="module")

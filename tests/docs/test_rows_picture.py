@@ -1,15 +1,12 @@
 """docs/rows.svg is what its script draws, and what it draws are the bytes of the rows."""
 
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import draw_rows
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import draw_rows  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 #: First bytes of latent, scales and rope, then the bytes of the row, as in docs/rows.md.

@@ -1,8 +1,6 @@
 """SmolLM2-135M as an MLA model through a real server, beside transformers' Llama class, the same weights."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from smollm2_server import CHUNK, DEVICE_TOKENS, PAGE_SIZE, PREFIX, WINDOW, wind
 
 from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 pytestmark = [
     pytest.mark.engine("smollm2"),

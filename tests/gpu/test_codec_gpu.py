@@ -1,13 +1,7 @@
 """The codec on a GPU against the torch reference on the CPU, bit for bit; needs no SGLang."""
 
-import os
-import sys
-
 import pytest
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "codec"))
-
 from codec_oracle import (
     LAYOUTS,
     assert_same_bits,

@@ -1,17 +1,11 @@
 """kvpool_mla on a GPU below SGLang's server: its kernels, FlashInfer's call, CUDA graphs. Needs SGLang."""
 
-import os
-import sys
 from types import SimpleNamespace
 
+import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "attention"))
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "codec"))
-
-import codec_oracle as oracle
 from test_host_attention import oracle_attention
 
 pytestmark = [

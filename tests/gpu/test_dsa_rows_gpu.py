@@ -1,14 +1,9 @@
 """656-byte rows of ours as the kernels read them that SGLang calls for models with sparse attention (DSA)."""
 
 import math
-import os
-import sys
 
 import pytest
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "codec"))
-
 from flashmla_rows import read_rows
 
 from sgl_kvpool import MLAKVCacheLayout

@@ -5,20 +5,15 @@ or more: each configuration is started once and asked everything.
 """
 
 import importlib.util
-import os
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
-
 import random_deepseek
+import torch
 from test_server_gpu import EAGER, GREEDY, LAYOUT, MTP, accepted, distance, tokens
 
 from sgl_kvpool.demo.server import Server, free_port

@@ -2,18 +2,12 @@
 
 A prefix can be taken over where the tree has rows and a state: after each chunk of a prefill, and at the last
 multiple of 64 tokens of a prompt. A server start takes a minute or more: each configuration is started once
-and asked everything. `tests/plugin/test_hybrid_servers.py` resolves the arguments of all of them on a CPU.
+and asked everything. `tests/sglang_plugin/test_hybrid_servers.py` resolves all their arguments on a CPU.
 """
 
-import os
-import sys
-
 import pytest
-import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
-
 import random_hybrid
+import torch
 from test_dsa_server_gpu import MARGIN, TOP, partings
 from test_server_gpu import EAGER, GREEDY, KVPOOL, LAYOUT, LAYOUTS, MTP, accepted, distance, generated, tokens
 

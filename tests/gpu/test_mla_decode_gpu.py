@@ -1,15 +1,8 @@
 """`mla_decode` on a GPU against a float64 oracle; needs no SGLang."""
 
-import os
-import sys
-
+import codec_oracle as oracle
 import pytest
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "codec"))
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "attention"))
-
-import codec_oracle as oracle
 from decode_cases import check, every_code, expected, make_case
 
 from sgl_kvpool.attention import DecodeWorkspace, mla_decode, workspace_bytes

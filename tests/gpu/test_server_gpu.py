@@ -3,16 +3,11 @@
 A server start takes a minute or more: each configuration is started once and asked everything.
 """
 
-import os
 import random
-import sys
 
 import pytest
-import torch
-
-sys.path.insert(0, os.path.dirname(__file__))
-
 import random_deepseek
+import torch
 
 from sgl_kvpool.demo.server import Server, free_port
 

@@ -1,15 +1,10 @@
 """The transfer engines on a GPU: bytes, order, registrations; needs no SGLang."""
 
 import dataclasses
-import os
-import sys
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "host"))
-
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls

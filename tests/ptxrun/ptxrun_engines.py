@@ -1,7 +1,7 @@
-"""The kernels of the transfer engines as nvcc compiles them, on ptxrun, under the engines of tests/host.
+"""The kernels of the transfer engines as nvcc compiles them, on ptxrun, under the engines of tests/transfer.
 
-Plans, jobs, csrc/staging.h and streams are those of ``tests/host/emulated.py``; only the kernels are carried
-out here, on the memory that a test names.
+Plans, jobs, csrc/staging.h and streams are those of ``tests/transfer/emulated.py``; only the kernels run
+here, on the memory that a test names.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvpool.commands.bench.crew import run_jobs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Does what a job says; the hello is the process id.
 WORKER = """
 import os, signal, sys, time

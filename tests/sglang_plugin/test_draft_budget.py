@@ -8,7 +8,7 @@ import torch
 
 from sgl_kvpool.commands.plan.command import ask
 
-CONFIGS = Path(__file__).parent.parent / "plan" / "configs"
+CONFIGS = Path(__file__).parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
 DRAFT_GIB = 8
 HEADS = {

@@ -3,18 +3,12 @@
 As in `test_random_checkpoints`: every parameter is NaN before and none after.
 """
 
-import os
-import sys
-
-import pytest
-import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
-
 import lightning_model
+import pytest
 import random_hybrid
+import torch
 from loaded_checkpoints import config_of, loaded
+from safetensors.torch import load_file
 
 BAILING = [shape for shape in random_hybrid.CONFIGS if shape != "kimi_linear"]
 #: The draft takes these from its target.

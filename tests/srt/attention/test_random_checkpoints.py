@@ -5,16 +5,11 @@ another shape its loader refuses.
 """
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
-
 import random_deepseek
+import torch
 from loaded_checkpoints import config_of, loaded
 
 #: The draft takes these from its target.

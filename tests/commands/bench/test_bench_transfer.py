@@ -11,7 +11,7 @@ from sgl_kvpool import KVArrangement, MLAKVCacheLayout
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands.bench import codec, transfer, transfer_report
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "benchmarks" / "transfer_cpu.json"
 
 

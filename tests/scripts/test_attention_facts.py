@@ -11,15 +11,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+import attention_facts
+import loop_costs
+
 from sgl_kvpool.attention.decode_config import table
 from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import attention_facts  # noqa: E402
-import loop_costs  # noqa: E402
 
 COSTS = json.loads(TILE_COSTS.read_text())
 FIELDS = {

@@ -4,13 +4,8 @@ This machine answers for a GPU of Hopper's compute capability, and for a platfor
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from regression.environment import OPTIONAL_MODULES, Machine
 from regression.request import Request
 from regression.shapes import random_shapes, write_checkpoint

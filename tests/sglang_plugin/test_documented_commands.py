@@ -5,17 +5,14 @@ what this machine says is a Hopper GPU. That shows that the arguments exist and 
 """
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+from fences import blocks
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "docs"))
-
-from fences import blocks  # noqa: E402
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 #: Which of the `checkpoints` stands for MODEL, if it is not dense MLA.

@@ -3,13 +3,7 @@
 This machine answers for a GPU of Hopper's compute capability, and for a platform that is CUDA.
 """
 
-import os
-import sys
-
 import pytest
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gpu"))
-
 import random_hybrid
 import test_hybrid_server_gpu as served
 

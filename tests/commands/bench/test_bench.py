@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvpool.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = ["codec", "attention", "transfer"]
 #: A second of work.
 TINY = ["--device", "cpu", "--heads", "2", "--layouts", "fp4", "--peers", "none", "--only", "sparse"]

@@ -13,7 +13,7 @@ from configurators import configurator
 
 from sgl_kvpool.commands.plan.command import ask
 
-CONFIGS = Path(__file__).resolve().parents[1] / "plan" / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "commands" / "plan" / "configs"
 MACHINE = {"gpu_gib": 140.4, "gpu_count": 8, "taken_gib": 3.0, "weights_gib": 300.0}
 NO_DRAFT = {"draft_bytes": 0}
 FRACTION = 0.8
