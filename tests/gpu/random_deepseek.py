@@ -3,7 +3,8 @@
 Written by transformers' own classes, so that names and shapes are those SGLang loads
 (`tests/srt/attention/test_random_checkpoints.py` loads them into SGLang's classes). Weights are large
 enough for attention to decide something: with the usual 0.02 all keys look alike. All weights are bf16, the
-indexer's too: SGLang's indexer quantises its queries and keys itself, its weights only where a checkpoint has FP8.
+indexer's too: SGLang's indexer quantises its queries and keys itself, its weights only where a checkpoint
+has FP8.
 """
 
 import json
