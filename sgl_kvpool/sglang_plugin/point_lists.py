@@ -9,8 +9,8 @@ from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.attention.topk_transform import DECODE_MODES, EXTEND_MODES, IDLE_MODES
 from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
-from sgl_kvpool.sglang_plugin.rules.attention import BACKEND_FEATURES, SPECULATIVE_FIELDS
-from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES
+from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_FIELDS
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, LAYOUT_FEATURES
 from sgl_kvpool.sglang_plugin.tier_point_lists import DISAGGREGATION, HOST_TIER, STATE_TIER
 
 __all__ = [
@@ -50,7 +50,7 @@ FIELDS = (
     "disaggregation_decode_enable_offload_kvcache",
     *SPECULATIVE_FIELDS,
     *(feature.field for feature in BACKEND_FEATURES),
-    *(feature.field for feature in FEATURES),
+    *(feature.field for feature in LAYOUT_FEATURES),
     *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
     *("mamba_radix_cache_strategy", "mamba_track_interval", "pp_size"),
     *("enable_linear_replayssm", "enable_linear_replayssm_spec"),

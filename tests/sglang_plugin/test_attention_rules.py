@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_kvpool.attention.readers import KVPOOL_DEVICES
-from sgl_kvpool.sglang_plugin.rules.attention import BACKEND_FEATURES, SPECULATIVE_ALGORITHMS
+from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_ALGORITHMS
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES
 
 OURS = "kvpool_mla"
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]

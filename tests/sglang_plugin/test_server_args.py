@@ -142,7 +142,7 @@ def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, la
 
 
 def test_every_refused_feature_is_tested():
-    from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES as TABLE
+    from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
 
     # Those with arrangements are tested in test_arrangement_argument.py.
     assert {feature.flag for feature in TABLE if feature.arrangements is None} == set(FEATURES)
@@ -167,7 +167,7 @@ def test_refused_fields_exist_in_sglang():
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES as TABLE
+    from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
 
     assert {feature.field for feature in TABLE} <= {f.name for f in record_fields(ServerArgs)}
 

@@ -106,11 +106,11 @@ def model_of(model: NamedModel) -> Served:
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 
     from sgl_kvpool.sglang_plugin import models
-    from sgl_kvpool.sglang_plugin.rules import host_tier as refusals
+    from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 
     with model.sglang_path() as path:
         config = ModelConfig(path)
-    refusals.check_model(MLAKVCacheLayout.BF16, config)
+    host_tier_rules.check_model(MLAKVCacheLayout.BF16, config)
     with_rows = models.layers_with_rows(config)
     return Served(
         name=models.model_name(config),

@@ -30,6 +30,7 @@ from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
 
 __all__ = ["install", "require_decided"]
 
@@ -215,7 +216,7 @@ def _choose_backend(server_args):
 
     if is_dsa(model_config_of(server_args)):
         return  # SGLang has one backend for sparse attention
-    common, *phases = (getattr(server_args, field) for field in host_tier_rules.BACKEND_FIELDS)
+    common, *phases = (getattr(server_args, field) for field in BACKEND_FIELDS)
     attention_rules.check_named(layout, arrangement, common, *phases)
     view = resolving_view(server_args)
     if common is None and None in phases:

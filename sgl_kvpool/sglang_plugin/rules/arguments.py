@@ -19,7 +19,8 @@ from sgl_kvpool.sglang_plugin.options import (
     choose_arrangement,
     environment_problems,
 )
-from sgl_kvpool.sglang_plugin.rules import host_tier as refusals
+from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
 from sgl_kvpool.transfer.labels import HostTierOptions
 
 __all__ = ["NUMBERS", "Number", "check", "check_page"]
@@ -54,7 +55,7 @@ class Number:
     @property
     def flag(self) -> str:
         """As on the command line."""
-        return refusals.flag_of(self.field)
+        return flag_of(self.field)
 
     def problem(self, value: Any) -> str | None:
         """Why a value is none of these; None if it is one."""
@@ -109,15 +110,15 @@ def check(server_args: Any) -> dict[Option, str]:
         _check_without_layout(requested, server_args)
         return requested
     layout = MLAKVCacheLayout.parse(requested[LAYOUT])
-    refusals.check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
+    host_tier_rules.check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
     dtype = server_args.kv_cache_dtype
     if dtype not in layout.accepted_kv_cache_dtypes(is_dsa=True):  # which depends on the model
-        refusals.check_dtype(layout, dtype, is_dsa=False)
+        host_tier_rules.check_dtype(layout, dtype, is_dsa=False)
     for number in NUMBERS:
         _refuse_bad(number, server_args)
     check_page(server_args)
-    if not refusals.has_host_tier(server_args):
-        refusals.check_without_tier(
+    if not host_tier_rules.has_host_tier(server_args):
+        host_tier_rules.check_without_tier(
             HostTierOptions(requested[HOST_LAYOUT], requested[HOST_ENGINE]), server_args
         )
     elif server_args.hicache_size:
@@ -141,10 +142,10 @@ def _check_without_layout(requested: dict[Option, str], server_args: Any) -> Non
                 f"none without a layout; leave it out, or add {LAYOUT.flag} {MLAKVCacheLayout.BF16}, which "
                 "keeps SGLang's rows"
             )
-    for field in (*refusals.BACKEND_FIELDS, "speculative_draft_attention_backend"):
+    for field in (*BACKEND_FIELDS, "speculative_draft_attention_backend"):
         if getattr(server_args, field) == KVPOOL_BACKEND:
             raise Refusal(
-                f"{refusals.flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
+                f"{flag_of(field)} {KVPOOL_BACKEND} reads pools of sgl-kvpool; add {LAYOUT.flag} "
                 f"({', '.join(LAYOUT.values)})"
             )
 

@@ -5,8 +5,6 @@ Each refusal is an error at start that names value, reason and way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool import env
@@ -26,12 +24,11 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import device_name, model_name
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
 
 __all__ = [
-    "BACKEND_FEATURES",
     "SPECULATIVE_ALGORITHMS",
     "SPECULATIVE_FIELDS",
-    "BackendFeature",
     "backends_in_use",
     "check_backends",
     "check_draft",
@@ -40,77 +37,6 @@ __all__ = [
     "is_chosen",
 ]
 
-
-@dataclass(frozen=True)
-class BackendFeature:
-    """A server argument that our attention backend is refused with.
-
-    Attributes
-    ----------
-    field, flag, reason, in_use
-        As of `refusals.Feature`.
-    devices : tuple of str
-        Where it is refused.
-    """
-
-    field: str
-    flag: str
-    reason: str
-    in_use: Callable[[Any], bool] = bool
-    devices: tuple[str, ...] = KVPOOL_DEVICES
-
-
-def _captures_whole_prefill(config: Any) -> bool:
-    return config is not None and config.prefill.backend == "full"
-
-
-#: What cannot be shown to be right beside `kvpool_mla`.
-BACKEND_FEATURES = (
-    BackendFeature(
-        "enable_deterministic_inference",
-        "--enable-deterministic-inference",
-        "it does not promise the same bits for every batch",
-    ),
-    BackendFeature(
-        "enable_two_batch_overlap",
-        "--enable-two-batch-overlap",
-        "the halves of a batch would share the buffers of one step",
-    ),
-    BackendFeature(
-        "enable_pdmux", "--enable-pdmux", "prefill and decode would share the buffers of one step"
-    ),
-    BackendFeature(
-        "enable_prefill_cp",
-        "--enable-prefill-cp",
-        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
-    ),
-    BackendFeature(
-        "attn_cp_size",
-        "--attn-cp-size",
-        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
-        in_use=lambda size: (size or 1) > 1,
-    ),
-    BackendFeature(
-        "dllm_algorithm",
-        "--dllm-algorithm",
-        "diffusion attends tokens that follow, and it attends those before",
-        in_use=lambda algorithm: algorithm is not None,
-    ),
-    BackendFeature("enable_mis", "--enable-mis", "it takes no masks between the items of a prompt"),
-    BackendFeature(
-        "enable_torch_compile",
-        "--enable-torch-compile",
-        "its kernels have not been traced by torch.compile",
-        devices=("cuda",),
-    ),
-    BackendFeature(
-        "cuda_graph_config",
-        "--cuda-graph-backend-prefill full",
-        "a graph of a whole prefill keeps the lengths of its capture; use breakable, which is the default",
-        in_use=_captures_whole_prefill,
-        devices=("cuda",),
-    ),
-)
 
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
@@ -125,31 +51,11 @@ _UNSHOWN_ALGORITHMS = {
     "UNO": "SGLang has it for fa3 alone",
 }
 
-#: Arguments of speculative decoding that would change what a draft attends.
-_DRAFT_FEATURES = (
-    BackendFeature(
-        "speculative_draft_window_size",
-        "--speculative-draft-window-size",
-        "its draft backends attend whole sequences",
-        in_use=lambda size: size is not None,
-    ),
-    BackendFeature(
-        "speculative_adaptive",
-        "--speculative-adaptive",
-        "every number of steps would bring backends of its own, which no memory was set aside for",
-    ),
-    BackendFeature(
-        "enable_multi_layer_eagle",
-        "--enable-multi-layer-eagle",
-        "the pools of several draft models have not been looked at",
-    ),
-)
-
 #: Fields of ServerArgs that the rules of speculative decoding read.
 SPECULATIVE_FIELDS = (
     *("speculative_algorithm", "speculative_eagle_topk", "speculative_draft_attention_backend"),
     *("speculative_draft_model_path", "model_path"),
-    *(feature.field for feature in _DRAFT_FEATURES),
+    *(feature.field for feature in DRAFT_FEATURES),
 )
 
 
@@ -307,15 +213,12 @@ def check_model(model_config: Any, view: Any) -> None:
         )
 
 
-def _check_features(features: tuple[BackendFeature, ...], view: Any) -> None:
-    for feature in features:
-        value = getattr(view, feature.field)
-        if view.device not in feature.devices or not feature.in_use(value):
-            continue
-        plain = value is True or not isinstance(value, int | str)
+def _check_features(features: tuple[Feature, ...], view: Any) -> None:
+    found = first_in_use(features, view)
+    if found is not None:
+        feature, text = found
         raise Refusal(
-            f"{feature.flag if plain else f'{feature.flag} {value}'} does not work with attention backend "
-            f"{KVPOOL_BACKEND}: {feature.reason}; leave it out"
+            f"{text} does not work with attention backend {KVPOOL_BACKEND}: {feature.reason}; leave it out"
         )
 
 
@@ -356,4 +259,4 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
             f"--speculative-eagle-topk {topk} does not work with attention backend {KVPOOL_BACKEND}: it "
             "verifies chains, and the masks of trees are not computed; use --speculative-eagle-topk 1"
         )
-    _check_features(_DRAFT_FEATURES, view)
+    _check_features(DRAFT_FEATURES, view)

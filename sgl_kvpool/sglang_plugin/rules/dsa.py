@@ -26,8 +26,8 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
-from sgl_kvpool.sglang_plugin.rules import host_tier as refusals
-from sgl_kvpool.sglang_plugin.rules.host_tier import BACKEND_FIELDS, flag_of
+from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
+from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
 
 __all__ = [
     "check_draft_backend",
@@ -45,13 +45,6 @@ __all__ = [
 #: SGLang's names of the backend; the second is the old one.
 _NAMES = (DSA_BACKEND, "nsa")
 _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
-
-#: What our readers are not used with: (field, flag, in use, reason).
-_READER_FEATURES = (
-    ("enable_torch_compile", "--enable-torch-compile", bool, "its kernels have not been traced"),
-    ("enable_prefill_cp", "--enable-prefill-cp", bool, "it does not gather the rows of other ranks"),
-    ("attn_cp_size", "--attn-cp-size", lambda size: (size or 1) > 1, "it does not gather the rows of others"),
-)
 
 
 # -------------------------------------------------------------------- before SGLang resolves
@@ -101,7 +94,7 @@ def prepare(
             _check_backend(f"{flag_of(field)} {value}", value, name)
     if server_args.speculative_draft_model_path in (None, server_args.model_path):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
-    refusals.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
+    host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
     if sglang_dsa_reads(layout):
         return declared
@@ -202,11 +195,13 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
         _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
     _check_modes(layout, model_config, view)
     if not sglang_dsa_reads(layout):
-        for field, flag, in_use, reason in _READER_FEATURES:
-            if in_use(getattr(view, field)):
-                raise Refusal(
-                    f"{flag} does not work with {LAYOUT.flag} {layout}: {reason}; leave out one of the two"
-                )
+        found = first_in_use(READER_FEATURES, view)
+        if found is not None:
+            feature, text = found
+            raise Refusal(
+                f"{text} does not work with {LAYOUT.flag} {layout}: {feature.reason}; leave out one of "
+                "the two"
+            )
     for field in _IMPLEMENTATION_FIELDS:
         name = getattr(view, field)
         if name in SGLANG_READERS[layout].dsa_copied:

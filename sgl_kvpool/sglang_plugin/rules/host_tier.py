@@ -1,12 +1,10 @@
-"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention_rules`.
+"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention`.
 
 Each is an error at start that names value, reason and way out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -14,6 +12,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
+from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES, disaggregates, first_in_use
 from sgl_kvpool.transfer.labels import (
     CPU_ENGINE,
     GPU_ENGINE_NAMES,
@@ -23,124 +22,14 @@ from sgl_kvpool.transfer.labels import (
 )
 
 __all__ = [
-    "BACKEND_FIELDS",
-    "FEATURES",
-    "Feature",
     "check_dtype",
     "check_features",
     "check_host_model",
     "check_host_tier",
     "check_model",
     "check_without_tier",
-    "flag_of",
     "has_host_tier",
 ]
-
-
-#: Fields of SGLang's ServerArgs that name an attention backend of the target.
-BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-
-
-def flag_of(field: str) -> str:
-    """A field of SGLang's ServerArgs as on the command line."""
-    return "--" + field.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A server argument that a layout, or an arrangement, is refused with.
-
-    Attributes
-    ----------
-    field : str
-        Of SGLang's ServerArgs.
-    flag : str
-        As the user writes it.
-    reason : str
-        Why the two do not go together.
-    in_use : callable
-        Tells from the field's value whether the feature is on.
-    arrangements : callable, optional
-        Which arrangements are refused, whatever the layout; without it every layout is.
-    """
-
-    field: str
-    flag: str
-    reason: str
-    in_use: Callable[[Any], bool] = bool
-    arrangements: Callable[[KVArrangement], bool] | None = None
-
-
-def _disaggregates(mode: str | None) -> bool:
-    return mode not in (None, "null")
-
-
-def _shared_buffer(arrangement: KVArrangement) -> bool:
-    return not arrangement.is_layer_packed
-
-
-#: Features that build another pool, or read rows without knowing the layout.
-FEATURES = (
-    Feature("enable_unified_memory", "--enable-unified-memory", "it allocates a pool of its own"),
-    Feature("enable_hisparse", "--enable-hisparse", "it allocates a pool of its own"),
-    Feature("enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it shards stock MLA rows"),
-    Feature(
-        "enable_dsa_cache_layer_split",
-        "--enable-dsa-cache-layer-split",
-        "it allocates a pool of its own",
-    ),
-    Feature(
-        "dcp_size",
-        "--dcp-size",
-        "decode context parallelism scatters rows by rules of its own",
-        in_use=lambda value: (value or 1) > 1,
-    ),
-    Feature(
-        "enable_page_major_kv_layout",
-        "--enable-page-major-kv-layout",
-        "it allocates a pool of its own",
-    ),
-    Feature(
-        "enable_unified_cache_external_linker",
-        "--enable-unified-cache-external-linker",
-        "the linker accepts SGLang's own pool classes only",
-    ),
-    Feature(
-        "enable_linker_mla_dedup",
-        "--enable-linker-mla-dedup",
-        "the linker accepts SGLang's own pool classes only",
-    ),
-    Feature("enable_lmcache", "--enable-lmcache", "it computes the bytes of a row by itself"),
-    Feature("enable_flexkv", "--enable-flexkv", "it computes the bytes of a row by itself"),
-    Feature(
-        "radix_cache_backend",
-        "--radix-cache-backend",
-        "a cache backend computes the bytes of a row by itself",
-        in_use=lambda value: value is not None,
-    ),
-    Feature("use_ray", "--use-ray", "Ray actors do not load SGLang plugins"),
-    Feature("grpc_mode", "--grpc-mode", "its launcher does not tell the schedulers of the layout"),
-    Feature("smg_grpc_mode", "--smg-grpc-mode", "its launcher does not tell the schedulers of the layout"),
-    Feature(
-        "disaggregation_decode_host_receive_threshold",
-        "--disaggregation-decode-host-receive-threshold",
-        "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
-        in_use=lambda threshold: threshold < 1,
-    ),
-    Feature(
-        "disaggregation_decode_retraction_backup",
-        "--disaggregation-decode-retraction-backup",
-        "SGLang has that host pool for multi-head pools only, and keeps retracted MLA rows in cpu_tensor",
-        in_use=lambda backup: backup == "host_pool",
-    ),
-    Feature(
-        "disaggregation_mode",
-        "--disaggregation-mode",
-        "SGLang sends each layer's pages as runs of its own, and here other layers' rows lie between them",
-        in_use=_disaggregates,
-        arrangements=_shared_buffer,
-    ),
-)
 
 
 def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) -> None:
@@ -159,15 +48,13 @@ def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) 
 
 def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
     """Refuse server arguments that do not go with layout and arrangement; `view` has ServerArgs' fields."""
-    for feature in FEATURES:
-        if feature.arrangements is None:
-            refused, ours = True, f"{LAYOUT.flag} {layout}"
-        else:
-            refused, ours = feature.arrangements(arrangement), f"{ARRANGEMENT.flag} {arrangement}"
-        value = getattr(view, feature.field)
-        if refused and feature.in_use(value):
-            text = feature.flag if value is True else f"{feature.flag} {value}"
-            raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
+    refused = [f for f in LAYOUT_FEATURES if f.arrangements is None or f.arrangements(arrangement)]
+    found = first_in_use(refused, view)
+    if found is None:
+        return
+    feature, text = found
+    ours = f"{ARRANGEMENT.flag} {arrangement}" if feature.arrangements else f"{LAYOUT.flag} {layout}"
+    raise Refusal(f"{text} does not work with {ours}: {feature.reason}; leave out one of the two")
 
 
 def has_host_tier(view: Any) -> bool:
@@ -187,7 +74,7 @@ def check_without_tier(options: HostTierOptions, view: Any) -> None:
                 "it out"
             )
     # A decode server may use the store without a tier.
-    if view.hicache_storage_backend is not None and not _disaggregates(view.disaggregation_mode):
+    if view.hicache_storage_backend is not None and not disaggregates(view.disaggregation_mode):
         raise Refusal(
             f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "
             "that, or leave it out"

@@ -1,0 +1,195 @@
+"""Features of SGLang that are refused beside a layout, an arrangement or an attention backend, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvpool.memory.arrangement import KVArrangement
+
+__all__ = [
+    "BACKEND_FEATURES",
+    "BACKEND_FIELDS",
+    "DRAFT_FEATURES",
+    "LAYOUT_FEATURES",
+    "READER_FEATURES",
+    "Feature",
+    "disaggregates",
+    "first_in_use",
+    "flag_of",
+]
+
+
+#: Fields of SGLang's ServerArgs that name an attention backend of the target.
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def flag_of(field: str) -> str:
+    """A field of SGLang's ServerArgs as on the command line."""
+    return "--" + field.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A server argument that is refused.
+
+    Attributes
+    ----------
+    field : str
+        Of SGLang's ServerArgs.
+    reason : str
+        Why the two do not go together.
+    in_use : callable
+        Tells from the field's value whether the feature is on.
+    flag : str
+        As the user writes it; without it, as `flag_of` the field.
+    arrangements : callable, optional
+        Which arrangements are refused, whatever the layout; without it every layout is.
+    devices : tuple of str, optional
+        Where it is refused; without it on every device.
+    """
+
+    field: str
+    reason: str
+    in_use: Callable[[Any], bool] = bool
+    flag: str = ""
+    arrangements: Callable[[KVArrangement], bool] | None = None
+    devices: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.flag:
+            object.__setattr__(self, "flag", flag_of(self.field))
+
+    def written(self, value: Any) -> str:
+        """The feature as on the command line, with its value where that is one word."""
+        one_word = isinstance(value, int | float | str) and value is not True
+        return f"{self.flag} {value}" if one_word else self.flag
+
+
+def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] | None:
+    """The first feature that a server uses, and how the user writes it; None if it uses none of them.
+
+    Parameters
+    ----------
+    features : iterable of Feature
+    view
+        Has the fields of SGLang's ServerArgs.
+    """
+    for feature in features:
+        value = getattr(view, feature.field)
+        if (feature.devices is None or view.device in feature.devices) and feature.in_use(value):
+            return feature, feature.written(value)
+    return None
+
+
+def disaggregates(mode: str | None) -> bool:
+    """Whether a value of --disaggregation-mode splits prefill and decode."""
+    return mode not in (None, "null")
+
+
+def _shared_buffer(arrangement: KVArrangement) -> bool:
+    return not arrangement.is_layer_packed
+
+
+#: Features that build another pool, or read rows without knowing the layout.
+LAYOUT_FEATURES = (
+    Feature("enable_unified_memory", "it allocates a pool of its own"),
+    Feature("enable_hisparse", "it allocates a pool of its own"),
+    Feature("enable_kv_cache_sharding", "it shards stock MLA rows"),
+    Feature("enable_dsa_cache_layer_split", "it allocates a pool of its own"),
+    Feature(
+        "dcp_size",
+        "decode context parallelism scatters rows by rules of its own",
+        in_use=lambda value: (value or 1) > 1,
+    ),
+    Feature("enable_page_major_kv_layout", "it allocates a pool of its own"),
+    Feature("enable_unified_cache_external_linker", "the linker accepts SGLang's own pool classes only"),
+    Feature("enable_linker_mla_dedup", "the linker accepts SGLang's own pool classes only"),
+    Feature("enable_lmcache", "it computes the bytes of a row by itself"),
+    Feature("enable_flexkv", "it computes the bytes of a row by itself"),
+    Feature(
+        "radix_cache_backend",
+        "a cache backend computes the bytes of a row by itself",
+        in_use=lambda value: value is not None,
+    ),
+    Feature("use_ray", "Ray actors do not load SGLang plugins"),
+    Feature("grpc_mode", "its launcher does not tell the schedulers of the layout"),
+    Feature("smg_grpc_mode", "its launcher does not tell the schedulers of the layout"),
+    Feature(
+        "disaggregation_decode_host_receive_threshold",
+        "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
+        in_use=lambda threshold: threshold < 1,
+    ),
+    Feature(
+        "disaggregation_decode_retraction_backup",
+        "SGLang has that host pool for multi-head pools only, and keeps retracted MLA rows in cpu_tensor",
+        in_use=lambda backup: backup == "host_pool",
+    ),
+    Feature(
+        "disaggregation_mode",
+        "SGLang sends each layer's pages as runs of its own, and here other layers' rows lie between them",
+        in_use=disaggregates,
+        arrangements=_shared_buffer,
+    ),
+)
+
+
+def _captures_whole_prefill(config: Any) -> bool:
+    return config is not None and config.prefill.backend == "full"
+
+
+#: What cannot be shown to be right beside `kvpool_mla`.
+BACKEND_FEATURES = (
+    Feature("enable_deterministic_inference", "it does not promise the same bits for every batch"),
+    Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
+    Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
+    Feature(
+        "enable_prefill_cp",
+        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+    ),
+    Feature(
+        "attn_cp_size",
+        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+        in_use=lambda size: (size or 1) > 1,
+    ),
+    Feature(
+        "dllm_algorithm",
+        "diffusion attends tokens that follow, and it attends those before",
+        in_use=lambda algorithm: algorithm is not None,
+    ),
+    Feature("enable_mis", "it takes no masks between the items of a prompt"),
+    Feature(
+        "enable_torch_compile",
+        "its kernels have not been traced by torch.compile",
+        devices=("cuda",),
+    ),
+    Feature(
+        "cuda_graph_config",
+        "a graph of a whole prefill keeps the lengths of its capture; use breakable, which is the default",
+        flag="--cuda-graph-backend-prefill full",
+        in_use=_captures_whole_prefill,
+        devices=("cuda",),
+    ),
+)
+
+#: Arguments of speculative decoding that would change what a draft attends.
+DRAFT_FEATURES = (
+    Feature(
+        "speculative_draft_window_size",
+        "its draft backends attend whole sequences",
+        in_use=lambda size: size is not None,
+    ),
+    Feature(
+        "speculative_adaptive",
+        "every number of steps would bring backends of its own, which no memory was set aside for",
+    ),
+    Feature("enable_multi_layer_eagle", "the pools of several draft models have not been looked at"),
+)
+
+#: What readers of packed sparse rows are not used with.
+READER_FEATURES = (
+    Feature("enable_torch_compile", "its kernels have not been traced"),
+    Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),
+    Feature("attn_cp_size", "it does not gather the rows of others", in_use=lambda size: (size or 1) > 1),
+)
