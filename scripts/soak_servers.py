@@ -17,7 +17,7 @@ from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 from sgl_kvpool.demo.shipped import model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.transfer.labels import NARROWEST_HOST_LAYOUT
+from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
 __all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"]
 

@@ -13,7 +13,7 @@ from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.transfer.labels import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
+from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
 
 __all__ = [
     "ARRANGEMENT",

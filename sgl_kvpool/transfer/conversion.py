@@ -14,7 +14,7 @@ import torch
 from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
 from sgl_kvpool.refusal import use
-from sgl_kvpool.transfer.labels import HOST_LAYOUTS
+from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
 

@@ -8,10 +8,10 @@ import torch
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
-from sgl_kvpool.transfer import choice
+from sgl_kvpool.transfer import engine_choice
+from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
 from sgl_kvpool.transfer.jobs import RegisteredPieces
-from sgl_kvpool.transfer.lane import Lane
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -239,7 +239,7 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     memory = pinned(6, group.bytes_per_page)
     host = packed_view(memory, group)
     shared = tools(device)(group.bytes_per_page, memory)
-    lane = Lane(
+    channel = TransferChannel(
         TransferPlan(caches, host, "kv"),
         "to_host",
         lambda plan: GPU_ENGINES["copy_engine"](plan, shared, True),
@@ -260,27 +260,27 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
             Refused.refused += 1
             calls.copy_pages(*arguments[:-1], 0)
 
-    lane.engine.tools = dataclasses.replace(shared, calls=Refused())
+    channel.engine.tools = dataclasses.replace(shared, calls=Refused())
     lists = (slots_of([1, 3], 2, device), np.array([4, 0]))
-    before = lane.engine.tools.calls.refused
+    before = channel.engine.tools.calls.refused
     memory.fill_(0)
-    lane.run(*lists)
+    channel.run(*lists)
     torch.cuda.synchronize()
-    assert lane.engine.tools.calls.refused == before + 1
+    assert channel.engine.tools.calls.refused == before + 1
     assert (memory[[4, 0]] == 5).all()
     assert not memory[[1, 2, 3, 5]].any()
     torch.zeros(1, device=device).add_(1).item()  # the context is well
     # And the engine is used again.
-    lane.engine.tools = shared
+    channel.engine.tools = shared
     memory.fill_(0)
-    lane.engine.copy(*lists)
+    channel.engine.copy(*lists)
     torch.cuda.synchronize()
     assert (memory[[4, 0]] == 5).all()
 
 
 def test_rates_of_the_link(device):
     host = pinned(64, 1 << 20)
-    rates = choice.measure(gpu_calls(), host, RegisteredPieces(), device)
+    rates = engine_choice.measure(gpu_calls(), host, RegisteredPieces(), device)
     for found in rates.values():
         assert 1 < found.link_gb_per_s < 1000
         assert found.submit_us > 0

@@ -127,7 +127,7 @@ def on_a_gpu(
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.rules.host_tier import check_host_tier
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     view = SimpleNamespace(
         enable_hierarchical_cache=on, device=device, hicache_mem_layout=label, hicache_io_backend="kernel",

@@ -24,7 +24,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.layout import Encoding, RowFormat, Segment
 from sgl_kvpool.transfer.conversion import RowConversion, host_layout_problem, narrower_layouts
-from sgl_kvpool.transfer.labels import HOST_LAYOUTS, HostTierOptions
+from sgl_kvpool.transfer.host_options import HOST_LAYOUTS, HostTierOptions
 
 #: Device and host layout; bytes of R=512, P=64 by hand.
 NARROWER = [
@@ -262,8 +262,8 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
     def fails(*arguments):
         raise OSError(5, "broken on purpose")
 
-    for lane in (*tier._lanes.to_host, *tier._lanes.to_device):
-        lane.engine.copy = fails
+    for channel in (*tier._channels.to_host, *tier._channels.to_device):
+        channel.engine.copy = fails
     host_bytes(tier)[...] = GUARD
     backup(tier, [3, 1], [4, 2])
     assert np.array_equal(host_bytes(tier), good)

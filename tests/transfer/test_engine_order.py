@@ -7,8 +7,8 @@ import pytest
 from emulated import CALLER, COMPUTE, calls, slots_of, small_slots, tools
 from test_plan import LAYERS, PAGES, ROW, TOKENS, distinct, side
 
+from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, KernelEngine, StagedEngine
-from sgl_kvpool.transfer.lane import Lane
 from sgl_kvpool.transfer.plan import TransferPlan
 
 pytestmark = pytest.mark.usefixtures("nothing_left_out")
@@ -143,7 +143,7 @@ def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
     calls().play(1)
 
 
-# ---------------------------------------------------------------------------------------- lanes
+# ---------------------------------------------------------------------------------------- channels
 
 
 def test_a_lane_counts_a_load_once(counting):
@@ -155,13 +155,15 @@ def test_a_lane_counts_a_load_once(counting):
         labels = {"direction": "to_device", "engine": engine}
         return tuple(counting(f"sgl_kvpool_transfer_{what}_total", **labels) for what in ("bytes", "seconds"))
 
-    lane = Lane(TransferPlan(host, device, "kv"), "to_device", lambda plan: KernelEngine(plan, shared, False))
+    channel = TransferChannel(
+        TransferPlan(host, device, "kv"), "to_device", lambda plan: KernelEngine(plan, shared, False)
+    )
     before = moved("kernel")
     on_host[...] = distinct(on_host.shape)
     lists = [(np.array([1, 8]), slots_of([2, 5])), (np.array([3]), slots_of([0]))]
     for numbers, pages in lists:
         for part in range(LAYERS):
-            lane.run(numbers, pages, part)
+            channel.run(numbers, pages, part)
         calls().play(1)
         assert np.array_equal(
             on_device[:, pages.numbers()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
@@ -184,7 +186,9 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
     for direction in ("to_host", "to_device"):
         to_host = direction == "to_host"
         plan = TransferPlan(device, host, "kv") if to_host else TransferPlan(host, device, "kv")
-        lane = Lane(plan, direction, lambda plan, h=to_host: GPU_ENGINES[engine](plan, shared, h))
+        channel = TransferChannel(
+            plan, direction, lambda plan, h=to_host: GPU_ENGINES[engine](plan, shared, h)
+        )
         for seed, steps in enumerate((0, 1, 2, 3, 5, 100)):
             on_device[...], on_host[...] = distinct(on_device.shape), distinct(on_host.shape)[::-1]
             numbers, pages = np.array([8, 0, 3, 5, 6]), slots_of([1, 2, 6, 0, 4])
@@ -197,7 +201,7 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
             calls().fail_after(steps)
             lists = (pages, numbers) if to_host else (numbers, pages)
             for part in [None] if to_host else range(LAYERS):
-                lane.run(*lists, part)
+                channel.run(*lists, part)
             calls().play(seed)
             assert np.array_equal(on_host if to_host else on_device, expected)
             if sum(failures().values()) == before:
@@ -209,7 +213,7 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
             again = [(slots_of([2, 5]), np.array([1, 7])) for _ in range(3)]  # kept until all is played
             for both in again:
                 for part in [None] if to_host else range(LAYERS):
-                    lane.run(*(both if to_host else both[::-1]), part)
+                    channel.run(*(both if to_host else both[::-1]), part)
             assert calls().play(seed) > 0
             assert failures() == before
     assert failed_loads >= 3

@@ -293,6 +293,6 @@ def test_and_other_geometries(own, other, geometry):
 
 
 def test_names_of_engines():
-    from sgl_kvpool.transfer.labels import GPU_ENGINE_NAMES
+    from sgl_kvpool.transfer.host_options import GPU_ENGINE_NAMES
 
     assert tuple(GPU_ENGINES) == GPU_ENGINE_NAMES

@@ -20,7 +20,7 @@ from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.transfer.labels import KEPT_FREE_BYTES
+from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
 
 __all__ = [
     "Finding",

@@ -20,7 +20,7 @@ from sgl_kvpool.commands.plan import plot, report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.transfer.labels import NARROWEST_HOST_LAYOUT
+from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
 __all__ = ["add_arguments", "run"]
 

@@ -18,7 +18,7 @@ from sgl_kvpool.sglang_plugin.options import (
     Option,
     choose_arrangement,
 )
-from sgl_kvpool.transfer.labels import CPU_ENGINE
+from sgl_kvpool.transfer.host_options import CPU_ENGINE
 
 if TYPE_CHECKING:
     from sgl_kvpool.commands.warmup.served import Served

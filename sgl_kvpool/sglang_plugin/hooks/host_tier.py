@@ -82,7 +82,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     from sglang.srt.runtime_context import get_memory
 
     return HierarchicalMLAHostPool(
-        pool, host_size=0, io_backend=get_memory().hicache_io_backend, seals_pages=False, **kwargs
+        pool, host_size=0, io_backend=get_memory().hicache_io_backend, stores_digests=False, **kwargs
     )
 
 
@@ -232,7 +232,7 @@ def _generic_page_get(original, self, operation, hash_values, host_indices, extr
 
 
 def _kind(error: Exception) -> str:
-    from sgl_kvpool.srt.host.page_seal import DamagedPage
+    from sgl_kvpool.srt.host.page_digest import DamagedPage
 
     return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 

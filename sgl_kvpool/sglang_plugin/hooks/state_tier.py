@@ -248,7 +248,7 @@ def _keys_by_slot(transfer: Any) -> dict[int, str]:
 
 
 def _kind(error: Exception) -> str:
-    from sgl_kvpool.srt.host.page_seal import DamagedPage
+    from sgl_kvpool.srt.host.page_digest import DamagedPage
 
     return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 

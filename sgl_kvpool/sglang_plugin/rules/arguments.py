@@ -21,7 +21,7 @@ from sgl_kvpool.sglang_plugin.options import (
 )
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
-from sgl_kvpool.transfer.labels import HostTierOptions
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 __all__ = ["NUMBERS", "Number", "check", "check_page"]
 

@@ -13,7 +13,7 @@ from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
 from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES, disaggregates, first_in_use
-from sgl_kvpool.transfer.labels import (
+from sgl_kvpool.transfer.host_options import (
     CPU_ENGINE,
     GPU_ENGINE_NAMES,
     HOST_IO_BACKENDS,

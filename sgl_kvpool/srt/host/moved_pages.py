@@ -11,8 +11,8 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
 from sgl_kvpool.srt.host.stored_pages import StoredPagesPool
-from sgl_kvpool.transfer.lane import Lane
-from sgl_kvpool.transfer.lanes import Lanes
+from sgl_kvpool.transfer.channel import TransferChannel
+from sgl_kvpool.transfer.channel_builder import TransferChannels
 from sgl_kvpool.transfer.slots import DevicePages, pages_of, slot_list_problem
 
 __all__ = ["MovedPagesPool", "kv_group"]
@@ -28,12 +28,12 @@ class MovedPagesPool(StoredPagesPool):
     """Base of the host tier's pools, which set these."""
 
     _device_views: list[CanonicalKVCaches]
-    _lanes: Lanes
-    #: Lists of the transfer at hand: SGLang's, and as the lanes take them.
+    _channels: TransferChannels
+    #: Lists of the transfer at hand: SGLang's, and as the channels take them.
     _listed: tuple[Any, ...]
 
-    def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[Lane, int]]:
-        """Lanes, and parts of their groups, that make up a layer as the controller numbers them."""
+    def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[TransferChannel, int]]:
+        """Channels, and parts of their groups, that make up a layer as the controller numbers them."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- page state
@@ -103,7 +103,7 @@ class MovedPagesPool(StoredPagesPool):
         RuntimeError
             A page that was lost in its backup.
         Exception
-            Engine and torch failed; see `Lane.run`.
+            Engine and torch failed; see `TransferChannel.run`.
         """
         parts = self._parts_of(layer_id, is_draft)
         if not parts:
@@ -112,8 +112,8 @@ class MovedPagesPool(StoredPagesPool):
         if self._lost[host_pages].any():
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
-        for lane, part in parts:
-            lane.run(host_pages, device_pages, part)
+        for channel, part in parts:
+            channel.run(host_pages, device_pages, part)
 
     def backup_from_device_all_layer(
         self, device_pool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -125,8 +125,8 @@ class MovedPagesPool(StoredPagesPool):
         """
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         try:
-            for lane in self._lanes.to_host:
-                lane.run(device_pages, host_pages)
+            for channel in self._channels.to_host:
+                channel.run(device_pages, host_pages)
         except Exception as error:  # whatever it is, these pages are not backed up
             self._lost[host_pages] = True
             metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
@@ -141,16 +141,16 @@ class MovedPagesPool(StoredPagesPool):
         The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
         for the GPU, as SGLang's own `direct` backend does.
         """
-        if self._lanes.needs_page_numbers:
+        if self._channels.needs_page_numbers:
             device_slots = device_slots.cpu()
         return host_slots, device_slots
 
     def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
-        """Lists for the lanes. The layers of a load get the same objects, which engines know it by."""
+        """Lists for the channels. The layers of a load get the same objects, which engines know it by."""
         known_host, known_device, lists = self._listed
         if known_host is not host_slots or known_device is not device_slots:
             host_pages = pages_of(host_slots.cpu(), self.page_size)
-            if self._lanes.needs_page_numbers:
+            if self._channels.needs_page_numbers:
                 lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
             else:
                 lists = host_pages, DevicePages(device_slots, self.page_size)

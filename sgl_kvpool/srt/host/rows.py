@@ -27,10 +27,10 @@ from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
+from sgl_kvpool.transfer.channel import TransferChannel
+from sgl_kvpool.transfer.channel_builder import EngineRequest, build_channels
 from sgl_kvpool.transfer.conversion import host_layout_problem
-from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
-from sgl_kvpool.transfer.lane import Lane
-from sgl_kvpool.transfer.lanes import EngineRequest, make_lanes
+from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
     io_backend : str
         Of --hicache-io-backend, which a GPU engine's choice depends on.
-    seals_pages : bool
+    stores_digests : bool
         Whether pages that stores copy carry a digest. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
     **kwargs
@@ -95,7 +95,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
         io_backend: str = "kernel",
-        seals_pages: bool = True,
+        stores_digests: bool = True,
         **kwargs,
     ) -> None:
         pools = (kv_pool, *draft_pools)
@@ -134,7 +134,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
-        self.seals_pages = seals_pages
+        self.stores_digests = stores_digests
         self._sized_by_ratio = not host_size
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
@@ -193,7 +193,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
         firsts = range(self.target_layer_num, self.layer_num)
         places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
-        self._lanes = make_lanes(
+        self._channels = build_channels(
             self._pages,
             self._device_views,
             places,
@@ -214,18 +214,18 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self.layout,
             self.row_format.tag,
             "" if self.row_format == self._device_rows else f" of {self._device_rows.tag} on the device",
-            self._lanes.engines,
-            " and ".join(map(str, self._lanes.run_bytes)) or "no",
+            self._channels.engines,
+            " and ".join(map(str, self._channels.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
         )
 
-    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[Lane, int]]:
+    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:
         if not is_draft and layer_id not in self._host_layer_by_controller:
             return []
         host_layer = self._host_layer_by_controller[layer_id]
         draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
-        lanes = self._lanes.to_device
-        return [(lanes[draft], 0) if draft > 0 else (lanes[0], host_layer)]
+        channels = self._channels.to_device
+        return [(channels[draft], 0) if draft > 0 else (channels[0], host_layer)]
 
     def _page_view(self, page: int) -> torch.Tensor:
         return self.kv_buffer[page].unsqueeze(0)

@@ -20,9 +20,9 @@ from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
 from sgl_kvpool.srt.host.state_view import StateView
-from sgl_kvpool.transfer.labels import HOST_LABELS, HostTierOptions
-from sgl_kvpool.transfer.lane import Lane
-from sgl_kvpool.transfer.lanes import EngineRequest, lanes_of
+from sgl_kvpool.transfer.channel import TransferChannel
+from sgl_kvpool.transfer.channel_builder import EngineRequest, channels_of
+from sgl_kvpool.transfer.host_options import HOST_LABELS, HostTierOptions
 from sgl_kvpool.transfer.page_buffer import staged_state_bytes
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -110,7 +110,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._device_views = [self._view.caches]
         self._slot_bytes = state_slot_bytes(self._view)
         self.storage_format_tag = self._view.tag
-        self.seals_pages = True
+        self.stores_digests = True
         infos = [pool.get_device_pool_infos()[0].buffer_info for pool in pools]
         device = infos[0].temporal.device
         capacity = mamba_pool.host_capacity_tokens
@@ -131,7 +131,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             raise memory.too_much(
                 size_bytes, getattr(self, "size", 0), not host_size, error, unit="states"
             ) from error
-        self._make_lanes(options or HostTierOptions(), io_backend)
+        self._make_channels(options or HostTierOptions(), io_backend)
 
     # ---------------------------------------------------------------- construction
 
@@ -166,7 +166,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     def _init_write_back_staging_buffers(self) -> None:
         self.can_use_write_back_jit = False
 
-    def _make_lanes(self, options: HostTierOptions, io_backend: str) -> None:
+    def _make_channels(self, options: HostTierOptions, io_backend: str) -> None:
         group = self._view.group
         host = packed_view(self._pages, group)
         plans = [
@@ -175,7 +175,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
                 TransferPlan(host, self._view.caches, group.name),
             )
         ]
-        self._lanes = lanes_of(
+        self._channels = channels_of(
             plans,
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
@@ -189,7 +189,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             self.page_bytes,
             self.num_mamba_layers,
             self.layout,
-            self._lanes.engines,
+            self._channels.engines,
             " and ".join(str(n) for n in sorted({layer.runs.size_bytes for layer in group.layers})) or "no",
             ", pinned" if self.pin_memory else "",
         )
@@ -227,10 +227,10 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     # ---------------------------------------------------------------- transfers
 
-    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[Lane, int]]:
-        (lane,) = self._lanes.to_device
+    def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:
+        (channel,) = self._channels.to_device
         parts = self._view.parts_by_layer
-        return [(lane, part) for part in parts[layer_id]] if layer_id < len(parts) else []
+        return [(channel, part) for part in parts[layer_id]] if layer_id < len(parts) else []
 
     # ---------------------------------------------------------------- what stores see
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.srt.host import page_seal
+from sgl_kvpool.srt.host import page_digest
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import k_scales_digest
 
@@ -56,7 +56,7 @@ class StoredPagesPool(HostKVCache):
     Attributes
     ----------
     storage_format_tag : str
-    seals_pages : bool
+    stores_digests : bool
         Whether pages that stores copy carry a digest.
     stored_dtype : torch.dtype
         Of what stores that copy are given.
@@ -65,7 +65,7 @@ class StoredPagesPool(HostKVCache):
     """
 
     storage_format_tag: str
-    seals_pages: bool
+    stores_digests: bool
     #: `stored_under`: SGLang stores and fetches on threads of their own.
     _key_of = threading.local()
     _pages: torch.Tensor  # [pages, page_bytes] uint8
@@ -88,7 +88,7 @@ class StoredPagesPool(HostKVCache):
 
     @property
     def _stored_bytes(self) -> int:
-        return self.page_bytes + (page_seal.SEAL_BYTES if self.seals_pages else 0)
+        return self.page_bytes + (page_digest.DIGEST_BYTES if self.stores_digests else 0)
 
     @contextmanager
     def stored_under(self, keys: Mapping[int, str]) -> Iterator[None]:
@@ -133,8 +133,8 @@ class StoredPagesPool(HostKVCache):
         index : int
             First slot of the page.
         flat : bool
-            True: a copy of its bytes, and the digest if pages are sealed, `[bytes / itemsize]`. False: a view
-            (of rows `[1, layers, page_size, 1, row]`), which stores without a copy write to and read from.
+            True: a copy of its bytes, and their digest if `stores_digests`, `[bytes / itemsize]`. False: a
+            view (of rows `[1, layers, page_size, 1, row]`), which zero-copy stores write to and read from.
 
         Raises
         ------
@@ -150,8 +150,8 @@ class StoredPagesPool(HostKVCache):
         if self._lost[page]:
             raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
         raw = self._pages[page].numpy()
-        if self.seals_pages:
-            raw = page_seal.sealed(raw, self.storage_format_tag, self._key(slot))
+        if self.stores_digests:
+            raw = page_digest.with_digest(raw, self.storage_format_tag, self._key(slot))
         else:
             raw = raw.copy()
         return torch.from_numpy(raw).view(self.stored_dtype)
@@ -173,10 +173,10 @@ class StoredPagesPool(HostKVCache):
         slot = int(index)
         (page,) = self.first_pages_of(torch.tensor([slot]))
         stored = data_page.contiguous().view(-1).view(torch.uint8).numpy()
-        if self.seals_pages:
-            stored = page_seal.opened(stored, self.page_bytes, self.storage_format_tag, self._key(slot))
+        if self.stores_digests:
+            stored = page_digest.verified(stored, self.page_bytes, self.storage_format_tag, self._key(slot))
         elif len(stored) != self.page_bytes:
-            raise page_seal.DamagedPage(f"{len(stored)} bytes instead of {self.page_bytes}")
+            raise page_digest.DamagedPage(f"{len(stored)} bytes instead of {self.page_bytes}")
         self._pages[page].copy_(torch.from_numpy(stored))
         self._lost[page] = False
 

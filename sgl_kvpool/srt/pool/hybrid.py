@@ -20,7 +20,7 @@ from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.row_pool import RowPool
-from sgl_kvpool.transfer.labels import HostTierOptions
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 __all__ = ["LayoutHybridLinearKVPool"]
 

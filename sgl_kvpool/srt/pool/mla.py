@@ -24,7 +24,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.pool.arranged import ArrangedMLATokenToKVPool, RowWriteLoc
 from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 from sgl_kvpool.srt.pool.row_pool import RowPool
-from sgl_kvpool.transfer.labels import HostTierOptions
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 __all__ = ["LayoutMLATokenToKVPool"]
 

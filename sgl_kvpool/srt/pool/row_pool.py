@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement
-from sgl_kvpool.transfer.labels import HostTierOptions
+from sgl_kvpool.transfer.host_options import HostTierOptions
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ def tier_of(pool, size_gb, page_size):
 @pytest.mark.parametrize("page_size", [1, 61, 64])
 @pytest.mark.parametrize(("layout", "host"), [("bf16", "bf16"), ("fp4", "fp4"), ("bf16", "fp4")])
 def test_rows(layout, host, page_size, size_gb):
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(layout="same" if host == layout else host)
     pool = device_pool(layout, page_size=page_size, host_tier=options)

@@ -3,10 +3,10 @@
 from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvpool.demo.models.byte_mla import EntryClass  # noqa: F401
-from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.channel import TransferChannel
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-_run = Lane.run
+_run = TransferChannel.run
 
 
 def run(self, source_pages, target_pages, part=None):
@@ -15,4 +15,4 @@ def run(self, source_pages, target_pages, part=None):
     _run(self, source_pages, target_pages, part)
 
 
-Lane.run = run
+TransferChannel.run = run

@@ -9,9 +9,9 @@ from pathlib import Path
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.runtime_context import get_parallel
 
-from sgl_kvpool.transfer.lane import Lane
+from sgl_kvpool.transfer.channel import TransferChannel
 
-_run, _get = Lane.run, HiCacheFile.get
+_run, _get = TransferChannel.run, HiCacheFile.get
 
 
 def _befalls_us(fault):
@@ -30,4 +30,4 @@ def get(self, key, *args, **kwargs):
     return _get(self, key, *args, **kwargs)
 
 
-Lane.run, HiCacheFile.get = run, get
+TransferChannel.run, HiCacheFile.get = run, get

@@ -1,7 +1,4 @@
-"""Real HiCache controllers in this process, and metrics that are counted.
-
-SGLang keeps 10 GiB of memory free when it makes a host tier. These take a megabyte, on machines of any size.
-"""
+"""Real HiCache controllers in this process, over host tiers of a megabyte."""
 
 import atexit
 import ctypes
@@ -9,36 +6,6 @@ import gc
 import threading
 
 import pytest
-
-
-@pytest.fixture
-def no_reserve(monkeypatch, published):
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
-
-
-@pytest.fixture(scope="session")
-def counting():
-    """`counting(name, **labels)`: value of a metric in this process."""
-    from prometheus_client import REGISTRY
-
-    from sgl_kvpool import metrics
-
-    metrics.publish(layout="fp4", host_layout="fp4", arrangement="layer_major", backend="kvpool_mla")
-    return lambda name, **labels: REGISTRY.get_sample_value(name, labels) or 0.0
-
-
-@pytest.fixture
-def failures(counting):
-    """`failures()`: what was counted since the test began, by kind."""
-    from sgl_kvpool.metrics import FAILURES
-
-    def now():
-        return {kind: counting("sgl_kvpool_failures_total", kind=kind) for kind in FAILURES}
-
-    before = now()
-    return lambda: {kind: n - before[kind] for kind, n in now().items() if n != before[kind]}
 
 
 @pytest.fixture(scope="session")
@@ -160,18 +127,6 @@ def kernels(monkeypatch):
     # It pins its memory whatever the device.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
     return called
-
-
-@pytest.fixture
-def nothing_left_out():
-    """Emulated streams that nothing of another test is on, and that leave out no wait."""
-    from emulated import calls
-
-    calls().leave_out(-1)
-    calls().fail_after(-1)
-    calls().forget()
-    yield
-    assert calls().play(0) == 0  # nothing of one test reaches the next
 
 
 @pytest.fixture

@@ -195,14 +195,14 @@ class Broken:
         raise OSError(5, "broken on purpose")
 
 
-def broken(lanes):
-    for lane in lanes:
-        lane.engine = Broken(lane.plan)
+def broken(channels):
+    for channel in channels:
+        channel.engine = Broken(channel.plan)
 
 
-def torch_too(lanes, monkeypatch):
-    for lane in lanes:
-        monkeypatch.setattr(lane, "_torch", Broken(lane.plan))
+def torch_too(channels, monkeypatch):
+    for channel in channels:
+        monkeypatch.setattr(channel, "_torch", Broken(channel.plan))
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -211,8 +211,8 @@ def test_torch_carries_out_what_an_engine_could_not(controller_of, failures, cap
     fill(pool)
     controller = controller_of(pool)
     tier = tier_of(controller)
-    broken(tier._lanes.to_host)
-    broken(tier._lanes.to_device)
+    broken(tier._channels.to_host)
+    broken(tier._channels.to_device)
     taken = controller.mem_pool_device_allocator.alloc(12)
     before = [layer.copy() for layer in rows(pool)]
     kept = controller.write(taken, node_id=1)
@@ -234,13 +234,13 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
     allocator = controller.mem_pool_device_allocator
     good = controller.write(allocator.alloc(4), node_id=1)
     with monkeypatch.context() as patched:
-        working = [lane.engine for lane in tier._lanes.to_host]
-        broken(tier._lanes.to_host)
-        torch_too(tier._lanes.to_host, patched)
+        working = [channel.engine for channel in tier._channels.to_host]
+        broken(tier._channels.to_host)
+        torch_too(tier._channels.to_host, patched)
         lost = controller.write(allocator.alloc(8), node_id=2)
     assert failures() == {"backup": 1, "backup_lost": 1}
-    for lane, engine in zip(tier._lanes.to_host, working, strict=True):
-        lane.engine = engine
+    for channel, engine in zip(tier._channels.to_host, working, strict=True):
+        channel.engine = engine
     assert controller.load(lost, node_id=2) is None
     assert controller.load(torch.cat([good, lost]), node_id=2) is None
     assert controller.load(good, node_id=1) is not None
@@ -282,16 +282,16 @@ def test_a_draft_whose_backup_was_lost_is_a_miss(controller_of, failures, monkey
         return [PoolTransfer(name=s.pool_name, indices_from_pool=s.indices_from_pool) for s in specs]
 
     with monkeypatch.context() as patched:
-        working = [lane.engine for lane in entry.host_pool._lanes.to_host]
-        broken(entry.host_pool._lanes.to_host)
-        torch_too(entry.host_pool._lanes.to_host, patched)
+        working = [channel.engine for channel in entry.host_pool._channels.to_host]
+        broken(entry.host_pool._channels.to_host)
+        torch_too(entry.host_pool._channels.to_host, patched)
         kept = controller.write(
             controller.mem_pool_device_allocator.alloc(8), node_id=1, extra_pools=sidecars()
         )
     assert controller.load(kept, node_id=1, extra_pools=sidecars()) is None
     assert failures() == {"backup": 1, "backup_lost": 1, "load_pages": 1}
-    for lane, engine in zip(entry.host_pool._lanes.to_host, working, strict=True):
-        lane.engine = engine
+    for channel, engine in zip(entry.host_pool._channels.to_host, working, strict=True):
+        channel.engine = engine
     backup(entry.host_pool, pages(kept), [1, 2])
     assert controller.load(kept, node_id=1, extra_pools=sidecars()) is not None
     controller.start_loading()
@@ -303,8 +303,8 @@ def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monke
     pool = device_pool("fp4", pages=9)
     controller = controller_of(pool)
     kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
-    broken(tier_of(controller)._lanes.to_device)
-    torch_too(tier_of(controller)._lanes.to_device, monkeypatch)
+    broken(tier_of(controller)._channels.to_device)
+    torch_too(tier_of(controller)._channels.to_device, monkeypatch)
     assert controller.load(kept, node_id=1) is not None
     # SGLang waits for its stream on the way out, which torch.cpu's cannot be: that error comes on top.
     with pytest.raises((OSError, AttributeError)) as stopped:

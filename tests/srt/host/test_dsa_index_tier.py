@@ -197,7 +197,7 @@ def test_index_keys_beside_a_narrower_tier(stack_of, layout, host):
     """It holds more tokens in the same bytes, and so do the index keys."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     def sizes(options):
         pool = dsa_pool(layout, options=options, **BIG)

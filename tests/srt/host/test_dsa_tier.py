@@ -85,7 +85,7 @@ NARROWER = [
 @pytest.mark.parametrize(("layout", "host", "rank", "rope"), NARROWER)
 def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
     """Each is what the codec makes of the other, through bf16; the oracle knows both."""
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     pool = dsa_pool(layout, rank, rope, options={"host_tier": HostTierOptions(layout=host)}, **BIG)
     nope, keys = values(2 * PAGE, rank, rope)
@@ -128,7 +128,7 @@ def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
 )
 def test_host_tiers_that_are_refused(layout, host, message):
     """By the arguments' check too, which asks the same function."""
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     pool = dsa_pool(layout, 256, 0, options={"host_tier": HostTierOptions(layout=host)})
     with pytest.raises(ValueError, match=f"--kv-host-layout {host} does not work: its rows {message}"):
@@ -154,7 +154,7 @@ def test_digests_tell_pages_apart():
     """Of stores that copy: a page of a dense pool's rows is none of ours."""
     from host_tier import device_pool
 
-    from sgl_kvpool.srt.host.page_seal import DamagedPage
+    from sgl_kvpool.srt.host.page_digest import DamagedPage
 
     ours = host_pool(dsa_pool("fp8_block_scale", 256, 0))
     host_bytes(ours)[1] = np.random.default_rng(0).integers(0, 256, ours.page_bytes).reshape(LAYERS, PAGE, -1)

@@ -127,8 +127,8 @@ def test_a_full_host_pool_of_states_backs_up_neither(hybrid_of):
 def test_torch_carries_out_what_an_engine_could_not(hybrid_of, failures, caplog):
     model = hybrid_of("fp8")
     states = model.tiers[1]
-    broken(states._lanes.to_host)
-    broken(states._lanes.to_device)
+    broken(states._channels.to_host)
+    broken(states._channels.to_device)
     model.put(prompt(5))
     model.evict()
     model.check(prompt(5), 5)
@@ -141,9 +141,9 @@ def test_states_whose_load_fails_twice_stop_the_server(hybrid_of, monkeypatch, c
     model = hybrid_of()
     model.put(prompt(4))
     model.evict()
-    lanes = model.tiers[1]._lanes.to_device
-    broken(lanes)
-    torch_too(lanes, monkeypatch)
+    channels = model.tiers[1]._channels.to_device
+    broken(channels)
+    torch_too(channels, monkeypatch)
     with pytest.raises((OSError, AttributeError)):
         model.serve(prompt(4))
     assert "transfer of 2 pages to_device failed" in caplog.text

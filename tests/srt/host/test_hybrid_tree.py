@@ -21,10 +21,10 @@ def prompt(length, first=0):
 
 def break_backups(tier, patched):
     """Engine and torch, for backups of one of the tiers."""
-    lanes = tier._lanes.to_host
-    for lane in lanes:
-        patched.setattr(lane, "engine", Broken(lane.plan))
-    torch_too(lanes, patched)
+    channels = tier._channels.to_host
+    for channel in channels:
+        patched.setattr(channel, "engine", Broken(channel.plan))
+    torch_too(channels, patched)
 
 
 # -------------------------------------------------------------------- there and back
@@ -93,7 +93,7 @@ def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, l
 def test_a_narrower_host_tier_changes_rows_and_no_state(hybrid_of):
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.transfer.conversion import RowConversion
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of("bf16", host_tier=HostTierOptions(layout="fp4"))
     tokens = prompt(6)
@@ -161,7 +161,7 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
     """As many host slots per slot of the device, of rows and of states; together what was asked for."""
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
     rows, states = model.tiers
@@ -176,7 +176,7 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
     """All of it together is what was asked for. An index key has 128 values of a byte and a float32."""
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of(
         "bf16", page_size=64, sparse=sparse, drafts=drafts, sizes={"hicache_size": 1},

@@ -35,7 +35,7 @@ def test_what_sglang_keeps_free(published):
     """The demo and the doctor ask without importing SGLang."""
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.transfer.labels import KEPT_FREE_BYTES
+    from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
 
     assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == KEPT_FREE_BYTES
 

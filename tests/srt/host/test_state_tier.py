@@ -175,10 +175,10 @@ def test_a_lost_slot_is_lost_until_it_is_written(failures, monkeypatch):
     tier = state_tier(pool)
     slots = tier.alloc(2)
     with monkeypatch.context() as patched:
-        lanes = tier._lanes.to_host
-        patched.setattr(lanes[0], "engine", lanes[0].engine)
-        broken(lanes)
-        torch_too(lanes, patched)
+        channels = tier._channels.to_host
+        patched.setattr(channels[0], "engine", channels[0].engine)
+        broken(channels)
+        torch_too(channels, patched)
         tier.backup_from_device_all_layer(None, slots, torch.tensor([1, 2]), "kernel")
     assert failures() == {"backup": 1, "backup_lost": 1}
     assert "lost in its backup" in tier.slots_problem(slots)
@@ -245,7 +245,7 @@ def test_stores_get_the_order_of_sglang(kind):
 
 
 def test_pages_that_are_not_what_was_stored():
-    from sgl_kvpool.srt.host.page_seal import DamagedPage
+    from sgl_kvpool.srt.host.page_digest import DamagedPage
 
     pool = state_pool()
     fill_states(pool)
@@ -295,7 +295,7 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
 def test_a_size_is_split_by_the_bytes_of_the_host(host):
     """Not by those of the device, where rows of bf16 are 2.77 times as long."""
     from sgl_kvpool.srt.host.shares import TierShares
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     states = state_pool(slots=6)
     pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
@@ -326,12 +326,12 @@ def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, noth
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]
     tier = state_tier(pool)
-    (lane,), (back,) = tier._lanes.to_host, tier._lanes.to_device
+    (channel,), (back,) = tier._channels.to_host, tier._channels.to_device
     monkeypatch.setattr(page_buffer, "_SLOT_BYTES", slot_bytes)
     staged = page_buffer.staged_state_bytes(tier.page_bytes, tier._view.largest_part_bytes)
     assert staged <= max(slot_bytes, tier._view.largest_part_bytes)
     there, here = np.array([7, 0, 4]), DevicePages(torch.tensor([2, 6, 3]), 1)
-    store = GPU_ENGINES[engine](lane.plan, tools(staged), True)  # kept: its steps are only enqueued
+    store = GPU_ENGINES[engine](channel.plan, tools(staged), True)  # kept: its steps are only enqueued
     store.copy(here, there)
     calls().play(1)
     expected = np.full_like(host_bytes(tier), GUARD)

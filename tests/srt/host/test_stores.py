@@ -368,9 +368,9 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
 
 def test_digests_do_not_slow_a_store_down(controller_of, store):
     """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
-    from sgl_kvpool.srt.host.page_seal import opened, sealed
+    from sgl_kvpool.srt.host.page_digest import verified, with_digest
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
     began = time.perf_counter()
-    opened(sealed(page, "tag", "key"), len(page), "tag", "key")
+    verified(with_digest(page, "tag", "key"), len(page), "tag", "key")
     assert time.perf_counter() - began < 1.0

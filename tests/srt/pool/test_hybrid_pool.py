@@ -56,7 +56,7 @@ def test_sizes_and_shapes(layout, rope, page_size):
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_asked_for(layout, arrangement):
-    from sgl_kvpool.transfer.labels import HostTierOptions
+    from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(engine="cpu")
     pool = hybrid_pool(layout, arrangement, options={"host_tier": options, "readers": ("kvpool_mla",)})

@@ -1,4 +1,4 @@
-"""The lanes of a host tier: plans and engines both ways, for the target's pool and each packed draft's."""
+"""The channels of a host tier: plans and engines both ways, for the target's pool and each packed draft's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from sgl_kvpool import metrics
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.memory.canonical import CanonicalKVCaches
-from sgl_kvpool.transfer import choice
+from sgl_kvpool.transfer import engine_choice
+from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.host_options import CPU_ENGINE
 from sgl_kvpool.transfer.jobs import RegisteredPieces
-from sgl_kvpool.transfer.labels import CPU_ENGINE
-from sgl_kvpool.transfer.lane import Lane
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -27,7 +27,7 @@ from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EngineRequest", "Lanes", "lanes_of", "make_lanes"]
+__all__ = ["EngineRequest", "TransferChannels", "build_channels", "channels_of"]
 
 Engine = Callable[[TransferPlan], Any]
 
@@ -55,26 +55,28 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Lanes of the target's pool, then of packed drafts'.
+class TransferChannels:
+    """Transfer channels of the target's pool, then of packed drafts'.
 
     Attributes
     ----------
-    to_host, to_device : list of Lane
+    to_host, to_device : list of TransferChannel
     """
 
-    to_host: list[Lane]
-    to_device: list[Lane]
+    to_host: list[TransferChannel]
+    to_device: list[TransferChannel]
 
     @functools.cached_property
     def needs_page_numbers(self) -> bool:
         """Whether an engine wants lists of device pages on the CPU."""
-        return any(lane.engine.wants_page_numbers for lane in (*self.to_host, *self.to_device))
+        return any(channel.engine.wants_page_numbers for channel in (*self.to_host, *self.to_device))
 
     @property
     def engines(self) -> str:
         """Names for a log line."""
-        return " and ".join(dict.fromkeys(lane.engine.name for lane in (*self.to_host, *self.to_device)))
+        return " and ".join(
+            dict.fromkeys(channel.engine.name for channel in (*self.to_host, *self.to_device))
+        )
 
     @property
     def run_bytes(self) -> list[int]:
@@ -82,7 +84,7 @@ class Lanes:
         return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
 
 
-def make_lanes(
+def build_channels(
     pages: torch.Tensor,
     views: Sequence[CanonicalKVCaches],
     places: Sequence[Sequence[int]],
@@ -91,8 +93,8 @@ def make_lanes(
     host_rows: RowFormat,
     k_scales: Sequence[Sequence[float]],
     request: EngineRequest,
-) -> Lanes:
-    """Lanes between device pools and host pages.
+) -> TransferChannels:
+    """Transfer channels between device pools and host pages.
 
     Parameters
     ----------
@@ -128,16 +130,16 @@ def make_lanes(
         there = TransferPlan(view, host, group.name, conversion)
         back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
         plans.append((there, back))
-    return lanes_of(plans, pages, pages.shape[1], request)
+    return channels_of(plans, pages, pages.shape[1], request)
 
 
-def lanes_of(
+def channels_of(
     plans: Sequence[tuple[TransferPlan, TransferPlan]],
     pages: torch.Tensor,
     staged_bytes: int,
     request: EngineRequest,
-) -> Lanes:
-    """Lanes of plans, with the engines that suit the first of them.
+) -> TransferChannels:
+    """Transfer channels of plans, with the engines that suit the first of them.
 
     Parameters
     ----------
@@ -156,9 +158,9 @@ def lanes_of(
         to_device: Engine = to_host
     else:
         to_host, to_device = _gpu_engines(plans[0][0], pages, staged_bytes, device, request)
-    return Lanes(
-        [Lane(there, "to_host", to_host) for there, _ in plans],
-        [Lane(back, "to_device", to_device) for _, back in plans],
+    return TransferChannels(
+        [TransferChannel(there, "to_host", to_host) for there, _ in plans],
+        [TransferChannel(back, "to_device", to_device) for _, back in plans],
     )
 
 
@@ -191,10 +193,10 @@ def _built_engines(
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
     converts, is_pinned = plan.conversion is not None, pieces is not None
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
-    rates = choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
+    rates = engine_choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
     made = []
     for direction in ("to_host", "to_device"):
-        name, reason = choice.choose(
+        name, reason = engine_choice.choose(
             request.engine,
             run_bytes=run_bytes,
             converts=converts,
@@ -216,7 +218,7 @@ def _maker(
     pieces: RegisteredPieces | None,
     to_host: bool,
 ) -> Engine:
-    """Maker of one direction's engines, which share a page buffer: their lanes take turns on one stream."""
+    """Maker of one direction's engines, which share a page buffer: channels take turns on one stream."""
     if name == TorchEngine.name or pieces is None:
         return TorchEngine
     engine = GPU_ENGINES[name]

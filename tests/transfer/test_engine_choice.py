@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from sgl_kvpool.transfer import lanes
-from sgl_kvpool.transfer.choice import LinkRates, choose
+from sgl_kvpool.transfer import channel_builder
+from sgl_kvpool.transfer.engine_choice import LinkRates, choose
 
 ALL = {"run_bytes": 73728, "converts": False, "io_backend": "direct", "is_pinned": True}
 
@@ -70,8 +70,8 @@ def gpu_engines(plan, requested, gpu_calls, pieces=True):
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredPieces() if pieces else None
-    request = lanes.EngineRequest(requested, "kernel", given, gpu_calls)
-    return lanes._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
+    request = channel_builder.EngineRequest(requested, "kernel", given, gpu_calls)
+    return channel_builder._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
 
 
 def test_engines_that_cannot_be_built(failures, plan):

@@ -1,4 +1,4 @@
-"""Lists of slots against a search by hand, and seals of pages."""
+"""Lists of slots against a search by hand, and digests of pages."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.page_seal import SEAL_BYTES, DamagedPage, opened, sealed
+from sgl_kvpool.srt.host.page_digest import DIGEST_BYTES, DamagedPage, verified, with_digest
 from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
 
@@ -54,17 +54,17 @@ def test_lists_that_are_none(slots):
 
 
 @given(page=st.binary(min_size=1, max_size=200), tag=st.text(max_size=9), key=st.text(max_size=9))
-def test_what_was_sealed_opens(page, tag, key):
+def test_a_page_with_its_digest_is_verified(page, tag, key):
     raw = np.frombuffer(page, dtype=np.uint8)
-    stored = sealed(raw, tag, key)
-    assert len(stored) == len(raw) + SEAL_BYTES
-    assert opened(stored, len(raw), tag, key).tobytes() == page
+    stored = with_digest(raw, tag, key)
+    assert len(stored) == len(raw) + DIGEST_BYTES
+    assert verified(stored, len(raw), tag, key).tobytes() == page
 
 
 @given(page=st.binary(min_size=2, max_size=60), data=st.data())
 def test_nothing_else_does(page, data):
     raw = np.frombuffer(page, dtype=np.uint8)
-    stored = sealed(raw, "tag", "key")
+    stored = with_digest(raw, "tag", "key")
     changed = stored.copy()
     changed[data.draw(st.integers(0, len(stored) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     for bad, tag, key in (
@@ -77,11 +77,11 @@ def test_nothing_else_does(page, data):
         (stored, "tag", ""),
     ):
         with pytest.raises(DamagedPage):
-            opened(bad, len(raw), tag, key)
+            verified(bad, len(raw), tag, key)
 
 
 def test_the_digest_is_blake2b():
     """Written down once more, so that stored pages stay readable by later releases."""
-    stored = sealed(np.arange(10, dtype=np.uint8), "fp4", "k")
+    stored = with_digest(np.arange(10, dtype=np.uint8), "fp4", "k")
     head = b"3 1 fp4k"
     assert stored[10:].tobytes() == hashlib.blake2b(head + bytes(range(10)), digest_size=16).digest()

@@ -16,12 +16,12 @@ from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Lane"]
+__all__ = ["TransferChannel"]
 
 Pages = np.ndarray | DevicePages
 
 
-class Lane:
+class TransferChannel:
     """Transfers of one plan in one direction.
 
     Parameters
