@@ -16,37 +16,39 @@ def drafting(layers):
 
 
 def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3), **fields):
-    """The object of the real class, with the fields that sizing and building of MLA pools read.
+    """SGLang's object, with the fields that a model runner would give it.
 
     `eagle` is a draft's number of layers, `stage` the first layer of the rank and the one behind its last.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     start, end = stage
-    kvc = object.__new__(KVCacheConfigurator)
     values = {
-        "server_args": args,
-        "model_config": model_config,
         "device": "cpu",
-        "model": torch.nn.Module(),
-        "kv_cache_dtype": dtype,
-        "kv_cache_dtype_str": None,
-        "use_mla_backend": True,
-        "is_draft_worker": draft,
-        "token_to_kv_pool_allocator": None,
-        "pp_size": 1,
+        "gpu_id": 0,
         "attn_dp_size": 1,
-        "kv_shard_spec": None,
-        "kv_shard_rank": None,
-        "kv_shard_group": None,
-        "is_hybrid_swa": False,
-        "mambaish_config": mambaish_config(model_config),
+        "pp_size": 1,
+        "pp_group": None,
+        "model": torch.nn.Module(),
+        "model_config": model_config,
+        "server_args": args,
+        "kv_cache_dtype": dtype,
+        "model_dtype": torch.bfloat16,
+        "page_size": args.page_size,
+        "sliding_window_size": None,
         "spec_algorithm": SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE,
+        "is_draft_worker": draft,
+        "post_capture_kv_active": False,
         "spec_aux_config": drafting(eagle),
-        "layer_info": SimpleNamespace(start_layer=start, end_layer=end, num_effective_layers=end - start),
+        "is_hybrid_swa": False,
+        "is_hybrid_swa_compress": False,
+        "use_mla_backend": True,
+        "layer_info": ModelLayerInfo(start_layer=start, end_layer=end, num_effective_layers=end - start),
+        "forward_stream": None,
+        "req_to_token_pool": None,
+        "token_to_kv_pool_allocator": None,
+        "memory_pool_config": None,
     }
-    for name, value in {**values, **fields}.items():
-        setattr(kvc, name, value)
-    return kvc
+    return KVCacheConfigurator(**{**values, **fields})

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configurators import configurator as make_configurator
 from configurators import drafting
 
 LAYERS = 3
@@ -16,9 +17,7 @@ WORKSPACE = 32768 * 576 * 4
 def configurator(published, resolve, checkpoints):
     """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, hooked."""
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
     from sgl_kvpool.sglang_plugin.hooks import pools
@@ -32,21 +31,10 @@ def configurator(published, resolve, checkpoints):
         named = ["--attention-backend", backend] if backend else []
         named += ["--kv-cache-arrangement", arrangement] if arrangement else []
         args = resolve(checkpoints[model], "--kv-cache-layout", layout, *named)
-        kvc = object.__new__(KVCacheConfigurator)
-        kvc.server_args = args
-        kvc.model_config = model_config_of(args)
-        kvc.kv_cache_dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
-        kvc.kv_cache_dtype_str = None
-        kvc.use_mla_backend = True
-        kvc.is_draft_worker = draft
-        kvc.token_to_kv_pool_allocator = None
-        kvc.pp_size = 1
-        kvc.kv_shard_spec = None
-        kvc.is_hybrid_swa = False
-        kvc.mambaish_config = None
-        kvc.spec_algorithm = SpeculativeAlgorithm.EAGLE if eagle else SpeculativeAlgorithm.NONE
-        kvc.spec_aux_config = drafting(eagle)
-        kvc.layer_info = SimpleNamespace(start_layer=0, end_layer=LAYERS, num_effective_layers=LAYERS)
+        dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
+        kvc = make_configurator(
+            args, model_config_of(args), dtype, draft=draft, eagle=eagle, stage=(0, LAYERS)
+        )
         return DefaultPoolConfigurator(kvc)
 
     return build

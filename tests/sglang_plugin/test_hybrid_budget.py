@@ -63,10 +63,6 @@ def hooked(published, resolve, checkpoints, monkeypatch):
             eagle=eagle,
             stage=stage,
             pp_size=pp_size,
-            hybrid_kda_config=None,
-            hybrid_gdn_config=None,
-            post_capture_kv_active=False,
-            extra_mamba_cache_bytes_per_req=0,
         )
 
     yield build
