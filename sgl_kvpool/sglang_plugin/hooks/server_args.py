@@ -1,7 +1,7 @@
 """Our arguments on SGLang's command line and in its Engine, and what follows from them.
 
-What was asked for travels as strings in underscore attributes of SGLang's `ServerArgs` (:mod:`.record`).
-Decisions are declared in SGLang's own resolution steps.
+What was asked for travels as strings in underscore attributes of SGLang's `ServerArgs`
+(:mod:`sgl_kvpool.sglang_plugin.options`). Decisions are declared in SGLang's own resolution steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention_rules`.
+"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention`.
 
 Each is an error at start that names value, reason and way out.
 """

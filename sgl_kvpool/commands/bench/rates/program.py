@@ -10,7 +10,7 @@
 
 Needs torch and nvcc, and neither Triton nor SGLang. A measurement that hangs or faults costs only itself. It
 takes about half a minute. No GPU has run it yet; on an emulator its kernels do what they say
-(tests/bench/test_rates_emulated.py).
+(tests/ptxrun/test_ptx_rates.py).
 """
 
 from __future__ import annotations
