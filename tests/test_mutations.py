@@ -15,43 +15,43 @@ ROOT = Path(__file__).resolve().parent.parent
 #: defect: (file, code, code with the defect, tests that must fail)
 MUTATIONS = {
     "geometry guessed from a shape": (
-        "pool/regions.py",
+        "srt/pool/regions.py",
         "if info.buffers.layout is KVBufferLayout.NHD:",
         "if info.buffers.k[0].shape[0] != (pool.size + pool.page_size) // pool.page_size:",
         "tests/srt/pool/test_regions.py::test_b1_sizes_that_could_be_taken_for_each_other",
     ),
     "the cache copied in every forward": (
-        "attention/backend.py",
+        "srt/attention/cpu.py",
         "rows = pool.get_row_buffer(layer.layer_id).squeeze(1)",
         "rows = pool.get_row_buffer(layer.layer_id).squeeze(1).contiguous()",
         "tests/srt/attention/test_arranged_attention.py::test_b2_no_forward_allocates_as_much_as_a_cache",
     ),
     "a reshape that copies": (
-        "cross_layer.py",
+        "memory/cross_layer.py",
         "view = self.tensor.select(-2, self.position(name))",
         "view = self.tensor.select(-2, self.position(name)).reshape(self.pages, -1)",
         "tests/memory/test_cross_layer.py::test_b2_all_views_share_one_storage",
     ),
     "two axes swapped": (
-        "arrangement.py",
+        "memory/arrangement.py",
         'KVArrangement.TOKEN_MAJOR: "BNLC",',
         'KVArrangement.TOKEN_MAJOR: "BLNC",',
         "tests/memory/test_arrangement.py::test_b1_b4_every_byte_has_its_own_place_and_every_place_its_byte",
     ),
     "two strides swapped": (
-        "cross_layer.py",
+        "memory/cross_layer.py",
         "run_stride_bytes=self.positions * step,",
         "run_stride_bytes=self.pieces * step,",
         "tests/memory/test_cross_layer.py::test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer",
     ),
     "the page size taken from the wrong axis": (
-        "arrangement.py",
+        "memory/arrangement.py",
         "pages = slots.div(self.page_size_tokens,",
         "pages = slots.div(self.row_bytes,",
         "tests/memory/test_arrangement.py::test_slots_to_rows",
     ),
     "position and head strides swapped": (
-        "cross_layer.py",
+        "memory/cross_layer.py",
         "return (pages, pieces, positions, layer.span_bytes // pieces)",
         "return (pages, positions, pieces, layer.span_bytes // pieces)",
         "tests/memory/test_cross_layer.py::test_gpt_oss_head_major",

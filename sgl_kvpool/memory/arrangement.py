@@ -187,11 +187,9 @@ class RowPlacement:
             return slots
         if self.rows > _INT32_MAX:
             slots = slots.long()
-        pages = slots.div(self.page_size_tokens, rounding_mode="floor")
-        rows = slots + pages * (self._rows_per_page - self.page_size_tokens)
         # Before the bounds check of a reader, int32 may have wrapped around for a slot far outside.
-        rows = rows.where(slots < self.pages * self.page_size_tokens, self.rows)
-        return rows.where(slots >= 0, slots)
+        rows = rows_of_slots(slots, self.slot_pages)
+        return rows.where(slots < self.pages * self.page_size_tokens, self.rows)
 
     @cached_property
     def slots_are_rows(self) -> bool:

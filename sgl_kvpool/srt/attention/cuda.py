@@ -3,7 +3,7 @@
 SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
 have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
 so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
-(`cuda_extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
+(`extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
 keys and values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner,
 with the logarithms SGLang expects (`mha_form`).
 """

@@ -18,7 +18,7 @@ __all__ = ["gpu_calls"]
 
 @cache
 def gpu_calls() -> Any:
-    """Functions of csrc/engine_calls.h, whose arguments are all int; addresses are not checked.
+    """Functions of transfer/csrc/engine_calls.h, whose arguments are all int; addresses are not checked.
 
     Raises
     ------
