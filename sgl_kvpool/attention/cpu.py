@@ -15,7 +15,7 @@ import torch
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "merge"]
+__all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "causal_limits", "merge"]
 
 #: Rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
 WORKSPACE_TOKENS = 32768
@@ -78,10 +78,10 @@ def attend(
     v_dim: int,
     scale: float,
     *,
-    q_position: int,
-    kv_position: int,
+    limits: torch.Tensor,
+    present: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of some queries over some decoded rows of their own sequence, in float32.
+    """Attention of some queries over some decoded rows, in float32.
 
     Parameters
     ----------
@@ -92,8 +92,10 @@ def attend(
     v_dim : int
     scale : float
         Applied to the scores.
-    q_position, kv_position : int
-        Position of the first query and of the first row in the sequence.
+    limits : torch.Tensor
+        `[queries]` int64: query i sees the first `limits[i]` of these rows, none if that is not positive.
+    present : torch.Tensor, optional
+        `[rows]` bool: rows that no query sees are False.
 
     Returns
     -------
@@ -111,17 +113,29 @@ def attend(
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
         scores = torch.matmul(q[begin:end], kv.T).mul_(scale)  # [queries, heads, rows]
-        first = q_position + begin
-        if kv_position + rows - 1 > first:  # some query of the block may not see the last row
-            seen = torch.arange(kv_position, kv_position + rows)[None, :]
-            limit = torch.arange(first, q_position + end)[:, None]
-            scores.masked_fill_((seen > limit)[:, None, :], float("-inf"))
+        if int(limits[begin:end].min()) < rows:  # some query of the block may not see the last row
+            hidden = torch.arange(rows) >= limits[begin:end, None]  # [queries, rows]
+            scores.masked_fill_(hidden[:, None, :], float("-inf"))
+        if present is not None:
+            scores.masked_fill_(~present, float("-inf"))
         lse[begin:end] = torch.logsumexp(scores, dim=-1)
         # exp(-inf - -inf) is NaN: a query that sees nothing gets weights 0 instead.
         shift = lse[begin:end].masked_fill(lse[begin:end] == float("-inf"), 0.0)
         weights = scores.sub_(shift[..., None]).exp_()
         torch.matmul(weights, value, out=out[begin:end])
     return out, lse
+
+
+def causal_limits(first_position: int, queries: int) -> torch.Tensor:
+    """How many rows each query of a causal chunk sees, `[queries]` int64.
+
+    Parameters
+    ----------
+    first_position : int
+        Of the first query, counted from the first row.
+    queries : int
+    """
+    return torch.arange(first_position + 1, first_position + 1 + queries)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
@@ -205,8 +219,7 @@ class RowReader:
                     kv[part.offset : part.offset + part.count],
                     fmt.kv_lora_rank,
                     scale,
-                    q_position=request.first_position,
-                    kv_position=part.position,
+                    limits=causal_limits(request.first_position - part.position, request.query_count),
                 )
                 merge(out[queries], lse[queries], piece, piece_lse)
         return out, lse

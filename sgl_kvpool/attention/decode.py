@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from sgl_kvpool.attention import decode_checks
-from sgl_kvpool.attention.cpu import merge
+from sgl_kvpool.attention.cpu import attend, merge
 from sgl_kvpool.attention.decode_config import (
     DEFAULT_SM_COUNT,
     MAX_PROGRAMS_PER_SM,
@@ -19,14 +19,14 @@ from sgl_kvpool.attention.decode_config import (
     decode_config,
     partial_elements,
 )
-from sgl_kvpool.attention.decode_reference import rows_of_entries
 from sgl_kvpool.codec import checks, gather_rows
 from sgl_kvpool.layout import RowFormat
+from sgl_kvpool.memory.arrangement import rows_of_slots
 
 __all__ = ["DecodeWorkspace", "mla_decode", "sm_count_of", "workspace_bytes"]
 
 #: Rows that the CPU path decodes at a time: 9 MB of float32.
-_PIECE_ROWS = 4096
+_CHUNK_ROWS = 4096
 
 
 def workspace_bytes(
@@ -179,11 +179,12 @@ def mla_decode(
     else:
         decode_checks.output(lse, "lse", (tokens, heads), torch.float32, pool)
 
+    params = decode_checks.DecodeParams(
+        q=q_nope, q_rope=q_rope, pool=pool, row_ids=row_ids, row_counts=row_counts, list_index=list_index,
+        fmt=fmt, scale=scale, k_scale=k_scale, queries_per_list=queries_per_list, page=page, out=out, lse=lse,
+    )  # fmt: skip
     if not pool.is_cuda:
-        _decode_on_cpu(
-            q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list,
-            page, out, lse,
-        )  # fmt: skip
+        _decode_on_cpu(params)
         return out, lse
 
     from sgl_kvpool.attention.decode_launch import launch  # a machine without a GPU need not have Triton
@@ -192,10 +193,7 @@ def mla_decode(
     bound = row_ids.shape[1] if max_rows is None else min(max_rows, row_ids.shape[1])
     config = decode_config(fmt, heads, queries_per_list, groups, bound, sm_count_of(pool.device))
     partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
-    launch(
-        q_nope, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list, page,
-        out, lse, partial, config,
-    )  # fmt: skip
+    launch(params, partial, config)
     return out, lse
 
 
@@ -228,44 +226,26 @@ def partial_results(
     return buffer
 
 
-def _decode_on_cpu(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    pool: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_counts: torch.Tensor,
-    list_index: torch.Tensor | None,
-    fmt: RowFormat,
-    scale: float,
-    k_scale: float,
-    queries_per_list: int,
-    page: tuple[int, int] | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """In torch and float32, a piece of a list at a time."""
-    queries = q_nope.float() if q_rope is None else torch.cat([q_nope, q_rope], -1).float()
-    heads, rank = out.shape[1:]
-    for group in range(len(queries) // queries_per_list):
-        tokens = slice(group * queries_per_list, (group + 1) * queries_per_list)
-        limits = row_counts[tokens].long().clamp(0, row_ids.shape[1])
-        chosen = group if list_index is None else int(list_index[group])
+def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
+    """In torch and float32, a chunk of a list at a time."""
+    p, each = params, params.queries_per_list
+    queries = p.q.float() if p.q_rope is None else torch.cat([p.q, p.q_rope], -1).float()
+    heads, rank = p.out.shape[1:]
+    for group in range(p.lists):
+        tokens = slice(group * each, (group + 1) * each)
+        limits = p.row_counts[tokens].long().clamp(0, p.row_ids.shape[1])
+        chosen = group if p.list_index is None else int(p.list_index[group])
         length = int(limits.max())
-        if length and not 0 <= chosen < len(row_ids):
-            raise IndexError(f"list_index[{group}] is {chosen} of {len(row_ids)} lists; pass an existing one")
-        q = queries[tokens].flatten(0, 1)  # [queries * heads, R + P]
-        total = q.new_zeros((len(q), rank))
-        total_lse = q.new_full((len(q),), float("-inf"))
-        for first in range(0, length, _PIECE_ROWS):
-            rows = rows_of_entries(row_ids[chosen, first : min(first + _PIECE_ROWS, length)], page)
-            values = gather_rows(pool, rows, fmt, torch.float32, k_scale=k_scale)
-            positions = torch.arange(first, first + len(rows))
-            seen = (positions < limits[:, None]) & (rows >= 0)  # [queries, rows]
-            scores = (q @ values.T).mul_(scale).view(-1, heads, len(rows))
-            scores = scores.masked_fill_(~seen[:, None, :], float("-inf")).flatten(0, 1)
-            piece_lse = scores.logsumexp(-1)
-            shift = piece_lse.masked_fill(piece_lse == float("-inf"), 0.0)
-            weights = scores.sub_(shift[:, None]).exp_()
-            merge(total, total_lse, weights @ values[:, :rank], piece_lse)
-        out[tokens] = total.view(-1, heads, rank).to(out.dtype)
-        lse[tokens] = total_lse.view(-1, heads)
+        if length and not 0 <= chosen < len(p.row_ids):
+            raise IndexError(
+                f"list_index[{group}] is {chosen} of {len(p.row_ids)} lists; pass an existing one"
+            )
+        out = queries.new_zeros((each, heads, rank))
+        lse = queries.new_full((each, heads), float("-inf"))
+        for first in range(0, length, _CHUNK_ROWS):
+            slots = p.row_ids[chosen, first : min(first + _CHUNK_ROWS, length)]
+            rows = rows_of_slots(slots.long(), p.page)
+            kv = gather_rows(p.pool, rows, p.fmt, torch.float32, k_scale=p.k_scale)
+            part = attend(queries[tokens], kv, rank, p.scale, limits=limits - first, present=rows >= 0)
+            merge(out, lse, *part)
+        p.out[tokens], p.lse[tokens] = out.to(p.out.dtype), lse

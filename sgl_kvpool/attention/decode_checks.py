@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,17 @@ from sgl_kvpool.attention.decode_config import MAX_LATENT_RANK
 from sgl_kvpool.codec import checks
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["counts", "lists", "output", "page", "pool_on_cuda", "queries", "scale", "tokens_per_list"]
+__all__ = [
+    "DecodeParams",
+    "counts",
+    "lists",
+    "output",
+    "page",
+    "pool_on_cuda",
+    "queries",
+    "scale",
+    "tokens_per_list",
+]
 
 _QUERY_DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -20,6 +31,30 @@ _QUERY_DTYPES = {
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _ROW_ALIGNMENT_BYTES = 16
 _CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeParams:
+    """Arguments of a call of `mla_decode`, checked; `q` is [T, H, R] here, and `q_rope` [T, H, P] or None."""
+
+    q: torch.Tensor
+    q_rope: torch.Tensor | None
+    pool: torch.Tensor
+    row_ids: torch.Tensor
+    row_counts: torch.Tensor
+    list_index: torch.Tensor | None
+    fmt: RowFormat
+    scale: float
+    k_scale: float
+    queries_per_list: int
+    page: tuple[int, int] | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def lists(self) -> int:
+        """Groups of queries that share a list."""
+        return len(self.q) // self.queries_per_list
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvpool.attention.decode_checks import DecodeParams
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, DecodeConfig
 from sgl_kvpool.attention.triton_decode import decode_kernel
 from sgl_kvpool.attention.triton_merge import merge_kernel
@@ -79,39 +80,22 @@ def merge_constants(
     }
 
 
-def launch(
-    q: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    pool: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_counts: torch.Tensor,
-    list_index: torch.Tensor | None,
-    fmt: RowFormat,
-    scale: float,
-    k_scale: float,
-    queries_per_list: int,
-    page: tuple[int, int] | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    partial: torch.Tensor,
-    config: DecodeConfig,
-) -> None:
-    """Compute `out` and `lse`.
+def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) -> None:
+    """Compute `params.out` and `params.lse`.
 
     Parameters
     ----------
+    params : DecodeParams
     partial : Tensor, float32, contiguous
         At least `partial_elements` long; not looked at if `config.splits` is 1.
-
-    The others are `mla_decode`'s, checked; `q` is [T, H, R] here.
+    config : DecodeConfig
     """
+    p, pool = params, params.pool
     if pool.is_cuda and pool.device.index != torch.cuda.current_device():
         # Triton launches on the current device, whatever its arguments are on.
         with torch.cuda.device(pool.device):
-            return launch(
-                q, q_rope, pool, row_ids, row_counts, list_index, fmt, scale, k_scale, queries_per_list,
-                page, out, lse, partial, config,
-            )  # fmt: skip
+            return launch(params, partial, config)
+    out, lse, fmt = p.out, p.lse, p.fmt
     tokens, heads, rank = out.shape
     if tokens == 0:
         return None
@@ -126,32 +110,31 @@ def launch(
         results_lse = partial[splits * pairs * rank : splits * pairs * (rank + 1)]
         strides = (pairs * rank, heads * rank, rank, pairs, heads, 1)
     # FP4's operands are not in true size.
-    factor = k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
-    groups = tokens // queries_per_list
-    decode_kernel[(groups * splits * config.tiles,)](
-        q,
-        q_rope,
+    factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
+    decode_kernel[(p.lists * splits * config.tiles,)](
+        p.q,
+        p.q_rope,
         pool,
-        row_ids,
-        row_counts,
-        list_index,
+        p.row_ids,
+        p.row_counts,
+        p.list_index,
         results,
         results_lse,
         len(pool),
-        len(row_ids),
-        row_ids.shape[1],
+        len(p.row_ids),
+        p.row_ids.shape[1],
         splits,
-        q.stride(0),
-        q.stride(1),
-        0 if q_rope is None else q_rope.stride(0),
-        0 if q_rope is None else q_rope.stride(1),
-        row_ids.stride(0),
-        row_ids.stride(1),
+        p.q.stride(0),
+        p.q.stride(1),
+        0 if p.q_rope is None else p.q_rope.stride(0),
+        0 if p.q_rope is None else p.q_rope.stride(1),
+        p.row_ids.stride(0),
+        p.row_ids.stride(1),
         *strides,
-        scale * factor * _LOG2_E,
+        p.scale * factor * _LOG2_E,
         factor,
         ROW_STRIDE=pool.stride(0),
-        **decode_constants(fmt, config, heads, queries_per_list, page),
+        **decode_constants(fmt, config, heads, p.queries_per_list, p.page),
         NATIVE=native,
         num_warps=config.tile.warps,
         num_stages=config.tile.stages,
@@ -160,19 +143,19 @@ def launch(
         merge_kernel[(pairs, rank // _CHUNK_VALUES)](
             results,
             results_lse,
-            row_counts,
-            list_index,
+            p.row_counts,
+            p.list_index,
             out,
             lse,
-            len(row_ids),
-            row_ids.shape[1],
+            len(p.row_ids),
+            p.row_ids.shape[1],
             splits,
             pairs,
             out.stride(0),
             out.stride(1),
             lse.stride(0),
             lse.stride(1),
-            **merge_constants(fmt, config, heads, queries_per_list),
+            **merge_constants(fmt, config, heads, p.queries_per_list),
             NATIVE=native,
             num_warps=MERGE_WARPS,
         )

@@ -30,7 +30,7 @@ from sgl_kvpool.sizes import whole_number
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KVArrangement", "RowPlacement"]
+__all__ = ["KVArrangement", "RowPlacement", "rows_of_slots"]
 
 
 @enum.unique
@@ -81,6 +81,24 @@ class KVArrangement(str, enum.Enum):
 
 
 _INT32_MAX = 2**31 - 1
+
+
+def rows_of_slots(slots: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
+    """Row numbers of slots, as `RowPlacement.slot_pages` defines them; nothing is checked.
+
+    Parameters
+    ----------
+    slots : Tensor of int32 or int64, any shape
+        Negative values mean "none" and stay as they are.
+    page : (int, int) or None
+        Page size in tokens and row numbers per page; None where slots are row numbers.
+    """
+    if page is None:
+        return slots
+    page_size_tokens, rows_per_page = page
+    pages = slots.div(page_size_tokens, rounding_mode="floor")
+    return (slots + pages * (rows_per_page - page_size_tokens)).where(slots >= 0, slots)
+
 
 _AXES = {
     KVArrangement.LAYER_MAJOR: "LBNC",

@@ -20,21 +20,11 @@ def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=
     if out is None:
         out = torch.full((tokens, heads, rank), poison, dtype=out_dtype)
     lse = torch.full((tokens, heads), poison)
-    launch(
-        q,
-        q_rope,
-        case.pool,
-        case.row_ids,
-        case.row_counts,
-        case.list_index,
-        case.fmt,
-        case.scale,
-        checks.scale(case.k_scale, case.fmt),
-        case.queries_per_list,
-        decode_checks.page(case.page),
-        out,
-        lse,
-        partial,
-        config,
-    )
+    params = decode_checks.DecodeParams(
+        q=q, q_rope=q_rope, pool=case.pool, row_ids=case.row_ids, row_counts=case.row_counts,
+        list_index=case.list_index, fmt=case.fmt, scale=case.scale,
+        k_scale=checks.scale(case.k_scale, case.fmt), queries_per_list=case.queries_per_list,
+        page=decode_checks.page(case.page), out=out, lse=lse,
+    )  # fmt: skip
+    launch(params, partial, config)
     return out, lse

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvpool.attention.cpu import Request, RowReader, attend, merge
+from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
 
 SCALE = 0.07
 
@@ -107,7 +107,7 @@ def test_prefix_and_fresh_chunk_merge_to_the_whole():
     reader = RowReader(fmt, 16)
     out, lse = reader.attend(q, pool, ids[:prefix], reader.plan(stored_only), SCALE)
     fresh = torch.from_numpy(decoded[ids[prefix:].numpy()]).float()
-    piece, piece_lse = attend(q, fresh, rank, SCALE, q_position=0, kv_position=0)
+    piece, piece_lse = attend(q, fresh, rank, SCALE, limits=causal_limits(0, chunk))
     merge(out, lse, piece, piece_lse)
     wanted, wanted_lse = oracle_attention(q.numpy(), decoded[ids.numpy()], rank, prefix)
     np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-4, atol=2e-5)
@@ -118,9 +118,9 @@ def test_query_blocks_equal_one_block(monkeypatch):
     from sgl_kvpool.attention import cpu as host
 
     q, kv = torch.randn(11, 2, 192), torch.randn(20, 192)
-    whole = attend(q, kv, 128, SCALE, q_position=3, kv_position=5)
+    whole = attend(q, kv, 128, SCALE, limits=causal_limits(3 - 5, 11))
     monkeypatch.setattr(host, "_SCORE_BYTES", 4 * 2 * 20 * 3)  # three queries at a time
-    blocks = attend(q, kv, 128, SCALE, q_position=3, kv_position=5)
+    blocks = attend(q, kv, 128, SCALE, limits=causal_limits(3 - 5, 11))
     for one, other in zip(whole, blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert (whole[0][:2] == 0).all()  # positions 3 and 4 see no row from 5 on

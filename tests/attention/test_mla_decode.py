@@ -9,11 +9,11 @@ import codec_oracle as oracle
 import pytest
 import torch
 from decode_cases import Case, check, every_code, make_case
+from decode_oracle import mla_decode_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from sgl_kvpool.attention import mla_decode
-from sgl_kvpool.attention.decode_reference import mla_decode_reference
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") == "0":
@@ -39,7 +39,7 @@ def check_everything(case, splits=1):
     check(run(case, splits), case)
     positional, keywords = case.arguments
     check(on_cpu(case), case, rounding=0)
-    check(mla_decode_reference(*positional, **keywords), case, rounding=0)
+    check(mla_decode_oracle(*positional, **keywords), case, rounding=0)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -24,14 +24,13 @@ def on_ptxrun(runs, monkeypatch):
     from sgl_kvpool.attention.decode_launch import launch
     from sgl_kvpool.codec import triton as codec_triton
 
-    def by_kernels(q, q_rope, pool, row_ids, counts, index, fmt, scale, k_scale, queries, page, out, lse):
-        tokens, heads, _ = out.shape
-        config = decode_config(fmt, heads, queries, tokens // queries, row_ids.shape[1])
-        partial = torch.full((partial_elements(fmt, tokens, heads, config.splits),), float("nan"))
-        launch(
-            q, q_rope, pool, row_ids, counts, index, fmt, scale, k_scale, queries, page, out, lse,
-            partial, config,
-        )  # fmt: skip
+    def by_kernels(params):
+        tokens, heads, _ = params.out.shape
+        config = decode_config(
+            params.fmt, heads, params.queries_per_list, params.lists, params.row_ids.shape[1]
+        )
+        partial = torch.full((partial_elements(params.fmt, tokens, heads, config.splits),), float("nan"))
+        launch(params, partial, config)
 
     monkeypatch.setattr(codec, "_backend", lambda rows: codec_triton)
     monkeypatch.setattr(decode, "_decode_on_cpu", by_kernels)

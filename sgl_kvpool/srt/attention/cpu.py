@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvpool import env
-from sgl_kvpool.attention.cpu import Request, RowReader, attend, merge
+from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, merge
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.attention.layers import check_layers
@@ -180,7 +180,7 @@ class KVPoolMLABackend(AttentionBackend):
             for request in self._requests:
                 own = slice(request.query_start, request.query_start + request.query_count)
                 piece, piece_lse = attend(
-                    query[own], key[own], rank, layer.scaling, q_position=0, kv_position=0
+                    query[own], key[own], rank, layer.scaling, limits=causal_limits(0, request.query_count)
                 )
                 merge(out[own], lse[own], piece, piece_lse)
         return out.to(q.dtype).reshape(tokens, heads * rank)

@@ -46,13 +46,11 @@ def launch_on_cpu():
     from sgl_kvpool.attention.decode_launch import launch
     from sgl_kvpool.codec import triton
 
-    def decode_on_cpu(q, q_rope, pool, ids, counts, index, fmt, scale, k_scale, queries, page, out, lse):
-        groups = len(q) // queries
-        config = decode_config(fmt, q.shape[1], queries, groups, ids.shape[1])
-        partial = decode.partial_results(None, config, fmt, len(q), q.shape[1], pool.device)
-        launch(
-            q, q_rope, pool, ids, counts, index, fmt, scale, k_scale, queries, page, out, lse, partial, config
-        )  # fmt: skip
+    def decode_on_cpu(params):
+        fmt, (tokens, heads, _) = params.fmt, params.q.shape
+        config = decode_config(fmt, heads, params.queries_per_list, params.lists, params.row_ids.shape[1])
+        partial = decode.partial_results(None, config, fmt, tokens, heads, params.pool.device)
+        launch(params, partial, config)
 
     decode._decode_on_cpu = decode_on_cpu
     codec._backend = lambda rows: triton

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from sgl_kvpool import KVArrangement, RowFormat
-from sgl_kvpool.attention.decode_reference import mla_decode_reference
-from sgl_kvpool.codec import encode_rows
+from sgl_kvpool.codec import encode_rows, reference
 from sgl_kvpool.commands.bench.attention.cases import PAGE_SIZE, Workload
-from sgl_kvpool.memory.arrangement import RowPlacement
+from sgl_kvpool.memory.arrangement import RowPlacement, rows_of_slots
 
 __all__ = ["RANK", "ROPE", "SCALE", "Problem", "WrongResult", "buffer_bytes", "check", "make_problem"]
 
@@ -70,16 +69,12 @@ class Problem:
     def expected(self, query: int, number: int) -> torch.Tensor:
         """What a query's result is to be with a set of lists, float64 [heads, R]; computed once."""
         if (query, number) not in self._expected:
-            each = self.workload.queries_per_list
-            self._expected[query, number] = mla_decode_reference(
-                self.q[query : query + 1],
-                self.pool,
-                self.row_ids[number, query // each, None],
-                self.row_counts[query : query + 1],
-                self.fmt,
-                SCALE,
-                page=self.page,
-            )[0][0]
+            slots = self.row_ids[number, query // self.workload.queries_per_list]
+            rows = rows_of_slots(slots[: int(self.row_counts[query])].long(), self.page)
+            keys = torch.empty(len(rows), RANK + ROPE, dtype=torch.float32, device=rows.device)
+            reference.gather_parts(self.pool, rows, self.fmt, keys[:, :RANK], keys[:, RANK:], 1.0)
+            scores = self.q[query].double() @ keys.double().T * SCALE  # [heads, rows]
+            self._expected[query, number] = scores.softmax(-1) @ keys[:, :RANK].double()
         return self._expected[query, number]
 
     def new_out(self) -> torch.Tensor:

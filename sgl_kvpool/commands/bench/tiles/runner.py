@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_checks import DecodeParams
 from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, partial_elements
 from sgl_kvpool.commands.bench.attention.cases import OURS, Item, Workload
 from sgl_kvpool.commands.bench.attention.inputs import RANK, SCALE, Problem
@@ -47,13 +49,14 @@ class TileRunner:
         room = torch.empty(
             partial_elements(fmt, w.queries, w.heads, self.splits), dtype=torch.float32, device=out.device
         )
-        q = problem.q[..., :RANK], problem.q[..., RANK:]
+        params = DecodeParams(
+            q=problem.q[..., :RANK], q_rope=problem.q[..., RANK:], pool=problem.pool,
+            row_ids=problem.row_ids[0], row_counts=problem.row_counts, list_index=None, fmt=fmt, scale=SCALE,
+            k_scale=1.0, queries_per_list=w.queries_per_list, page=problem.page, out=out, lse=lse,
+        )  # fmt: skip
 
         def call(row_ids: torch.Tensor) -> torch.Tensor:
-            launch(
-                *q, problem.pool, row_ids, problem.row_counts, None, fmt, SCALE, 1.0, w.queries_per_list,
-                problem.page, out, lse, room, config,
-            )  # fmt: skip
+            launch(replace(params, row_ids=row_ids), room, config)
             return out
 
         return Prepared([partial(call, ids) for ids in problem.row_ids], [out, lse, room], problem)

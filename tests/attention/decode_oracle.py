@@ -1,4 +1,4 @@
-"""What `mla_decode` computes, in float64 and one query at a time: the oracle of its tests."""
+"""What `mla_decode` computes, in float64 and one query at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
-
-__all__ = ["mla_decode_reference", "rows_of_entries"]
 
 
 def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
@@ -21,7 +19,7 @@ def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torc
     return torch.where(entries < 0, entries, rows)
 
 
-def mla_decode_reference(
+def mla_decode_oracle(
     q: torch.Tensor,
     pool: torch.Tensor,
     row_ids: torch.Tensor,
