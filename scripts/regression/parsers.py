@@ -167,9 +167,7 @@ def transfer(folder: Path) -> list[Measurement]:
     report = _load(folder)
     if "engines" in report:
         return _transfer_gpu(report)
-    plan = report["plan"]
-    name = f"descriptors of {plan['pages']} pages"
-    found = [Measurement(name, plan["ms"], "ms", "kernel_time", "lower")]
+    found = []
     for row in _rows(report, "cpu_engine"):
         what = f"cpu engine {row['layout']} {row['arrangement']}, {row['pages']} pages"
         for direction in ("to_host", "to_device"):

@@ -17,7 +17,6 @@ Needs torch alone; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
@@ -29,19 +28,11 @@ from sgl_kvpool.sizes import whole_number
 __all__ = [
     "CanonicalGroup",
     "CanonicalKVCaches",
-    "IndexedBy",
     "LayerReference",
     "TensorList",
     "byte_pages",
     "check_interchangeable",
 ]
-
-
-class IndexedBy(Enum):
-    """What the rows of a group's tensors are numbered by."""
-
-    PAGE = "page"
-    STATE_SLOT = "state slot"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +88,6 @@ class CanonicalGroup:
         if self.page_size_tokens is not None:
             tokens = whole_number("page_size_tokens", self.page_size_tokens)
             object.__setattr__(self, "page_size_tokens", tokens)
-
-    @property
-    def indexed_by(self) -> IndexedBy:
-        """Whether its numbers are pages or state slots."""
-        return IndexedBy.STATE_SLOT if self.page_size_tokens is None else IndexedBy.PAGE
 
     @property
     def bytes_per_page(self) -> int:

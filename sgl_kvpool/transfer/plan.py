@@ -1,4 +1,4 @@
-"""Which bytes of which pages go where: descriptors of a transfer between two sets of caches.
+"""Which bytes of which pages go where, in a transfer between two sets of caches.
 
 What does not depend on the pages is worked out once, when both sides are known: for each layer a `CopyRun`,
 whose page p moves, for i in range(run_count), the bytes ::
@@ -6,8 +6,8 @@ whose page p moves, for i in range(run_count), the bytes ::
     source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
-Layers whose runs continue each other on both sides are one `CopyRun`. `TransferPlan.descriptors` then turns
-page numbers into flat lists of (source, target, size), in numpy, with neighbouring pages joined.
+Layers whose runs continue each other on both sides are one `CopyRun`. Engines get them as numbers
+(:mod:`.jobs`) and join neighbouring pages themselves.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.
@@ -31,7 +31,7 @@ from sgl_kvpool.memory.canonical import (
 )
 from sgl_kvpool.transfer.conversion import CONVERTED_ALIGNMENT_BYTES, RowConversion
 
-__all__ = ["CopyRun", "Descriptors", "TransferPlan"]
+__all__ = ["CopyRun", "TransferPlan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,31 +67,15 @@ class CopyRun:
 
     def joined(self, other: CopyRun) -> CopyRun | None:
         """This and `other` as one, if `other` continues it on both sides; None otherwise."""
-        rhythm = ["source_page_stride", "target_page_stride", "run_count"]
+        pattern = ["source_page_stride", "target_page_stride", "run_count"]
         if self.run_count > 1:
-            rhythm += ["source_run_stride", "target_run_stride"]
+            pattern += ["source_run_stride", "target_run_stride"]
         continues = (
             self.source_address + self.run_bytes == other.source_address
             and self.target_address + self.run_bytes == other.target_address
-            and all(getattr(self, name) == getattr(other, name) for name in rhythm)
+            and all(getattr(self, name) == getattr(other, name) for name in pattern)
         )
         return replace(self, run_bytes=self.run_bytes + other.run_bytes) if continues else None
-
-
-@dataclass(frozen=True)
-class Descriptors:
-    """Flat copies, in no order that matters: none overlaps another on the target side.
-
-    Attributes
-    ----------
-    sources, targets : ndarray [copies], int64
-        Byte addresses.
-    sizes_bytes : ndarray [copies], int64
-    """
-
-    sources: np.ndarray
-    targets: np.ndarray
-    sizes_bytes: np.ndarray
 
 
 class TransferPlan:
@@ -147,7 +131,7 @@ class TransferPlan:
         return self.copy_runs_of(range(len(self._per_layer)))
 
     def copy_runs_of(self, parts: Sequence[int]) -> tuple[CopyRun, ...]:
-        """Of some of the group's `layers`, by their places there; for use once, not per transfer."""
+        """Of some of the group's `layers`, by index; call at setup only."""
         if self.conversion is not None:
             return tuple(self._per_layer[i] for i in parts)  # neighbours have k_scales of their own
         joined: list[CopyRun] = []
@@ -195,39 +179,6 @@ class TransferPlan:
         seen[target_pages] = True
         if np.count_nonzero(seen) != len(target_pages):
             raise ValueError("a target page is listed twice; what it would hold is not defined")
-
-    def descriptors(
-        self,
-        source_pages: np.ndarray,
-        target_pages: np.ndarray,
-        copy_runs: Sequence[CopyRun] | None = None,
-    ) -> Descriptors:
-        """Flat copies of some pages.
-
-        Parameters
-        ----------
-        source_pages, target_pages : ndarray [pages], integers
-            Page i of the one goes to page i of the other. Checked by `check_pages`.
-        copy_runs : sequence of CopyRun, optional
-            Of `copy_runs_of`; all layers unless given.
-
-        Returns
-        -------
-        Descriptors
-            Neighbouring pages that continue each other on both sides are one copy.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `check_pages`.
-        """
-        self.check_pages(source_pages, target_pages)
-        runs = self.copy_runs if copy_runs is None else copy_runs
-        parts = [_flat(run, source_pages.astype(np.int64), target_pages.astype(np.int64)) for run in runs]
-        if not parts or not len(source_pages):
-            none: np.ndarray = np.empty(0, dtype=np.int64)
-            return Descriptors(none, none, none)
-        return Descriptors(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _paired(
@@ -307,22 +258,3 @@ def _paired_rows(
         source_run_stride=source_row,
         target_run_stride=target_row,
     )
-
-
-def _flat(run: CopyRun, source_pages: np.ndarray, target_pages: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Addresses and sizes of one `CopyRun` for some pages, neighbours joined."""
-    sources: np.ndarray = run.source_address + source_pages * run.source_page_stride
-    targets: np.ndarray = run.target_address + target_pages * run.target_page_stride
-    if run.run_count > 1:
-        i = np.arange(run.run_count)
-        sources = (sources[:, None] + i * run.source_run_stride).ravel()
-        targets = (targets[:, None] + i * run.target_run_stride).ravel()
-    # Only whole pages on both sides can continue each other.
-    elif run.run_bytes == run.source_page_stride == run.target_page_stride and len(sources) > 1:
-        order = np.argsort(sources, kind="stable")
-        sources, targets = sources[order], targets[order]
-        follows = (np.diff(sources) == run.run_bytes) & (np.diff(targets) == run.run_bytes)
-        begins = np.flatnonzero(np.concatenate([[True], ~follows]))
-        lengths = np.diff(np.append(begins, len(sources)))
-        return sources[begins], targets[begins], lengths * run.run_bytes
-    return sources, targets, np.full(len(sources), run.run_bytes, dtype=np.int64)

@@ -11,7 +11,6 @@ from sgl_kvpool.memory.allocation import allocate_cross_layer, as_canonical
 from sgl_kvpool.memory.canonical import (
     CanonicalGroup,
     CanonicalKVCaches,
-    IndexedBy,
     LayerReference,
     TensorList,
     byte_pages,
@@ -297,7 +296,7 @@ def test_lookups():
     caches, _ = checklist_d1(0)
     assert caches.group("mamba").layer(7, "ssm").runs.size_bytes == 63 * 64 * 2
     assert caches.group("mla").layer(4).runs.tensor_index == 1
-    assert caches.group("mla").indexed_by is IndexedBy.PAGE
+    assert caches.group("mla").page_size_tokens is not None
     with pytest.raises(KeyError, match="no group 'kv'; there are: attention, mla, mamba, aligned"):
         caches.group("kv")
     with pytest.raises(KeyError, match="parts \\['conv_0', 'ssm'\\] of layer 7, asked for None"):

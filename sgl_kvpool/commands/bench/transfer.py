@@ -1,4 +1,4 @@
-"""Transfers of pages between a pool and a host tier: the plan, and the engines that carry it out.
+"""Transfers of pages between a pool and a host tier: the rates of the engines.
 
     sgl-kvpool bench transfer [--device cpu|cuda] [--quick] [--check] [--json PATH] [--plot PATH]
     sgl-kvpool bench transfer --draw results.json --plot results.png
@@ -6,11 +6,10 @@
 On a GPU: engines staged, copy_engine and kernel beside SGLang's backends, as ratios to a pinned copy in the
 same run; see transfer_gpu.py. The rest is about the CPU.
 
-Measured: the time to make descriptors of 1024 scattered pages of 61 layers; and for each layout and
-arrangement of the pool the rate of the `cpu` engine to and from a page-major host tier, as a ratio to two
-peers in the same run: torch's contiguous copy of as many bytes, which is the limit, and torch's copies of the
-same scattered pages. `--check` fails below 70 % of the former for page-sized runs, and above 1 ms for the
-plan. Then, for each pair of layouts, the rate of the engine that encodes and decodes, beside torch's.
+Measured for each layout and arrangement of the pool: the rate of the `cpu` engine to and from a page-major
+host tier, as a ratio to two peers in the same run: torch's contiguous copy of as many bytes, which is the
+limit, and torch's copies of the same scattered pages. `--check` fails below 70 % of the former for page-sized
+runs. Then, for each pair of layouts, the rate of the engine that encodes and decodes, beside torch's.
 transfer_report.py prints and draws what was measured.
 """
 
@@ -87,21 +86,6 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def measure_plan(rounds: int) -> dict:
-    """Milliseconds to make the descriptors of 1024 scattered pages, layer-major to page-major."""
-    pages, moved = 2048, 1024
-    small = 16  # bytes of a page: descriptors do not depend on it
-    plan = TransferPlan(
-        caches(KVArrangement.LAYER_MAJOR, pages, small), caches(KVArrangement.PAGE_MAJOR, pages, small), "kv"
-    )
-    generator = np.random.default_rng(0)
-    source, target = (generator.permutation(pages)[:moved] for _ in range(2))
-    plan.descriptors(source, target)
-    times = [seconds(lambda: plan.descriptors(source, target)) * 1e3 for _ in range(rounds)]
-    count = len(plan.descriptors(source, target).sources)
-    return {"pages": moved, "descriptors": count, "ms": round(statistics.median(times), 3)}
 
 
 def measure_engine(
@@ -239,8 +223,7 @@ def measure_cpu(quick: bool) -> dict[str, Any]:
         f"\n{shown.COLUMNS}\n",
         flush=True,
     )
-    plan = measure_plan(rounds)
-    print(f"{shown.plan_line(plan)}\n\n{shown.heading()}", flush=True)
+    print(shown.heading(), flush=True)
     engine_rows, conversion_rows = [], []
     for layout, arrangement in shapes():
         engine_rows.append(measure_engine(layout, arrangement, pool_bytes, rounds))
@@ -249,8 +232,7 @@ def measure_cpu(quick: bool) -> dict[str, Any]:
         conversion_rows.append(measure_conversion(layout, host_layout, rounds))
         print(shown.conversion_line(conversion_rows[-1]), flush=True)
     return {
-        "limits": {"rate_of_copy": shown.RATE_LIMIT, "plan_ms": shown.PLAN_LIMIT_MS},
-        "plan": plan,
+        "limits": {"rate_of_copy": shown.RATE_LIMIT},
         "cpu_engine": engine_rows,
         "conversions": conversion_rows,
     }

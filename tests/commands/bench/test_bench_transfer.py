@@ -23,14 +23,6 @@ def measured():
 # What was missed
 
 
-def test_a_slow_plan_is_marked():
-    plan = {"descriptors": 62464, "pages": 1024, "ms": 2.1}
-    assert transfer_report.plan_line(plan).endswith("2.1 ms, target 1 ms: MISSED")
-    assert transfer_report.plan_line({**plan, "ms": 0.9}).endswith("0.9 ms, target 1 ms: ok")
-    report = {"plan": plan, "cpu_engine": []}
-    assert transfer_report.missed(report) == ["descriptors 2.1 ms (target 1 ms)"]
-
-
 def test_slow_pools_are_marked(measured):
     words = [transfer_report.engine_line(row).split() for row in measured["cpu_engine"]]
     verdicts = {(layout, arrangement): {"ok", "MISSED"} & set(rest) for layout, arrangement, *rest in words}
@@ -57,7 +49,7 @@ def test_the_picture_says_what_it_shows(measured):
     # Neither bars nor anything else of the plot is under the legend.
     assert not legend.get_window_extent().overlaps(axes.get_tightbbox())
     assert "engine cpu" in figure.get_suptitle()
-    for text in ("AMD EPYC, 2 cores", "2 threads", "torch 2.14.1", "2026-11-22", "0.383 ms, target 1 ms: ok"):
+    for text in ("AMD EPYC, 2 cores", "2 threads", "torch 2.14.1", "2026-11-22"):
         assert text in axes.get_title()
     marked = [bar for bar in axes.patches if bar.get_hatch()]
     assert sorted(round(bar.get_height(), 2) for bar in marked) == [0.58, 0.68, 0.68]
@@ -135,20 +127,19 @@ def test_a_run(small, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("ms", [0.5, 1.5])
-def test_check_is_the_status(small, monkeypatch, capsys, ms):
+@pytest.mark.parametrize("of_copy", [1.0, 0.5])
+def test_check_is_the_status(small, monkeypatch, capsys, of_copy):
     real = transfer.measure_engine
 
     def fast(*arguments):
-        return {**real(*arguments), "to_host_of_copy": 1.0, "to_device_of_copy": 1.0}
+        return {**real(*arguments), "to_host_of_copy": of_copy, "to_device_of_copy": 1.0}
 
     monkeypatch.setattr(transfer, "measure_engine", fast)
     monkeypatch.setattr(transfer, "shapes", lambda: [(MLAKVCacheLayout.FP4, KVArrangement.PAGE_MAJOR)])
     monkeypatch.setattr(transfer, "conversions", lambda: [(MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4)])
-    monkeypatch.setattr(transfer, "measure_plan", lambda _: {"descriptors": 1, "pages": 1, "ms": ms})
     assert main(["bench", "transfer", "--quick"]) == 0
-    assert main(["bench", "transfer", "--quick", "--check"]) == int(ms > 1)
-    assert capsys.readouterr().out.count("missed: nothing") == (0 if ms > 1 else 2)
+    assert main(["bench", "transfer", "--quick", "--check"]) == int(of_copy < 0.7)
+    assert capsys.readouterr().out.count("missed: nothing") == (0 if of_copy < 0.7 else 2)
 
 
 def test_an_estimate_grows_with_the_work(small):
