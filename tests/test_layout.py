@@ -1,13 +1,18 @@
 """The byte tables, spelled by hand: nothing here is computed the way layout.py computes it."""
 
+import ast
+import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
 from sgl_kvpool import FORMAT_VERSION, MLAKVCacheLayout
 from sgl_kvpool.layout import Encoding, check_complete
 
+ROOT = Path(__file__).resolve().parents[1]
 BF16 = MLAKVCacheLayout.BF16
 FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE
 BLOCK = MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE
@@ -171,6 +176,50 @@ def test_a_table_without_a_line_for_a_layout_is_refused():
     with pytest.raises(RuntimeError) as error:
         check_complete((BF16, BLOCK, FP4_FP8), "LINES of some/module.py")
     assert str(error.value).startswith("LINES of some/module.py has no line for KV cache layout fp8, fp4")
+
+
+@pytest.mark.parametrize(
+    ("file", "table"),
+    [
+        ("sgl_kvpool/layout.py", "_RECORDS"),
+        ("sgl_kvpool/attention/readers.py", "SGLANG_READERS"),
+        ("sgl_kvpool/attention/decode_config.py", "_TABLE"),
+        *(
+            ("scripts/regression/limits.py", table)
+            for table in ("SCORES", *(f"LIMITS[{key}]" for key in ("v3", "v32", "kimi", "demo", "model")))
+        ),
+    ],
+)
+def test_no_table_can_lose_a_line(file, table, monkeypatch):
+    """Each line taken out of the module's text in turn: the import fails, and names table and layout."""
+    name, key = re.fullmatch(r"(\w+)(?:\[(\w+)\])?", table).groups()
+    text = (ROOT / file).read_text()
+
+    def line_dict(tree):
+        (node,) = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            and name
+            in [ast.unparse(one) for one in getattr(node, "targets", [getattr(node, "target", None)])]
+        )
+        if key is None:
+            return node.value.args[1] if isinstance(node.value, ast.Call) else node.value
+        at = [one.value for one in node.value.keys].index(key)
+        return node.value.values[at].args[1]
+
+    lines = len(line_dict(ast.parse(text)).keys)
+    assert lines >= 4
+    for number in range(lines):
+        tree = ast.parse(text)
+        found = line_dict(tree)
+        del found.keys[number], found.values[number]
+        module = types.ModuleType("without_a_line")
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for it
+        with pytest.raises(
+            RuntimeError, match=rf"^{re.escape(table)} of {file} has no line for KV cache layout"
+        ):
+            exec(compile(tree, file, "exec"), module.__dict__)
 
 
 def test_parse():

@@ -36,11 +36,11 @@ class Limits:
 _Margins = TypeVar("_Margins")
 
 
-def _by_layout(by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
-    """Margins depend on how latents are stored."""
+def _by_layout(table: str, by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
+    """Margins depend on how latents are stored; RuntimeError names the table that lacks a line."""
     check_complete(
         [layout for layout in MLAKVCacheLayout if layout.latent in by_latent],
-        "a table of scripts/regression/limits.py",
+        f"{table} of scripts/regression/limits.py",
     )
     return {layout.value: by_latent[layout.latent] for layout in MLAKVCacheLayout}
 
@@ -54,54 +54,59 @@ LIMITS = {
     # 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014 (tests/gpu/test_server_gpu.py).
     # There 0.91, 0.92 and 0.77 of the most probable tokens stay, and 0.97 in float32.
     "v3": _by_layout(
+        "LIMITS[v3]",
         {
             _E.BF16: Limits(0.03, 0.0, 0.93),
             _E.E4M3_BY_K_SCALE: Limits(0.10, 0.03, 0.85),
             _E.E4M3_IN_TILES: Limits(0.10, 0.03, 0.85),
             _E.E2M1_IN_BLOCKS: Limits(0.25, 0.03, 0.65),
-        }
+        },
     ),
     # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang,
     # which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). Its most probable tokens were
     # not compared: as V3's, with room for selections that differ.
     "v32": _by_layout(
+        "LIMITS[v32]",
         {
             _E.BF16: Limits(0.02, 0.0, 0.90),
             _E.E4M3_BY_K_SCALE: Limits(0.15, 0.02, 0.75),
             _E.E4M3_IN_TILES: Limits(0.07, 0.02, 0.80),
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.60),
-        }
+        },
     ),
     # Two of its six layers have rows: 0.03, 0.03 and 0.09 away, float32 0.02. What the other layers round
     # hides how FP8 rows are (tests/gpu/test_hybrid_server_gpu.py). FP8 rows keep 0.96 of its most probable
     # tokens.
     "kimi": _by_layout(
+        "LIMITS[kimi]",
         {
             _E.BF16: Limits(0.05, 0.0, 0.93),
             _E.E4M3_BY_K_SCALE: Limits(0.08, 0.0, 0.85),
             _E.E4M3_IN_TILES: Limits(0.08, 0.0, 0.85),
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.70),
-        }
+        },
     ),
     # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away
     # from stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
     "demo": _by_layout(
+        "LIMITS[demo]",
         {
             _E.BF16: Limits(0.003, 0.0, 0.99),
             _E.E4M3_BY_K_SCALE: Limits(0.05, 0.002, 0.96),
             _E.E4M3_IN_TILES: Limits(0.02, 0.002, 0.97),
             _E.E2M1_IN_BLOCKS: Limits(0.05, 0.005, 0.96),
-        }
+        },
     ),
     # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random
     # one's (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
     "model": _by_layout(
+        "LIMITS[model]",
         {
             _E.BF16: Limits(0.03, 0.0, 0.97),
             _E.E4M3_BY_K_SCALE: Limits(0.10, 0.001, 0.94),
             _E.E4M3_IN_TILES: Limits(0.08, 0.001, 0.95),
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.005, 0.90),
-        }
+        },
     ),
 }
 
@@ -124,10 +129,11 @@ class ScoreLimits:
 #: 500 questions at 90 % have a standard error of 1.3 points each; the two servers answer the same questions,
 #: so that of their difference is smaller. FP4's published losses on maths are around two points.
 SCORES = _by_layout(
+    "SCORES",
     {
         _E.BF16: ScoreLimits(0.02, 0.05),
         _E.E4M3_BY_K_SCALE: ScoreLimits(0.03, 0.10),
         _E.E4M3_IN_TILES: ScoreLimits(0.02, 0.05),
         _E.E2M1_IN_BLOCKS: ScoreLimits(0.05, 0.10),
-    }
+    },
 )
