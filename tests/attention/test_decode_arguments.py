@@ -116,10 +116,10 @@ def test_limits_of_the_kernel():
         decode_checks.kernel_limits(pool, MLAKVCacheLayout.FP4.row_format(640, 64))
 
 
-def test_long_lists_on_a_cpu_are_read_in_pieces(monkeypatch):
+def test_long_lists_on_a_cpu_are_read_in_chunks(monkeypatch):
     case = make_case("fp8_block_scale", rank=128, counts=((100, 3), (37, 99)), heads=2)
     positional, keywords = case.arguments
-    monkeypatch.setattr("sgl_kvpool.attention.decode._PIECE_ROWS", 7)
+    monkeypatch.setattr("sgl_kvpool.attention.decode._CHUNK_ROWS", 7)
     check(mla_decode(*positional, **keywords), case, rounding=0)
 
 

@@ -188,6 +188,22 @@ def test_the_text_is_the_table():
     }
 
 
+def test_a_tile_that_is_wrong_for_a_layout_of_the_same_latents_is_not_chosen():
+    rows = [row(50, 16, tile(16, FAST)), row(100, 16, tile(16, SLOW))]
+    assert chosen(rows)[0] == tile(16, FAST)
+    rows += [
+        bad(16, tile(16, FAST), "wrong", layout="fp4_fp8_rope"),
+        row(100, 16, tile(16, SLOW), layout="fp4_fp8_rope"),
+    ]
+    found = choose(rows)
+    assert found.tiles[FP4][0] == found.tiles[MLAKVCacheLayout.FP4_NOPE_FP8_ROPE][0] == tile(16, SLOW)
+    assert any(line.startswith("fp4, 16 pairs") and "fp4_fp8_rope, with" in line for line in found.wrong)
+    # FP8 rows have tiles of their own.
+    others = [row(50, 16, tile(16, FAST), layout="fp8"), row(100, 16, tile(16, SLOW), layout="fp8")]
+    tiles = choose([*rows, *others]).tiles[MLAKVCacheLayout.FP8_NOPE_FP8_ROPE]
+    assert tiles[0] == tile(16, FAST)
+
+
 def test_splits_that_are_clearly_faster_are_named():
     own = tile(16, FAST)
     rows = [

@@ -99,12 +99,21 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
     where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
     Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
+    Layouts that store latents alike share their tiles: one that is wrong for any of them is not chosen.
     """
+    by_layout = {
+        layout: _Times(own)
+        for layout in MLAKVCacheLayout
+        if (own := [row for row in rows if row["job"]["layout"] == layout.value])
+    }
+    wrong = [(layout, dict(times.wrong)) for layout, times in by_layout.items()]
     choice = Choice()
-    names = dict.fromkeys(row["job"]["layout"] for row in rows)
-    for layout in MLAKVCacheLayout:
-        if layout.value in names:
-            _choose_for(layout, _Times([r for r in rows if r["job"]["layout"] == layout.value]), choice)
+    for layout, times in by_layout.items():
+        for other, of_other in wrong:
+            if other is not layout and other.latent is layout.latent:
+                for tile, why in of_other.items():
+                    times.wrong.setdefault(tile, f"{other}, with the same tiles: {why}")
+        _choose_for(layout, times, choice)
     return choice
 
 
