@@ -10,6 +10,7 @@ from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier
+from sgl_kvpool.srt.host.page_digest import failure_kind
 
 __all__ = ["install"]
 
@@ -223,18 +224,12 @@ def _generic_page_get(original, self, operation, hash_values, host_indices, extr
                     return number
             except Exception as error:  # whatever a store raises, this page is a miss
                 # The store keeps it: stores do not replace a key. Once it is removed, it is written anew.
-                metrics.failed(_kind(error), f"page {key} of the store, host slot {slot}", error=error)
+                metrics.failed(failure_kind(error), f"page {key} of the store, host slot {slot}", error=error)
                 return number
     metrics.failed(
-        _kind(first), f"{len(keys)} pages of the store, all of which were read at last", error=first
+        failure_kind(first), f"{len(keys)} pages of the store, all of which were read at last", error=first
     )
     return len(hash_values)
-
-
-def _kind(error: Exception) -> str:
-    from sgl_kvpool.srt.host.page_digest import DamagedPage
-
-    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 
 
 def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.srt.host.page_digest import failure_kind
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.host.shares import TierShares
@@ -228,7 +229,7 @@ def _get_states(tier, original, transfers, extra_info=None):
             with tier.stored_under(_keys_by_slot(transfer)):
                 results |= original([transfer], extra_info)
         except Exception as error:  # whatever a store raises, this state is a miss
-            metrics.failed(_kind(error), f"state {', '.join(keys)} of the store", error=error)
+            metrics.failed(failure_kind(error), f"state {', '.join(keys)} of the store", error=error)
             results[transfer.name] = [False] * len(keys)
             continue
         if not all(results[transfer.name]):
@@ -245,12 +246,6 @@ def _keys_by_slot(transfer: Any) -> dict[int, str]:
         There are more of one: which slot a key is of is not known.
     """
     return dict(zip(transfer.host_indices.tolist(), transfer.keys or [], strict=True))
-
-
-def _kind(error: Exception) -> str:
-    from sgl_kvpool.srt.host.page_digest import DamagedPage
-
-    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 
 
 def _set_states(tier, original, transfers, extra_info=None):

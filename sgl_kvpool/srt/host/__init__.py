@@ -6,7 +6,7 @@ __all__ = ["HierarchicalMLAHostPool"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at once: `labels` is a leaf that is read where SGLang must not be imported.
+    # Not at once: it imports SGLang's pools, and this package's other modules are read without them.
     if name == "HierarchicalMLAHostPool":
         from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 

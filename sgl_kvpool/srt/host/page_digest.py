@@ -11,13 +11,18 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["DIGEST_BYTES", "DamagedPage", "digest", "verified", "with_digest"]
+__all__ = ["DIGEST_BYTES", "DamagedPage", "digest", "failure_kind", "verified", "with_digest"]
 
 DIGEST_BYTES = 16
 
 
 class DamagedPage(ValueError):
     """A stored page that is not what was stored; it must be taken for a miss."""
+
+
+def failure_kind(error: Exception) -> str:
+    """Kind, of `sgl_kvpool.metrics.FAILURES`, of a page of a store that could not be read."""
+    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
 
 
 def digest(page: np.ndarray, tag: str, key: str = "") -> bytes:
