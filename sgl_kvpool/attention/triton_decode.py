@@ -22,11 +22,11 @@ import triton.language as tl
 
 from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
 from sgl_kvpool.attention.triton_operands import (
-    exchanged,
     load_queries,
     load_stored,
     operand_factor,
     operand_of,
+    permuted,
     rounded_operand,
     side_by_side,
 )
@@ -329,7 +329,7 @@ def decode_kernel(
     at = out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride
     for c in tl.static_range(R // CHUNK):
         values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
-        x = exchanged(accumulators[c] * normal[None, :], NOPE)
+        x = permuted(accumulators[c] * normal[None, :], NOPE)
         tl.store(at[None, :] + values, fp32_to(x, out_ptr.dtype.element_ty, NATIVE), mask=exists[None, :])
     at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)

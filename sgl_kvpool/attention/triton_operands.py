@@ -16,11 +16,11 @@ from sgl_kvpool.codec.triton_scalars import fp32_of_bf16_bits, fp32_to
 
 __all__ = [
     "VALUE_SCALE_EXPONENT",
-    "exchanged",
     "load_queries",
     "load_stored",
     "operand_factor",
     "operand_of",
+    "permuted",
     "rounded_operand",
     "side_by_side",
 ]
@@ -44,10 +44,10 @@ def rounded_operand(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def exchanged(x, ENCODING: tl.constexpr):
+def permuted(x, ENCODING: tl.constexpr):
     """[D, N] in the order of values -> in the order of an operand's columns, and back.
 
-    Bits of the numbers of values are exchanged, among those of one word (`_fp4_operand`, `_e4m3_operand`) and
+    Bits of the numbers of values are permuted, among those of one word (`_fp4_operand`, `_e4m3_operand`) and
     among those of words (`_spread`). Done to queries and to results, once per program; addresses in that
     order would not be contiguous.
     """
@@ -65,11 +65,11 @@ def exchanged(x, ENCODING: tl.constexpr):
 
 @triton.jit
 def _spread(x, ENCODING: tl.constexpr):
-    """[N, D] with columns exchanged so that operands go to shared memory without bank conflicts.
+    """[N, D] with columns permuted so that operands go to shared memory without bank conflicts.
 
     Eight neighbouring threads decode 16 bytes of the same row each, which become 4 groups of 8 columns for
     e2m1 and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4
-    or 2 lines of 128 bytes, at the same banks. Exchanged are the bits of a group's number, of which the
+    or 2 lines of 128 bytes, at the same banks. Permuted are the bits of a group's number, of which the
     upper 3 are the thread's: the 8 groups are one line. (4 threads per row, as for a rope, have no conflicts
     in the order of values; those of e2m1 have, two ways, and occur with no model's rank.)
     """
@@ -130,7 +130,7 @@ def load_stored(
 
 @triton.jit
 def operand_of(stored, ENCODING: tl.constexpr, NATIVE: tl.constexpr):
-    """Operand [ROWS, COUNT] of what `load_stored` gave, columns in the order of `exchanged`.
+    """Operand [ROWS, COUNT] of what `load_stored` gave, columns in the order of `permuted`.
 
     e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
     """
@@ -247,7 +247,7 @@ def load_queries(
     FACTOR: tl.constexpr,  # a power of two
     NATIVE: tl.constexpr,
 ):
-    """Operand [COUNT, N] of values of queries times FACTOR, in the order of `exchanged`."""
+    """Operand [COUNT, N] of values of queries times FACTOR, in the order of `permuted`."""
     values = FIRST + tl.arange(0, COUNT)[:, None]
     DTYPE: tl.constexpr = columns.dtype.element_ty
     if tl.bfloat16 == DTYPE:
@@ -255,4 +255,4 @@ def load_queries(
         x = fp32_of_bf16_bits(tl.load(words + values, mask=exists, other=0))
     else:
         x = tl.load(columns + values, mask=exists, other=0.0).to(tl.float32)
-    return exchanged(rounded_operand(x * FACTOR, NATIVE), ENCODING)
+    return permuted(rounded_operand(x * FACTOR, NATIVE), ENCODING)

@@ -295,7 +295,7 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.sglang_plugin.hooks import workspaces
-    from sgl_kvpool.srt.attention import few_queries
+    from sgl_kvpool.srt.attention import decode_verify
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4")
     config = overrides.model_config_of(args)
@@ -304,7 +304,7 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
     assert workspaces.attention_workspace_bytes(kvc, fmt) == WORKSPACE  # on a CPU
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: draft_tokens)
-    monkeypatch.setattr(few_queries, "sm_count_of", lambda device: 132)
+    monkeypatch.setattr(decode_verify, "sm_count_of", lambda device: 132)
     found = workspaces.attention_workspace_bytes(kvc, fmt) - 65536 * 576 * 2
     heads = config.num_attention_heads
     for queries in range(1, (draft_tokens or 1) + 1):

@@ -92,12 +92,12 @@ def sglang(published, resolve, folders, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
     from sgl_kvpool.sglang_plugin.hooks import pools
-    from sgl_kvpool.srt.attention import few_queries, sparse
+    from sgl_kvpool.srt.attention import decode_verify, sparse
 
     pools.install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
-    for module in (few_queries, sparse):
+    for module in (decode_verify, sparse):
         monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
 
     def build(model, layout):

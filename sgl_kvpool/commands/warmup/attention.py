@@ -120,7 +120,7 @@ class Attention:
 
     # ---------------------------------------------------------------- what is used
 
-    def few_queries(self, mode: str, queries: int) -> None:
+    def decode_or_verify(self, mode: str, queries: int) -> None:
         """Decode, verification of drafts or a draft's extend, in batches of all kinds.
 
         Parameters

@@ -47,7 +47,7 @@ def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
     if served.draft_tokens:
         modes += [("TARGET_VERIFY", served.draft_tokens), ("DRAFT_EXTEND_V2", served.draft_tokens)]
     steps = [
-        Step(f"{layout}: {_WORDS[mode]}", _TRITON, partial(attention.few_queries, mode, queries))
+        Step(f"{layout}: {_WORDS[mode]}", _TRITON, partial(attention.decode_or_verify, mode, queries))
         for mode, queries in modes
     ]
     if served.draft_tokens:

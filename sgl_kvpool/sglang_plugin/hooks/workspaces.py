@@ -32,8 +32,8 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
         from sgl_kvpool.attention.cpu import RowReader
 
         return RowReader.workspace_bytes(fmt)
+    from sgl_kvpool.srt.attention.decode_verify import decode_workspace_bytes
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
-    from sgl_kvpool.srt.attention.few_queries import decode_workspace_bytes
 
     decode = decode_workspace_bytes(
         fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device

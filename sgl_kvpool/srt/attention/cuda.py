@@ -37,14 +37,14 @@ from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
-from sgl_kvpool.srt.attention.few_queries import (
-    FewQueries,
+from sgl_kvpool.srt.attention.decode_verify import (
+    DecodeBatch,
     QueryCounts,
+    decode_tail,
     decode_workspace_bytes,
-    has_few_queries,
-    single_queries,
+    has_fixed_query_length,
 )
+from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
 from sgl_kvpool.srt.attention.write_rows import RowsToWrite
@@ -115,7 +115,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
-        self._singles: tuple[FewQueries, torch.Tensor] | None = None
+        self._decode_tail: tuple[DecodeBatch, torch.Tensor] | None = None
         heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         requests = get_cuda_graph_max_batch_size(model_runner.req_to_token_pool.size)
         most_queries = max_speculative_num_draft_tokens() or 1
@@ -174,7 +174,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a batch that is run without a CUDA graph, or whose attention is run between graphs."""
-        if has_few_queries(forward_batch.forward_mode):
+        if has_fixed_query_length(forward_batch.forward_mode):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
             return
@@ -185,7 +185,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             )
         self._rows_to_write.forget()
         self._extend = None  # worked out by the first absorbed layer: the MHA form does not need it
-        self._singles = single_queries(forward_batch, len(self._lse))
+        self._decode_tail = decode_tail(forward_batch, len(self._lse))
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
             any(forward_batch.extend_prefix_lens_cpu)
             or get_exec().kernel.flashinfer_mla_disable_ragged
@@ -210,7 +210,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Views of static buffers for a decode-like batch; nothing to compute, and no size is looked at."""
-        if not has_few_queries(forward_batch.forward_mode):
+        if not has_fixed_query_length(forward_batch.forward_mode):
             raise NotImplementedError(
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
                 "--cuda-graph-backend-prefill breakable, or disable prefill graphs"
@@ -220,7 +220,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """How much of its request's list each query sees; recorded into decode graphs."""
         self._rows_to_write.forget()
-        if has_few_queries(forward_batch.forward_mode):
+        if has_fixed_query_length(forward_batch.forward_mode):
             self._counts.fill(self.forward_metadata, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -232,20 +232,20 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
-        """Absorbed decode, one query per request; see `_few_queries`."""
-        return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        """Absorbed decode, one query per request; see `_decode_or_verify`."""
+        return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
         """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
-        if has_few_queries(forward_batch.forward_mode):
-            return self._few_queries(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if has_fixed_query_length(forward_batch.forward_mode):
+            return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if not is_absorbed(layer, self.token_to_kv_pool):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
-    def _few_queries(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
+    def _decode_or_verify(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
         """Store the new keys, then attend lists of SGLang's request table.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
@@ -268,7 +268,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         return out.view(padded, heads * fmt.kv_lora_rank)
 
     def _attend_lists(
-        self, q, q_rope, layer, few: FewQueries, lists: torch.Tensor, out: torch.Tensor
+        self, q, q_rope, layer, few: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Attend `few.queries_per_request` queries per list of the request table into `out`.
 
@@ -293,24 +293,24 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
-        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_few_queries`."""
+        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_decode_or_verify`."""
         fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
         reader = self._reader
         if reader is None:
             raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
-        singles, lengths = self._singles, forward_batch.extend_seq_lens_cpu
-        requests = len(lengths) - (0 if singles is None else len(singles[1]))
+        tail, lengths = self._decode_tail, forward_batch.extend_seq_lens_cpu
+        requests = len(lengths) - (0 if tail is None else len(tail[1]))
         if self._extend is None:
             self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
         batch = self._extend
-        first = batch.query_tokens  # of the singles
+        first = batch.query_tokens  # of the decode tail
         if tokens != first + len(lengths) - requests:
             raise ValueError(f"{tokens} queries in a batch of {sum(lengths)} new tokens")
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
         q = q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
         if q_rope is not None:
             q_rope = q_rope.view(tokens, heads, fmt.qk_rope_head_dim)
-        if singles is None:
+        if tail is None:
             out = self._extended(reader, batch, q, q_rope, k, k_rope, layer, forward_batch)
             return out.view(tokens, heads * fmt.kv_lora_rank)
         out = q.new_empty((tokens, heads, fmt.kv_lora_rank))
@@ -320,7 +320,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 reader, batch, q[:first], new_q_rope, k[:first], new_k_rope, layer, forward_batch
             )
         own_rope = None if q_rope is None else q_rope[first:]
-        self._attend_lists(q[first:], own_rope, layer, *singles, out[first:])
+        self._attend_lists(q[first:], own_rope, layer, *tail, out[first:])
         return out.view(tokens, heads * fmt.kv_lora_rank)
 
     def _extended(

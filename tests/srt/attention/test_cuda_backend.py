@@ -98,7 +98,7 @@ def test_decode(layout, placed, split, monkeypatch):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_few_queries_per_request(layout, mode, split, monkeypatch):
+def test_decode_and_verify(layout, mode, split, monkeypatch):
     """Four each; the first sequence is not longer than that."""
     case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))

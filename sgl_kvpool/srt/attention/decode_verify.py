@@ -1,4 +1,4 @@
-"""Batches with the same few queries per request: decode, verification of drafts, the draft's extend.
+"""Batches of fixed query length: decode, verification of drafts, the draft's extend.
 
 `mla_decode` reads their lists in SGLang's own request table. All that is left to work out per step is how
 much of its list each query sees, from lengths that are on the device: in a CUDA graph, as part of it.
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from sgl_kvpool.layout import RowFormat
 
-__all__ = ["FewQueries", "QueryCounts", "decode_workspace_bytes", "has_few_queries", "single_queries"]
+__all__ = ["DecodeBatch", "QueryCounts", "decode_tail", "decode_workspace_bytes", "has_fixed_query_length"]
 
 
-def has_few_queries(mode: ForwardMode) -> bool:
+def has_fixed_query_length(mode: ForwardMode) -> bool:
     """Whether every request of such a batch has the same, small number of new tokens."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
 
 @dataclass
-class FewQueries:
-    """One batch.
+class DecodeBatch:
+    """A batch of fixed query length.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class FewQueries:
     queries_per_request: int
 
 
-def single_queries(forward_batch: ForwardBatch, most: int) -> tuple[FewQueries, torch.Tensor] | None:
+def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, torch.Tensor] | None:
     """The requests at the end of a prefill batch that have one new token each, as a batch of decode.
 
     Beside other ranks' prefill, SGLang makes a batch of decode an extend of one token per request
@@ -58,7 +58,7 @@ def single_queries(forward_batch: ForwardBatch, most: int) -> tuple[FewQueries, 
 
     Returns
     -------
-    tuple of FewQueries and torch.Tensor, or None
+    tuple of DecodeBatch and torch.Tensor, or None
         Of the last requests, and their rows in the request table; None if the last one has more new tokens,
         or none.
     """
@@ -73,7 +73,7 @@ def single_queries(forward_batch: ForwardBatch, most: int) -> tuple[FewQueries, 
     if first:
         # Copies begin at multiples of 16 bytes, as what the kernels have been compiled for does.
         counts, lists = counts.clone(), lists.clone()
-    return FewQueries(counts, 1), lists
+    return DecodeBatch(counts, 1), lists
 
 
 class QueryCounts:
@@ -103,7 +103,7 @@ class QueryCounts:
                 "was sized for; lower --cuda-graph-max-bs-decode, or raise --max-running-requests"
             )
 
-    def of(self, forward_batch: ForwardBatch) -> FewQueries:
+    def of(self, forward_batch: ForwardBatch) -> DecodeBatch:
         """Where the counts of a batch are; nothing is computed, and no length is looked at.
 
         Replaying a graph, SGLang gives a padded number of requests beside tensors that are not, so how many
@@ -129,10 +129,10 @@ class QueryCounts:
                 f"was sized for {len(self._ordinals)} per request and {len(self.buffer)} in all"
             )
         if forward_batch.forward_mode.is_decode_or_idle() and not self.draft_step:
-            return FewQueries(forward_batch.seq_lens[:requests], queries)
-        return FewQueries(self.buffer[:tokens], queries)
+            return DecodeBatch(forward_batch.seq_lens[:requests], queries)
+        return DecodeBatch(self.buffer[:tokens], queries)
 
-    def fill(self, few: FewQueries, forward_batch: ForwardBatch) -> None:
+    def fill(self, few: DecodeBatch, forward_batch: ForwardBatch) -> None:
         """Compute the counts of a batch; operations on static tensors alone, which a graph can record."""
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
