@@ -28,10 +28,10 @@ class Steps(Backend):
 @pytest.fixture(autouse=True)
 def cuda_backends(monkeypatch):
     for name, members in (
-        ("cuda_backend", {"KVPoolMLACudaBackend": Backend}),
+        ("cuda", {"KVPoolMLACudaBackend": Backend}),
         ("draft", {"KVPoolMultiStepDraftBackend": Steps}),
     ):
-        module = ModuleType(f"sgl_kvpool.attention.{name}")
+        module = ModuleType(f"sgl_kvpool.srt.attention.{name}")
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 

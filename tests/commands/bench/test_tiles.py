@@ -265,9 +265,9 @@ def test_nothing_of_sglang_is_imported(tmp_path):
 
     (tmp_path / "sglang.py").write_text("raise ImportError('SGLang is not here')")
     modules = [
-        "bench.tiles.program",
-        "bench.rates.program",
-        "bench.attention.program",
+        "commands.bench.tiles.program",
+        "commands.bench.rates.program",
+        "commands.bench.attention.program",
         "commands.bench.transfer",
         "commands.bench.codec",
     ]

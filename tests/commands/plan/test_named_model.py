@@ -16,7 +16,8 @@ V32 = Path(__file__).resolve().parent / "configs" / "deepseek_v32.json"
 
 #: The command, with another limit of the time that Hugging Face has.
 WITH_LIMIT = (
-    "import sys; from sgl_kvpool import cli, named_model; named_model.FETCH_LIMIT_S = {}; sys.exit({})"
+    "import sys; from sgl_kvpool import cli; from sgl_kvpool.commands import named_model; "
+    "named_model.FETCH_LIMIT_S = {}; sys.exit({})"
 )
 
 
