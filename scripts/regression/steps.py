@@ -145,7 +145,7 @@ def _with_gpu(step: Step) -> Step:
 
 def _cpu_core() -> list[Step]:
     quick = "--quick"
-    files = [f"tests/test_{name}.py" for name in ("canonical", "cross_layer", "arrangement")]
+    files = [f"tests/memory/test_{name}.py" for name in ("canonical", "cross_layer", "arrangement")]
     return [
         _tests("canonical", "byte views and cross-layer buffers", 300, *files, needs=("hypothesis",)),
         _canonical("cpu"),

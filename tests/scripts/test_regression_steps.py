@@ -42,6 +42,14 @@ def request(step):
     return Request(**json.loads(step.files["request.json"]))
 
 
+@pytest.mark.parametrize("machine", [EVERYTHING, NO_GPU])
+def test_files_that_steps_name_exist(machine):
+    words = [word for step in steps(machine, thorough=True).values() for word in step.command]
+    files = [word.partition("::")[0] for word in words if str(word).startswith(("tests/", "scripts/"))]
+    assert len(files) > 3
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def test_core_needs_torch_triton_and_what_its_tests_import():
     found = steps(ONLY_TORCH, core=True)
     assert list(found) == CORE
