@@ -60,6 +60,8 @@ class TileConfig:
         As Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
         How many fit an SM, by shared memory and registers.
+    kernel : str
+        "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
     """
 
     pairs: int
@@ -67,6 +69,7 @@ class TileConfig:
     warps: int
     stages: int
     programs_per_sm: int
+    kernel: str = "triton"
 
     @property
     def min_blocks(self) -> int:
@@ -95,14 +98,14 @@ class DecodeConfig:
     min_blocks: int
 
 
-def _single(pairs: int) -> TileConfig:
+def _single(pairs: int, kernel: str = "triton") -> TileConfig:
     """One program per SM: two warp groups, of which each decodes and attends half of a block."""
-    return TileConfig(pairs, 128, 8, 1, 1)
+    return TileConfig(pairs, 128, 8, 1, 1, kernel)
 
 
-def _double(pairs: int) -> TileConfig:
+def _double(pairs: int, kernel: str = "triton") -> TileConfig:
     """Two programs per SM: one decodes while the other waits for products."""
-    return TileConfig(pairs, 64, 4, 1, 2)
+    return TileConfig(pairs, 64, 4, 1, 2, kernel)
 
 
 _E = SegmentEncoding

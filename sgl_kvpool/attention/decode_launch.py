@@ -45,21 +45,42 @@ def decode_constants(
         loaded = min(chunk, _LOADED_BYTES * 8 // fmt.nope.encoding.bits)
     else:
         chunk = loaded = _CHUNK_VALUES
+    return {
+        **_of_both(config, heads, queries_per_list, page),
+        "SCALE_BLOCK": row["BLOCK"],
+        **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
+        "CHUNK": chunk,
+        "SLICE": loaded,
+        "BLOCK": config.tile.block_rows,
+        "AHEAD": decoded,
+    }
+
+
+@cache
+def gluon_constants(
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+) -> dict[str, Any]:
+    """The constexpr arguments of `gluon_decode_kernel`, but for one."""
+    row = codec_triton.geometry(fmt)
+    return {
+        **_of_both(config, heads, queries_per_list, page),
+        **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
+        "WARPS": config.tile.warps,
+    }
+
+
+def _of_both(
+    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+) -> dict[str, Any]:
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,
         "PAGE_ROWS": rows_per_page,
         "HEADS": heads,
         "QUERIES": queries_per_list,
-        "SCALE_BLOCK": row["BLOCK"],
-        **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
-        "CHUNK": chunk,
-        "SLICE": loaded,
-        "BLOCK": config.tile.block_rows,
         "PAIRS": config.tile.pairs,
         "SPLIT": config.splits > 1,
         "MIN_BLOCKS": config.min_blocks,
-        "AHEAD": decoded,
     }
 
 
@@ -111,7 +132,14 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         strides = (pairs * rank, heads * rank, rank, pairs, heads, 1)
     # FP4's operands are not in true size.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
-    decode_kernel[(p.lists * splits * config.tiles,)](
+    if config.tile.kernel == "gluon":
+        from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel as kernel
+
+        constants = gluon_constants(fmt, config, heads, p.queries_per_list, p.page)
+    else:
+        kernel = decode_kernel
+        constants = {**decode_constants(fmt, config, heads, p.queries_per_list, p.page), "NATIVE": native}
+    kernel[(p.lists * splits * config.tiles,)](
         p.q,
         p.q_rope,
         pool,
@@ -134,8 +162,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         p.scale * factor * _LOG2_E,
         factor,
         ROW_STRIDE=pool.stride(0),
-        **decode_constants(fmt, config, heads, p.queries_per_list, p.page),
-        NATIVE=native,
+        **constants,
         num_warps=config.tile.warps,
         num_stages=config.tile.stages,
     )

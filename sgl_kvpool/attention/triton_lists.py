@@ -16,8 +16,8 @@ def row_count_of(counts_ptr, tokens, bound):
 @triton.jit
 def list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constexpr):
     """Rows that any query of a group looks at."""
-    length = tl.zeros([], tl.int32)
-    for query in tl.static_range(QUERIES):
+    length = row_count_of(counts_ptr, group * QUERIES, bound)
+    for query in tl.static_range(1, QUERIES):
         length = tl.maximum(length, row_count_of(counts_ptr, group * QUERIES + query, bound))
     # A list that does not exist has no rows.
     return tl.where((list_index >= 0) & (list_index < lists), length, 0)

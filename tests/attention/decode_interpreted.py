@@ -8,12 +8,15 @@ from sgl_kvpool.attention.decode_launch import launch
 from sgl_kvpool.codec import checks
 
 
-def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=float("nan")):
-    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace."""
+def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=float("nan"), tile=None):
+    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace.
+
+    Without `tile`, that of the table for Triton's kernel.
+    """
     q, q_rope = decode_checks.queries(case.q, case.options.get("q_rope"), case.pool, case.fmt)
     decode_checks.kernel_limits(case.pool, case.fmt)
     tokens, heads, rank = q.shape
-    tile = tile_config(case.fmt.layout, heads * case.queries_per_list)
+    tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list)
     tiles = -(-heads * case.queries_per_list // tile.pairs)
     config = DecodeConfig(tile, tiles, splits, min_blocks)
     partial = torch.full((partial_elements(case.fmt, tokens, heads, splits),), poison)

@@ -1,0 +1,317 @@
+"""Rows as they lie in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
+
+A block has 16 rows for each warp of the program. Warp w decodes rows 16 w to 16 w + 15, lane (g, c) of it,
+g = 0..7 and c = 0..3, rows g and g + 8: 16 contiguous bytes of each 64. Decoded, these are the A operand of
+`wgmma` as it stands in registers, because the columns of an operand may be in any order if the queries come
+in the same one. The same registers go to shared memory by `stmatrix` as the values' tile.
+
+Position k of 128 decoded FP4 values holds value d = 32 c + 8 w + 4 h + 2 i2 + i1, where k = 32 w + 16 i2 +
+8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, of which w is one. Position k of 64 decoded e4m3 values
+holds d = 16 c + 4 w + 2 h + i1, where k = 16 w + 8 i1 + 2 c + h.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+__all__ = [
+    "A_TILE",
+    "allocate_raw",
+    "copy_rows",
+    "decoded_e2m1",
+    "decoded_e4m3",
+    "decoded_e4m3_twice",
+    "in_operand_order",
+    "in_value_order",
+    "load_entries",
+    "row_numbers",
+    "scores_layout",
+    "tile_scales",
+]
+
+# ------------------------------------------------------------------------------------ registers
+
+
+@gluon.constexpr_function
+def _bits(first, end):
+    """Powers of two from `first`, below `end`."""
+    return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def scores_layout(PAIRS, WARPS):
+    """Accumulators of ``wgmma.m64n{PAIRS}k16``: lane (g, c) of warp w has rows 16 w + g and + 8."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PAIRS, 16])
+
+
+@gluon.constexpr_function
+def _words_layout(WARPS):
+    """16 words of a row: lane (g, c) has words 4 c to 4 c + 3 of rows g and g + 8."""
+    warps = [[row, 0] for row in _bits(16, 16 * WARPS)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 16])
+
+
+@gluon.constexpr_function
+def _block_scales_layout(WARPS):
+    """FP4's scales of those words, [rows, 8], each beside its two words."""
+    warps = [[row, 0, 0] for row in _bits(16, 16 * WARPS)]
+    lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    words = [[0, 0, 1], [0, 1, 0], [8, 0, 0]]
+    return gl.DistributedLinearLayout(words, lanes, warps, [], [16 * WARPS, 8, 2])
+
+
+@gluon.constexpr_function
+def _tile_scales_layout(WARPS):
+    """Four float32 scales of a row: lane (g, c) has all of rows g and g + 8."""
+    warps = [[row, 0] for row in _bits(16, 16 * WARPS)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 4])
+
+
+# Copies, 16 bytes of a lane. Four lanes take 64 bytes of a row, and a lane copies parts of the same two rows,
+# whatever the segment, so that it reads two row numbers; scales aside. 64 bytes of a row are whole sectors.
+@gluon.constexpr_function
+def _copy_words_layout(WARPS):
+    return gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _copy_rope_layout(WARPS):
+    values = [[0, 1], [0, 2], [0, 4], [0, 32], [8 * WARPS, 0]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    warps = [[row, 0] for row in _bits(8, 8 * WARPS)]
+    return gl.DistributedLinearLayout(values, lanes, warps, [], [16 * WARPS, 64])
+
+
+@gluon.constexpr_function
+def _copy_scales_layout(WARPS, SCALE):
+    """With four lanes per row, half of the copies of scales, or more, would be idle."""
+    if SCALE == "fp32":
+        return gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    return gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _entries_layout(WARPS):
+    return gl.BlockedLayout([1], [32], [WARPS], [0])
+
+
+# -------------------------------------------------------------------------------- shared memory
+#: Words [rows, 16]. Rows are 64 bytes: the next row's quad of lanes takes the other half of the banks.
+_S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+#: FP4's scales [rows, 32]. Halves of every other four rows are exchanged: 8 lanes read 8 bytes of 8 rows
+#: each, which would be at half of the banks twice.
+_S_BLOCK_SCALES = gl.constexpr(gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
+_S_TILE_SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+_S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+#: bfloat16 tiles that `wgmma` reads, lines of 128 bytes.
+A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+# ------------------------------------------------------------------------------------- row numbers
+@gluon.jit
+def load_entries(ids, start, end, ids_stride, WARPS: gl.constexpr):
+    """Entries of a list from `start`, a block of them, int32 or int64; -1 from `end` on."""
+    position = start + gl.arange(0, 16 * WARPS, _entries_layout(WARPS))
+    return gl.load(ids + position.to(gl.int64) * ids_stride, mask=position < end, other=-1)
+
+
+@gluon.jit
+def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr):
+    """int32 row numbers of list entries; -1 for those that are none. A pool has less than 2**31 rows."""
+    entries = entries.to(gl.int64)
+    if PAGE > 0:
+        rows = entries // PAGE * PAGE_ROWS + entries % PAGE
+    else:
+        rows = entries
+    # A row beyond the pool would be other memory. Entries near 2**63 wrap around.
+    is_row = (entries >= 0) & (rows >= 0) & (rows < row_count)
+    return gl.where(is_row, rows, -1).to(gl.int32)
+
+
+@gluon.jit
+def allocate_raw(
+    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, WARPS: gl.constexpr
+):
+    """Shared memory of a block as stored: words of every 64 bytes, scales, rope; and the next row numbers.
+
+    Buffers of their own, because Triton puts barriers between uses of parts of one buffer.
+    """
+    BLOCK: gl.constexpr = 16 * WARPS
+    WIDTH: gl.constexpr = 128 if NOPE == "e2m1" else 64
+    words = ()
+    for _ in gl.static_range(R // WIDTH):
+        words = words + (gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS),)  # noqa: RUF005
+    numbers = gl.allocate_shared_memory(gl.int32, [BLOCK], _S_NUMBERS)
+    if SCALE == "ue5m3":
+        scales = gl.allocate_shared_memory(gl.uint8, [BLOCK, R // 16], _S_BLOCK_SCALES)
+    elif SCALE == "fp32":
+        scales = gl.allocate_shared_memory(gl.float32, [BLOCK, R // 128], _S_TILE_SCALES)
+    else:
+        scales = numbers
+    if ROPE == "bf16":
+        rope = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 64], A_TILE)
+    else:
+        rope = gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS)
+    return words, scales, rope, numbers
+
+
+@gluon.jit
+def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
+    """Pointers to the rows of `numbers` [rows, 1], and which of them are rows."""
+    live = numbers >= 0
+    rows = pool + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
+    return rows.expand_dims(1), live.expand_dims(1)
+
+
+@gluon.jit
+def copy_rows(
+    pool, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start to copy the rows whose numbers are in shared memory. Rows that are none become zeros.
+
+    Not the contents of some other row: those may decode to NaN, and so would a weight of 0 times them.
+    """
+    words, scales, rope, numbers = raw
+    WORDS: gl.constexpr = _copy_words_layout(WARPS)
+    WIDTH: gl.constexpr = 128 if NOPE == "e2m1" else 64
+    rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
+    column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
+    at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
+    for c in gl.static_range(R // WIDTH):
+        async_copy.async_copy_global_to_shared(words[c], at + c * 16, mask=live)
+    if ROPE == "bf16":
+        HALVES: gl.constexpr = _copy_rope_layout(WARPS)
+        start = gl.convert_layout(rows.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
+        is_row = gl.convert_layout(live.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
+        column = gl.arange(0, 64, gl.SliceLayout(0, HALVES))[None, :]
+        at = (start.expand_dims(1) + ROPE_AT).to(gl.pointer_type(gl.bfloat16)) + column
+        async_copy.async_copy_global_to_shared(rope, gl.multiple_of(at, [16, 16]), mask=is_row.expand_dims(1))
+    else:
+        async_copy.async_copy_global_to_shared(rope, at + ROPE_AT // 4, mask=live)
+    if SCALE != "":
+        SCALES: gl.constexpr = _copy_scales_layout(WARPS, SCALE)
+        rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, SCALES)), ROW_STRIDE)
+        start = (rows + SCALE_AT).to(gl.pointer_type(scales.dtype))
+        column = gl.arange(0, scales.shape[1], gl.SliceLayout(0, SCALES))[None, :]
+        async_copy.async_copy_global_to_shared(scales, gl.multiple_of(start + column, [16, 16]), mask=live)
+
+
+# --------------------------------------------------------------------------------------- decoding
+@gluon.jit
+def _e2m1_pair(magnitudes, signs):
+    """Two e2m1 codes as bfloat16; magnitudes at bits 6 to 8 and 22 to 24, signs at 15 and 31."""
+    return (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)
+
+
+@gluon.jit
+def _scaled(pair, both):
+    """(low, high) bfloat16 of int32 `pair`, two of them, times those of `both`."""
+    pair = gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=gl.int32, is_pure=True, pack=1
+    )
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return low, high
+
+
+@gluon.jit
+def decoded_e2m1(words, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.constexpr):
+    """int32 [rows, 16], uint8 [rows, R / 16] in shared memory -> bfloat16 [rows, 128], values times 2**-16.
+
+    As `triton_operands._fp4_operand`: e2m1 bits are the numbers times 2**-126, scales come times 2**110.
+    """
+    BLOCK: gl.constexpr = 16 * WARPS
+    WORDS: gl.constexpr = _words_layout(WARPS)
+    codes = words.load(WORDS)
+    scale = scales.slice(8 * chunk, 8, dim=1).load(gl.SliceLayout(2, _block_scales_layout(WARPS)))
+    scale = (scale.to(gl.int16) << 7).to(gl.float16, bitcast=True).to(gl.float32) * (2.0**110)
+    both = scale.to(gl.int32, bitcast=True)
+    both = both | (both >> 16)
+    both = both.expand_dims(2).broadcast_to([BLOCK, 8, 2]).reshape([BLOCK, 16])
+    both = gl.convert_layout(both, WORDS, assert_trivial=True)
+    low0, high0 = _scaled(_e2m1_pair(codes << 6, codes << 12), both)
+    low1, high1 = _scaled(_e2m1_pair(codes << 2, codes << 8), both)
+    low2, high2 = _scaled(_e2m1_pair(codes >> 2, codes << 4), both)
+    low3, high3 = _scaled(_e2m1_pair(codes >> 6, codes), both)
+    first = gl.join(gl.join(low0, high0), gl.join(low1, high1))  # row, word; h, i1
+    second = gl.join(gl.join(low2, high2), gl.join(low3, high3))
+    x = gl.join(first, second).reshape([BLOCK, 4, 4, 2, 2, 2])  # row, c, w, h, i1, i2
+    x = x.permute([0, 2, 5, 4, 1, 3]).reshape([BLOCK, 128])  # row; w, i2, i1, c, h
+    return gl.convert_layout(x, A, assert_trivial=True)
+
+
+@gluon.jit
+def _e4m3_values(words, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
+    """int32 [rows, 16] in shared memory -> bfloat16 [rows, 64], the values times 2**EXPONENT.
+
+    Codes i and i + 2 of a word at a time; put where bfloat16 has its sign, exponent and mantissa, they are
+    the numbers times 2**-120.
+    """
+    BLOCK: gl.constexpr = 16 * WARPS
+    codes = words.load(_words_layout(WARPS))
+    BITS: gl.constexpr = (127 + 120 + EXPONENT) << 7  # 2**(120 + EXPONENT) as bfloat16
+    both = gl.full([BLOCK, 16], BITS | (BITS << 16), gl.int32, _words_layout(WARPS))
+    low0, high0 = _scaled(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), both)
+    low1, high1 = _scaled(((codes >> 4) & 0x07F007F0) | (codes & -0x7FFF8000), both)
+    x = gl.join(gl.join(low0, high0), gl.join(low1, high1)).reshape([BLOCK, 4, 4, 2, 2])  # row, c, w, h, i1
+    return x.permute([0, 2, 4, 1, 3]).reshape([BLOCK, 64])  # row; w, i1, c, h
+
+
+@gluon.jit
+def decoded_e4m3(words, A: gl.constexpr, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
+    """Words of 64 values -> operand bfloat16 [rows, 64], the values times 2**EXPONENT."""
+    return gl.convert_layout(_e4m3_values(words, EXPONENT, WARPS), A, assert_trivial=True)
+
+
+@gluon.jit
+def decoded_e4m3_twice(words, more, A: gl.constexpr, WARPS: gl.constexpr):
+    """Words of 64 values and of the next 64 -> operand bfloat16 [rows, 128]."""
+    x = gl.join(_e4m3_values(words, 0, WARPS), _e4m3_values(more, 0, WARPS))
+    x = x.permute([0, 2, 1]).reshape([16 * WARPS, 128])
+    return gl.convert_layout(x, A, assert_trivial=True)
+
+
+@gluon.jit
+def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
+    """float32 [rows, 4] in shared memory -> scales of the four tiles, [rows, 1] each, as scores lie."""
+    x = scales.load(_tile_scales_layout(WARPS)).reshape([16 * WARPS, 2, 2])
+    even, odd = gl.split(x)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    return (
+        gl.convert_layout(first, ROWS, assert_trivial=True)[:, None],
+        gl.convert_layout(second, ROWS, assert_trivial=True)[:, None],
+        gl.convert_layout(third, ROWS, assert_trivial=True)[:, None],
+        gl.convert_layout(fourth, ROWS, assert_trivial=True)[:, None],
+    )
+
+
+# ------------------------------------------------------------------------------- orders of columns
+@gluon.jit
+def in_operand_order(x, ENCODING: gl.constexpr):
+    """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 unless for e2m1."""
+    N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    if ENCODING == "e2m1":
+        x = x.reshape([N, 4, 4, 2, 2, 2]).permute([0, 2, 4, 5, 1, 3])  # c, w, h, i2, i1 -> w, i2, i1, c, h
+    elif ENCODING == "e4m3":
+        # part, c, w, h, i1 -> part, w, i1, c, h
+        x = x.reshape([N, D // 64, 4, 4, 2, 2]).permute([0, 1, 3, 5, 2, 4])
+    return x.reshape([N, D])
+
+
+@gluon.jit
+def in_value_order(x, ENCODING: gl.constexpr):
+    """[128, N] in the order of an operand's columns -> in that of values."""
+    N: gl.constexpr = x.shape[1]
+    if ENCODING == "e2m1":
+        # w, i2, i1, c, h -> c, w, h, i2, i1
+        x = x.reshape([4, 2, 2, 4, 2, N]).permute([3, 0, 4, 1, 2, 5])
+    else:
+        # part, w, i1, c, h -> part, c, w, h, i1
+        x = x.reshape([2, 4, 2, 4, 2, N]).permute([0, 3, 1, 4, 2, 5])
+    return x.reshape([128, N])
