@@ -26,7 +26,12 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("attent
 import loop_costs  # noqa: E402
 import page_tables  # noqa: E402
 
-from sgl_kvpool.attention.decode_config import DEFAULT_SM_COUNT, TileConfig, table, tile_config  # noqa: E402
+from sgl_kvpool.attention.decode_config import (  # noqa: E402
+    DEFAULT_SM_COUNT,
+    TileConfig,
+    tile_config,
+    tiles_of_both_kernels,
+)
 from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS, busiest_unit_clk  # noqa: E402
 from sgl_kvpool.commands.bench.outputs import replace_file, require_writable  # noqa: E402
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
@@ -114,8 +119,9 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
     chip = DEFAULT_SM_COUNT * CLOCK_HZ / busiest_unit_clk(found)
     return {
         "layout": layout.value,
-        "kernel": f"decode_kernel: {tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
+        "kernel": tile.kernel,
         "heads": heads,
+        "tiles": f"{tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
         **found,
         # Tiles of a list read the same rows at about the same time: device memory once.
         "limit_g_rows_per_s": {
@@ -126,14 +132,20 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
 
 def counted(layouts: list[MLAKVCacheLayout], heads: list[int]) -> list[dict[str, Any]]:
     """Every object of the JSON for these layouts and numbers of query heads."""
-    return [costs_of(layout, count, tile_config(layout, count)) for layout in layouts for count in heads]
+    found = []
+    for layout in layouts:
+        for count in heads:
+            tiles = [tile_config(layout, count, kernel) for kernel in ("triton", "gluon")]
+            found += [costs_of(layout, count, tile) for tile in dict.fromkeys(tiles)]
+    return found
 
 
 def tiles_table(costs: list[dict[str, Any]]) -> str:
     """A line per tile of the table."""
-    of = {(found["layout"], found["heads"]): found for found in costs}
+    of = {(found["layout"], found["kernel"], found["heads"]): found for found in costs}
     columns = [
         "layout",
+        "kernel",
         "pairs",
         "rows",
         "warps",
@@ -148,10 +160,17 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
         *(f"{_unit(unit)}, clk/row" for unit in UNITS),
     ]
     lines = _head(columns)
-    for layout, tile in table():
-        found = of[layout.value, tile.pairs]
+    for layout, tile in sorted(tiles_of_both_kernels(), key=lambda of: list(MLAKVCacheLayout).index(of[0])):
+        found = of[layout.value, tile.kernel, tile.pairs]
         names = ("registers", "spilled_bytes", "shared_bytes", "programs_per_sm")
-        cells = [f"`{layout}`", tile.pairs, tile.block_rows, tile.warps, *(found[name] for name in names)]
+        cells = [
+            f"`{layout}`",
+            tile.kernel,
+            tile.pairs,
+            tile.block_rows,
+            tile.warps,
+            *(found[name] for name in names),
+        ]
         cells += [f"{found['warp_instructions_per_row']:.0f}", found["draining_waits_per_block"]]
         cells += [f"{found[f'{unit}_clk_per_row']:.1f}" for unit in UNITS]
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -167,9 +186,10 @@ def _unit(name: str) -> str:
 
 
 def limits_table(costs: list[dict[str, Any]]) -> str:
-    """A line per layout and number of query heads."""
+    """A line per layout, kernel and number of query heads."""
     columns = [
         "layout",
+        "kernel",
         "heads",
         "tiles",
         "busiest unit",
@@ -180,10 +200,17 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
     lines = _head(columns)
     for found in costs:
         layout = MLAKVCacheLayout(found["layout"])
-        tiles = -(-found["heads"] // tile_config(layout, found["heads"]).pairs)
+        tiles = found["tiles"].partition(" x ")[0]
         unit = max(UNITS, key=lambda unit: found[f"{unit}_clk_per_row"])
         limits = found["limit_g_rows_per_s"]
-        cells = [f"`{layout}`", found["heads"], tiles, _unit(unit), f"{busiest_unit_clk(found):.1f}"]
+        cells = [
+            f"`{layout}`",
+            found["kernel"],
+            found["heads"],
+            tiles,
+            _unit(unit),
+            f"{busiest_unit_clk(found):.1f}",
+        ]
         cells += [f"{limit:.1f}" for limit in limits.values()]
         cells.append(f"{limits['H200'] * layout.row_format(512, 64).row_bytes / 1e3:.1f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -214,6 +241,7 @@ def main() -> int:
         "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
         help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
     )  # fmt: skip
+    parser.add_argument("--kernel", choices=("gluon", "triton"), default="gluon", help="that --try counts")
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
@@ -234,7 +262,7 @@ def main() -> int:
             8,
         ):
             parser.error("--try: PAIRS and ROWS have to be powers of two, and WARPS 4 or 8")
-        tile = TileConfig(*arguments.tile)
+        tile = TileConfig(*arguments.tile, arguments.kernel)
         heads = [tile.pairs] if arguments.heads == HEADS else arguments.heads
         costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:

@@ -14,6 +14,8 @@ __all__ = [
     "CHECK_FINITE",
     "CHILD_LAYOUT",
     "CHILD_REFUSAL",
+    "CHOICES",
+    "DECODE_KERNEL",
     "FIX_TOPK",
     "FLAGS",
     "KV_CACHE_ARRANGEMENT",
@@ -26,6 +28,7 @@ __all__ = [
     "PREFILL_READS_ROWS",
     "SGLANG_PLUGINS",
     "VARIABLES",
+    "choice",
     "flag",
     "is_asked",
     "plugin_list_problem",
@@ -62,8 +65,12 @@ ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
 CHECK_FINITE = "KVPOOL_CHECK_FINITE"
 #: Those whose value is yes or no.
 FLAGS = (PREFILL_READS_ROWS, FIX_TOPK, ALLOW_UNTESTED, CHECK_FINITE)
+#: Which kernel attends stored rows on CUDA. auto is Gluon's where it can be used, Triton's elsewhere.
+DECODE_KERNEL = "KVPOOL_DECODE_KERNEL"
+#: Those that have one of a few values, and the values, of which the first is that of an unset variable.
+CHOICES = {DECODE_KERNEL: ("auto", "gluon", "triton")}
 #: All that a user may set.
-VARIABLES = (*OPTIONS, *FLAGS)
+VARIABLES = (*OPTIONS, *FLAGS, *CHOICES)
 #: Whoever sets a name that begins so means one of them. SGL_KVPOOL_ is what they began with before the first
 #: release, and SGLANG_KVPOOL_ what SGLang copies that to and advises to write.
 _PREFIX = "KVPOOL_"
@@ -74,7 +81,7 @@ SGLANG_PLUGINS = "SGLANG_PLUGINS"
 PLUGIN = "sgl_kvpool"
 
 #: What would change a server that is compared with others, or whose arguments are all given.
-NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, SGLANG_PLUGINS)
+NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, DECODE_KERNEL, SGLANG_PLUGINS)
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -97,6 +104,14 @@ def flag(name: str) -> bool:
     )
 
 
+def choice(name: str) -> str:
+    """Value of a variable of `CHOICES`; Refusal if it is none of them."""
+    value = (text(name) or CHOICES[name][0]).lower()
+    if value not in CHOICES[name]:
+        raise Refusal(f"{name}={os.environ[name]!r} is unknown; set it to {' or '.join(CHOICES[name])}")
+    return value
+
+
 def is_asked(name: str) -> bool:
     """Whether a yes/no variable says anything but no, even what `flag` refuses."""
     return os.environ.get(name, "").strip().lower() not in _FALSE
@@ -117,15 +132,15 @@ def told_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterato
 
 
 def problems() -> list[str]:
-    """A line for each flag that is neither yes nor no, and for each name that is set and not in `VARIABLES`.
+    """A line for each value that is unknown, and for each name that is set and not in `VARIABLES`.
 
     Empty values are as good as unset. A name that SGLang copied (every SGL_X to SGLANG_X) is reported once,
     as the user wrote it.
     """
     found = []
-    for name in FLAGS:
+    for name in (*FLAGS, *CHOICES):
         try:
-            flag(name)
+            flag(name) if name in FLAGS else choice(name)
         except Refusal as refusal:
             found.append(str(refusal))
     for name in sorted(os.environ):

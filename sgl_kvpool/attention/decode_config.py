@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, SegmentEncoding, check_complete
+from sgl_kvpool.refusal import Refusal
 
 __all__ = [
     "DEFAULT_SM_COUNT",
@@ -26,9 +28,11 @@ __all__ = [
     "TileConfig",
     "config_of_tile",
     "decode_config",
+    "decode_kernel_of",
     "partial_elements",
     "table",
     "tile_config",
+    "tiles_of_both_kernels",
 ]
 
 #: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
@@ -110,38 +114,97 @@ def _double(pairs: int, kernel: str = "triton") -> TileConfig:
 
 _E = SegmentEncoding
 
-#: How latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of shared memory, the
-#: queries 18 KB per 16 pairs. Two programs of 128 threads have 255 registers per thread, as one of 256 has;
-#: where that leads to spills of more than 128 bytes (tile scales, which have a product each, and 32 pairs),
-#: one program takes 128 rows. Tiles of 64 pairs would spill 700 bytes. Latents of `bf16` are operands as they
-#: are and wait in shared memory, two blocks of them, so that one program fits.
-_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
+#: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
+#: shared memory, the queries 18 KB per 16 pairs. Two programs of 128 threads have 255 registers per thread,
+#: as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a product
+#: each, and 32 pairs), one program takes 128 rows. Tiles of 64 pairs would spill 700 bytes. Latents of `bf16`
+#: are operands as they are and wait in shared memory, two blocks of them, so that one program fits.
+_TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: tuple(TileConfig(pairs, 64, 4, 3, 1) for pairs in (8, 16, 32)),
     _E.E4M3_BY_K_SCALE: (_double(8), _double(16), _single(32)),
     _E.E4M3_IN_TILES: (_single(8), _single(16), _single(32)),
     _E.E2M1_IN_BLOCKS: (_double(8), _double(16), _single(32)),
 }
-check_complete(
-    [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
-    "_TABLE of sgl_kvpool/attention/decode_config.py",
-)
+#: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too, so that two programs
+#: fit only with FP4; one of `fp8_block_scale` fits with 64 rows, and none of e4m3 with 32 pairs.
+_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
+    _E.BF16: _TRITON_TABLE[_E.BF16],
+    _E.E4M3_BY_K_SCALE: (_single(8, "gluon"), _single(16, "gluon"), _single(32)),
+    _E.E4M3_IN_TILES: (
+        *(TileConfig(pairs, 64, 4, 1, 1, "gluon") for pairs in (8, 16)),
+        _single(32),
+    ),
+    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon")),
+}
+_TABLES = {"gluon": _TABLE, "triton": _TRITON_TABLE}
+for _name, _of_latents in _TABLES.items():
+    check_complete(
+        [layout for layout in MLAKVCacheLayout if layout.latent in _of_latents],
+        f"_TABLES[{_name!r}] of sgl_kvpool/attention/decode_config.py",
+    )
 
 #: Of all configurations.
-MAX_PROGRAMS_PER_SM = max(tile.programs_per_sm for tiles in _TABLE.values() for tile in tiles)
+MAX_PROGRAMS_PER_SM = max(
+    tile.programs_per_sm for of in _TABLES.values() for tiles in of.values() for tile in tiles
+)
+#: Geometry of the rows that `gluon_decode` is written for.
+_GLUON_RANK, _GLUON_ROPE = 512, 64
 
 
-def table() -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
-    """Every configuration that `decode_config` may choose."""
+def table(kernel: str = "gluon") -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
+    """Every configuration that `decode_config` may choose where `decode_kernel_of` says `kernel`."""
     for layout in MLAKVCacheLayout:
-        for tile in _TABLE[layout.latent]:
+        for tile in _TABLES[kernel][layout.latent]:
             yield layout, tile
 
 
+def tiles_of_both_kernels() -> list[tuple[MLAKVCacheLayout, TileConfig]]:
+    """What `table` gives for either kernel, Triton's first."""
+    return list(dict.fromkeys([*table("triton"), *table("gluon")]))
+
+
 @cache
-def tile_config(layout: MLAKVCacheLayout, pairs: int) -> TileConfig:
+def tile_config(layout: MLAKVCacheLayout, pairs: int, kernel: str) -> TileConfig:
     """The smallest tile that takes all pairs of a list, else the largest there is."""
-    tiles = _TABLE[layout.latent]
+    tiles = _TABLES[kernel][layout.latent]
     return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
+
+
+@cache
+def decode_kernel_of(fmt: RowFormat) -> str:
+    """Which kernel decodes and attends rows of a format: "gluon" or "triton". The one place that decides.
+
+    KVPOOL_DECODE_KERNEL=triton takes Triton's for all; gluon refuses to start with what Gluon's cannot do.
+
+    Raises
+    ------
+    Refusal
+        The variable says gluon, and the rows or this Triton do not allow it.
+    """
+    wish = env.choice(env.DECODE_KERNEL)
+    if wish == "triton":
+        return wish
+    obstacle = _gluon_obstacle(fmt)
+    if obstacle and wish == "gluon":
+        raise Refusal(f"{env.DECODE_KERNEL}=gluon, but {obstacle}; unset it, the Triton kernel does these")
+    return "triton" if obstacle else "gluon"
+
+
+def _gluon_obstacle(fmt: RowFormat) -> str | None:
+    """Why `gluon_decode` cannot be used; None if it can."""
+    if all(tile.kernel != "gluon" for tile in _TABLE[fmt.layout.latent]):
+        return f"rows of {fmt.layout} are operands as they are, which its kernel has no tile for"
+    if (fmt.kv_lora_rank, fmt.qk_rope_head_dim) != (_GLUON_RANK, _GLUON_ROPE):
+        return (
+            f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "
+            f"{_GLUON_RANK} with {_GLUON_ROPE} that its kernel is written for"
+        )
+    try:
+        from triton import knobs
+        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
+    except ImportError as error:
+        return f"this Triton has no Gluon for Hopper ({error})"
+    return "TRITON_INTERPRET=1, and Triton's interpreter has no Gluon" if knobs.runtime.interpret else None
 
 
 @cache
@@ -174,7 +237,8 @@ def decode_config(
         the smallest of several; no more than `MAX_SPLITS` and than the bound has blocks for.
     """
     pairs = heads * queries_per_list
-    return config_of_tile(tile_config(fmt.layout, pairs), pairs, lists, max_rows, sm_count)
+    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
+    return config_of_tile(tile, pairs, lists, max_rows, sm_count)
 
 
 def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_count: int) -> DecodeConfig:

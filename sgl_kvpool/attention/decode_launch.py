@@ -15,7 +15,7 @@ from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 from sgl_kvpool.codec import triton as codec_triton
 from sgl_kvpool.layout import Encoding, RowFormat
 
-__all__ = ["MERGE_WARPS", "decode_constants", "launch", "merge_constants"]
+__all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
 #: Latent values of a product, of which every rank is a multiple. Of rows that are decoded all values are in
@@ -34,9 +34,6 @@ def decode_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The constexpr arguments of `decode_kernel` that follow from host numbers, but for two."""
-    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
-        # Scores of both parts are one sum, which is multiplied by k_scale.
-        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
     row = codec_triton.geometry(fmt)
     decoded = fmt.nope.encoding is not Encoding.BF16
     tile_scales = fmt.scale is not None and fmt.scale.encoding is Encoding.FP32
@@ -46,7 +43,7 @@ def decode_constants(
     else:
         chunk = loaded = _CHUNK_VALUES
     return {
-        **_of_both(config, heads, queries_per_list, page),
+        **_of_both(fmt, config, heads, queries_per_list, page),
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "CHUNK": chunk,
@@ -63,15 +60,19 @@ def gluon_constants(
     """The constexpr arguments of `gluon_decode_kernel`, but for one."""
     row = codec_triton.geometry(fmt)
     return {
-        **_of_both(config, heads, queries_per_list, page),
+        **_of_both(fmt, config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "WARPS": config.tile.warps,
     }
 
 
 def _of_both(
-    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
+    """What the kernels have in common."""
+    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
+        # Scores of both parts are one sum, which is multiplied by k_scale.
+        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,

@@ -17,21 +17,29 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 import compile_kernels
 
 
-def compile_decode(layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, tile=None):
-    """`decode_kernel` with a tile, by default that of the table."""
+def compile_decode(
+    layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, kernel="triton", tile=None
+):
+    """The decode kernel with a tile, by default that of the table for `kernel`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     from sgl_kvpool import MLAKVCacheLayout
     from sgl_kvpool.attention.decode_config import DecodeConfig, tile_config
-    from sgl_kvpool.attention.decode_launch import decode_constants
-    from sgl_kvpool.attention.triton_decode import decode_kernel as fn
+    from sgl_kvpool.attention.decode_launch import decode_constants, gluon_constants
+    from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel
+    from sgl_kvpool.attention.triton_decode import decode_kernel
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
-    tile = tile or tile_config(fmt.layout, heads * queries)
+    tile = tile or tile_config(fmt.layout, heads * queries, kernel)
     config = DecodeConfig(tile, -(-heads * queries // tile.pairs), splits, tile.min_blocks)
-    constants = dict(decode_constants(fmt, config, heads, queries, tuple(page) if page else None))
-    constants |= {"ROW_STRIDE": fmt.row_bytes, "NATIVE": True}
+    key = fmt, config, heads, queries, tuple(page) if page else None
+    if tile.kernel == "gluon":
+        fn, source, constants = gluon_decode_kernel, GluonASTSource, dict(gluon_constants(*key))
+    else:
+        fn, source, constants = decode_kernel, ASTSource, {**decode_constants(*key), "NATIVE": True}
+    constants |= {"ROW_STRIDE": fmt.row_bytes}
     # The launcher makes a stride of 1 and None constants.
     constants |= {"ids_stride": 1}
     if splits > 1:
@@ -50,7 +58,7 @@ def compile_decode(layout, heads, rank=512, rope=64, queries=1, ids="*i32", spli
         if kind.startswith("*") or (name.endswith("stride") and kind == "i32")
     }
     return compile(
-        ASTSource(fn, signature, constants, attrs),
+        source(fn, signature, constants, attrs),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )

@@ -16,7 +16,7 @@ def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=
     q, q_rope = decode_checks.queries(case.q, case.options.get("q_rope"), case.pool, case.fmt)
     decode_checks.kernel_limits(case.pool, case.fmt)
     tokens, heads, rank = q.shape
-    tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list)
+    tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list, "triton")
     tiles = -(-heads * case.queries_per_list // tile.pairs)
     config = DecodeConfig(tile, tiles, splits, min_blocks)
     partial = torch.full((partial_elements(case.fmt, tokens, heads, splits),), poison)

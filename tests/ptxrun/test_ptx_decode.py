@@ -6,13 +6,14 @@ import torch
 from decode_cases import Case, check, every_code, make_case
 from decode_interpreted import run
 
-from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config
+from sgl_kvpool.attention.decode_config import DecodeConfig, tile_config, tiles_of_both_kernels
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
 from sgl_kvpool.attention.triton_merge import merge_kernel
 
-TILES = list(table())
-#: Of every layout, the tile for the fewest pairs.
-SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1)]
+TILES = tiles_of_both_kernels()
+#: Of every layout and kernel, the tile for the fewest pairs.
+SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1, tile.kernel)]
+KERNELS = {"gluon": "gluon_decode_kernel", "triton": "decode_kernel"}
 #: The machine's arithmetic: sums of products are truncated, approximate functions off by what PTX allows.
 HOPPER = {"mma": 1, "approx": 1}
 #: Lists of several blocks and an odd rest, of one row, of none.
@@ -21,7 +22,7 @@ VERIFY = ((66, 67), (129, 2), (0, 1))
 
 
 def _name(value):
-    return str(value) if not hasattr(value, "pairs") else f"{value.pairs}-pairs-{value.warps}-warps"
+    return str(value) if not hasattr(value, "pairs") else f"{value.kernel}-{value.pairs}-{value.warps}-warps"
 
 
 def _tiles(quick):
@@ -49,8 +50,8 @@ def decode(case, splits=1, **arguments):
 def test_every_tile(runs, layout, tile):
     """Two splits and the merge; holes in the lists, and entries beyond the pool."""
     case = make_case(layout.value, heads=tile.pairs, counts=COUNTS)
-    decode(with_strangers(case), 2)
-    assert [name for name, _ in runs.launched] == ["decode_kernel", "merge_kernel"]
+    decode(with_strangers(case), 2, tile=tile)
+    assert [name for name, _ in runs.launched] == [KERNELS[tile.kernel], "merge_kernel"]
     assert runs.launched[0][1].stats["wgmma_operations"] > 0
 
 
@@ -58,7 +59,7 @@ def test_every_tile(runs, layout, tile):
 def test_every_tile_with_hoppers_arithmetic(runs, layout, tile):
     case = make_case(layout.value, heads=tile.pairs, counts=COUNTS, seed=1)
     with runs.using(**HOPPER, seed=1):
-        decode(case.but(q=case.q * 4), 2)
+        decode(case.but(q=case.q * 4), 2, tile=tile)
 
 
 @pytest.mark.parametrize("seed", range(2, 5))
@@ -67,20 +68,20 @@ def test_schedules_of_every_tile(runs, layout, tile, seed):
     """Turns of warps from one instruction to hundreds."""
     case = make_case(layout.value, heads=tile.pairs, counts=((200,),), width=200, seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed - 2]):
-        decode(case, 2)
+        decode(case, 2, tile=tile)
 
 
 @_tiles(quick=SMALLEST[-1:])
 def test_verification_in_every_tile(runs, layout, tile):
     """Two float16 queries per list that do not fill the tile; int64 slots of pages; lists out of order."""
     case = make_case(
-        layout.value, rank=128, heads=tile.pairs * 3 // 8, counts=VERIFY, ids=torch.int64,
-        arrangement="page_major", dtype=torch.float16,
+        layout.value, rank=512 if tile.kernel == "gluon" else 128, heads=tile.pairs * 3 // 8, counts=VERIFY,
+        ids=torch.int64, arrangement="page_major", dtype=torch.float16,
     )  # fmt: skip
     case.q = case.q.bfloat16().half()  # which the kernel rounds to
     assert case.page is not None
     case = case.but(list_index=torch.tensor([1, 0, 2]), row_counts=case.row_counts[[2, 3, 0, 1, 4, 5]])
-    decode(case)
+    decode(case, tile=tile)
 
 
 @pytest.mark.parametrize("heads", [1, 40])
@@ -203,7 +204,7 @@ def test_the_merge(runs, splits):
     """Splits of every weight, some of which no query sees and some that were not written, to float64."""
     fmt = oracle.row_format("fp4", 256, 64)
     heads, lists = 3, 2
-    tile = tile_config(fmt.layout, heads)
+    tile = tile_config(fmt.layout, heads, "triton")
     config, block = DecodeConfig(tile, 1, splits, 1), tile.block_rows
     counts = torch.tensor([splits * block, max(1, splits - 1) * block - 5])
     partial, lse = torch.randn(splits, lists, heads, 256), torch.randn(splits, lists, heads) * 9

@@ -78,7 +78,7 @@ def decode(runs, layout, change, **options):
     """`test_every_tile` with the smallest tile of a layout."""
     layout = MLAKVCacheLayout(layout)
     with runs.using(change=change, **options):
-        test_ptx_decode.test_every_tile(runs, layout, tile_config(layout, 1))
+        test_ptx_decode.test_every_tile(runs, layout, tile_config(layout, 1, "triton"))
 
 
 def rows(runs, name, change, **options):
@@ -122,7 +122,7 @@ def test_value_a_bit_of_a_code_is_lost(runs):
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 def test_every_barrier_is_needed(runs, layout):
     """One at a time; a compiler may emit some that are not."""
-    pairs = tile_config(MLAKVCacheLayout(layout), 1).pairs
+    pairs = tile_config(MLAKVCacheLayout(layout), 1, "triton").pairs
     case = test_ptx_decode.make_case(layout, heads=pairs, counts=((150,),))
     noticed, which, count = 0, 0, 1
     while which < count:

@@ -1,12 +1,16 @@
 """Every tile of `mla_decode` over several blocks of its own size, on ptxrun, against float64."""
 
 import pytest
+import test_ptx_decode
 from decode_cases import check, make_case
 from decode_interpreted import run
 
-from sgl_kvpool.attention.decode_config import table
+from sgl_kvpool.attention.decode_config import tiles_of_both_kernels
 
-TILES = [pytest.param(*tile, id=f"{tile[0]}-{tile[1].pairs}-pairs") for tile in table()]
+TILES = [
+    pytest.param(layout, tile, id=f"{layout}-{tile.kernel}-{tile.pairs}-pairs")
+    for layout, tile in tiles_of_both_kernels()
+]
 
 
 def lists_of(tile):
@@ -22,5 +26,5 @@ def test_several_blocks(runs, layout, tile, seed):
     counts = lists_of(tile)
     case = make_case(layout.value, heads=tile.pairs, counts=counts, width=counts[0][0], seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed], mma=seed // 2, approx=seed // 2):
-        check(run(case, 1, out_dtype=case.q.dtype), case)
-    assert [name for name, _ in runs.launched] == ["decode_kernel"]
+        check(run(case, 1, out_dtype=case.q.dtype, tile=tile), case)
+    assert [name for name, _ in runs.launched] == [test_ptx_decode.KERNELS[tile.kernel]]

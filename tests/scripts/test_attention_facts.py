@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 import attention_facts
 import loop_costs
+from ptxrun_builds import cache_folder
 
-from sgl_kvpool.attention.decode_config import table
+from sgl_kvpool.attention.decode_config import tile_config, tiles_of_both_kernels
 from sgl_kvpool.commands.bench.attention.limits import TILE_COSTS, UNITS
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -22,13 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COSTS = json.loads(TILE_COSTS.read_text())
 FIELDS = {
-    "layout", "kernel", "heads", "registers", "spilled_bytes", "shared_bytes", "programs_per_sm",
+    "layout", "kernel", "heads", "tiles", "registers", "spilled_bytes", "shared_bytes", "programs_per_sm",
     "warp_instructions_per_row", "shared_memory_clk_per_row", "issue_clk_per_row", "integer_clk_per_row",
     "tensor_clk_per_row", "draining_waits_per_block", "limit_g_rows_per_s",
 }  # fmt: skip
 #: What may be less; of the others more is worse. Registers cost nothing but programs and spills.
 MORE_IS_BETTER = {"programs_per_sm"}
-NOT_COMPARED = {"layout", "kernel", "heads", "registers", "limit_g_rows_per_s"}
+NOT_COMPARED = {"layout", "kernel", "heads", "tiles", "registers", "limit_g_rows_per_s"}
 #: Triton's, whose code was counted.
 COUNTED_WITH = "3.8.0"
 
@@ -47,8 +48,12 @@ def worse(new, old):
 
 
 def test_every_layout_and_number_of_heads_is_counted():
-    assert [(found["layout"], found["heads"]) for found in COSTS] == [
-        (layout.value, heads) for layout in MLAKVCacheLayout for heads in (8, 16, 32, 64, 128)
+    assert [(found["layout"], found["heads"], found["kernel"]) for found in COSTS] == [
+        (layout.value, heads, kernel)
+        for layout in MLAKVCacheLayout
+        for heads in (8, 16, 32, 64, 128)
+        for kernel in ("triton", "gluon")
+        if tile_config(layout, heads, kernel).kernel == kernel
     ]
     assert all(found.keys() == FIELDS for found in COSTS)
 
@@ -64,9 +69,9 @@ def test_limits_follow_from_the_counts():
 
 
 def test_programs_that_the_table_expects_fit_an_sm():
-    of = {(found["layout"], found["heads"]): found for found in COSTS}
-    for layout, tile in table():
-        assert of[layout.value, tile.pairs]["programs_per_sm"] >= tile.programs_per_sm
+    of = {(found["layout"], found["kernel"], found["heads"]): found for found in COSTS}
+    for layout, tile in tiles_of_both_kernels():
+        assert of[layout.value, tile.kernel, tile.pairs]["programs_per_sm"] >= tile.programs_per_sm
 
 
 def test_the_page_has_these_counts():
@@ -90,37 +95,44 @@ def test_what_is_worse(name, change, noticed):
     )
 
 
-def _counted_now(folder, layout, heads):
+#: Some; all of them on CI.
+ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+LAYOUTS = [layout.value for layout in MLAKVCacheLayout] if ON_CI else ["fp8_block_scale", "fp4"]
+HEADS = sorted({tile.pairs for _, tile in tiles_of_both_kernels()}) if ON_CI else [16]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """Counts of this tree, from one process. Machine code comes from the cache of `test_decode_compiled`."""
+    costs = tmp_path_factory.mktemp("facts") / "costs.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
-    program = [sys.executable, ROOT / "scripts" / "attention_facts.py", "--json", folder / "costs.json"]
+    environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+    program = [sys.executable, ROOT / "scripts" / "attention_facts.py", "--json", costs]
     done = subprocess.run(
-        [*program, "--layouts", layout, "--heads", str(heads)],
+        [*program, "--layouts", *LAYOUTS, "--heads", *map(str, HEADS)],
         capture_output=True,
         text=True,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "costs.json").read_text())
-
-
-#: Two, of either shape; all of them on CI.
-_TILES = [(layout.value, tile.pairs) for layout, tile in table()]
-ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
-_CHECKED = _TILES if ON_CI else [("fp8_block_scale", 16), ("fp4", 16)]
+    return json.loads(costs.read_text())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles ptxrun")
-@pytest.mark.parametrize(("layout", "heads"), _CHECKED)
-def test_no_tile_became_worse(tmp_path, layout, heads):
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_tile_became_worse(counted, layout, heads):
     import triton
 
     if triton.__version__ != COUNTED_WITH:
         other = f"the counts are of triton {COUNTED_WITH}, this is {triton.__version__}: count again"
         (pytest.fail if ON_CI else pytest.skip)(other)
-    committed = next(found for found in COSTS if (found["layout"], found["heads"]) == (layout, heads))
-    (found,) = _counted_now(tmp_path, layout, heads)
-    assert not worse(found, committed), (
+    committed, found = (
+        [one for one in costs if (one["layout"], one["heads"]) == (layout, heads)]
+        for costs in (COSTS, counted)
+    )
+    assert [one["kernel"] for one in found] == [one["kernel"] for one in committed]
+    assert not [worse(new, old) for new, old in zip(found, committed, strict=True) if worse(new, old)], (
         "mend it, or commit what attention_facts.py --write counts, and say why"
     )
 

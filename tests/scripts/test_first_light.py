@@ -377,16 +377,20 @@ def test_the_page(light, monkeypatch):
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text
     assert "1 tests failed:\n    a.py::bad[fp4]: off by 3" in text
-    assert "tile: fp8, 16 pairs, 64 rows" in text
+    assert "tile: fp8, triton, 16 pairs, 64 rows" in text
     assert "rates: {'what': 'gather', 'row_bytes': 576" in text
     assert "tests-core missing: it was not reached" in text
     # The table: the fastest right tile of each latent that was measured.
     table = text[text.index("_TABLE") : text.index("\n}\n")]
     latents = "E2M1_IN_BLOCKS", "E4M3_BY_K_SCALE"
     fp4, fp8 = (table.split(f"_E.{name}: (")[1].split("\n    ),")[0] for name in latents)
-    assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp4
-    assert "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1)" in fp8
-    assert "fp4: 16 heads: 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text
+    assert (
+        "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton')" in fp4
+    )
+    assert (
+        "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton')" in fp8
+    )
+    assert "fp4: 16 heads: triton, 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text
     assert "4 splits take 0.85 of the time of the rule's 2" in text
     # Rates: each product once, and the fastest number of programs of each gather.
     assert "lop3: 63.9 instructions" in text

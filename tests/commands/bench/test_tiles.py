@@ -127,8 +127,8 @@ def test_the_fastest_tile_over_all_workloads():
     assert chosen(rows)[1:] == (tile(32, SLOW),)  # as it was
     (reason,) = choose(rows).reasons
     assert reason == (
-        "fp4: 16 heads: 16 pairs, 64 rows, 4 warps, 1 stages, 2 per SM, 0.82 of the time (mean of 2 "
-        "workloads) of the table's (16 pairs, 64 rows, 8 warps, 1 stages, 1 per SM)"
+        "fp4: 16 heads: triton, 16 pairs, 64 rows, 4 warps, 1 stages, 2 per SM, 0.82 of the time (mean of 2 "
+        "workloads) of the table's (triton, 16 pairs, 64 rows, 8 warps, 1 stages, 1 per SM)"
     )
 
 
@@ -147,13 +147,13 @@ def test_a_tile_that_is_wrong_anywhere_is_left_out(status):
     choice = choose(rows)
     assert choice.tiles[FP4][0] == tile(16, SLOW)
     assert choice.wrong[0].startswith(
-        f"fp4, 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM: {status} at dense"
+        f"fp4, triton, 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM: {status} at dense"
     )
     assert choice.wrong_in_table == []
     rows[0] = bad(16, tile(16, SLOW), status)
     choice = choose([*rows, row(80, 16, tile(16, (64, 4, 1, 2)))])
     assert choice.tiles[FP4][0] == tile(16, (64, 4, 1, 2))
-    assert [line[:24] for line in choice.wrong_in_table] == ["fp4, 16 pairs, 64 rows, "]
+    assert [line[:32] for line in choice.wrong_in_table] == ["fp4, triton, 16 pairs, 64 rows, "]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,9 @@ def test_a_tile_that_is_wrong_for_a_layout_of_the_same_latents_is_not_chosen():
     ]
     found = choose(rows)
     assert found.tiles[FP4][0] == found.tiles[MLAKVCacheLayout.FP4_NOPE_FP8_ROPE][0] == tile(16, SLOW)
-    assert any(line.startswith("fp4, 16 pairs") and "fp4_fp8_rope, with" in line for line in found.wrong)
+    assert any(
+        line.startswith("fp4, triton, 16 pairs") and "fp4_fp8_rope, with" in line for line in found.wrong
+    )
     # FP8 rows have tiles of their own.
     others = [row(50, 16, tile(16, FAST), layout="fp8"), row(100, 16, tile(16, SLOW), layout="fp8")]
     tiles = choose([*rows, *others]).tiles[MLAKVCacheLayout.FP8_NOPE_FP8_ROPE]

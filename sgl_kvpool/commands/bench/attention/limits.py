@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.attention.decode_config import tile_config
+from sgl_kvpool.attention.decode_config import decode_kernel_of, tile_config
 from sgl_kvpool.commands.bench.attention.cases import Workload
-from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
+from sgl_kvpool.layout import RowFormat
 
 __all__ = [
     "TILE_COSTS",
@@ -82,22 +82,23 @@ def busiest_unit_clk(costs: Mapping[str, Any]) -> float:
 
 
 @cache
-def _clk_of_one_tile() -> dict[tuple[str, int], float]:
-    """By layout and pairs of a tile."""
-    return {(x["layout"], x["heads"]): busiest_unit_clk(x) for x in json.loads(TILE_COSTS.read_text("utf-8"))}
+def _clk_of_one_tile() -> dict[tuple[str, str, int], float]:
+    """By layout, kernel and pairs of a tile."""
+    costs = json.loads(TILE_COSTS.read_text("utf-8"))
+    return {(x["layout"], x["kernel"], x["heads"]): busiest_unit_clk(x) for x in costs}
 
 
-def sm_clk_per_row(layout: MLAKVCacheLayout, pairs: int) -> float:
+def sm_clk_per_row(fmt: RowFormat, pairs: int) -> float:
     """Clocks of a multiprocessor that `mla_decode` takes per row of a list, in all tiles.
 
     Parameters
     ----------
-    layout : MLAKVCacheLayout
+    fmt : RowFormat
     pairs : int
         (query, head) pairs that share the list.
     """
-    tile = tile_config(layout, pairs)
-    return -(-pairs // tile.pairs) * _clk_of_one_tile()[layout.value, tile.pairs]
+    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
+    return -(-pairs // tile.pairs) * _clk_of_one_tile()[fmt.layout.value, tile.kernel, tile.pairs]
 
 
 def work_of(workload: Workload, fmt: RowFormat) -> Work:
@@ -108,7 +109,7 @@ def work_of(workload: Workload, fmt: RowFormat) -> Work:
         row_bytes=rows * fmt.row_bytes,
         other_bytes=rows * _ENTRY_BYTES + pairs * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
         flop=2 * pairs * workload.rows_per_list * (2 * rank + rope),
-        sm_clk=rows * sm_clk_per_row(fmt.layout, workload.heads * workload.queries_per_list),
+        sm_clk=rows * sm_clk_per_row(fmt, workload.heads * workload.queries_per_list),
     )
 
 

@@ -36,11 +36,14 @@ _BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
 _PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 
-def tiles(layout: MLAKVCacheLayout, heads: int) -> list[TileConfig]:
-    """Tiles to compare for this many query heads, that of the table first."""
+def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
+    """Tiles to compare for this many query heads, those of the table first; on a CPU, Triton's alone."""
     shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
     wanted = _PAIRS.get(heads, (16,))
-    found = [tile for name, tile in table() if name is layout and tile.pairs in wanted]
+    kernels = ("gluon", "triton") if on_gpu else ("triton",)
+    found = [
+        tile for kernel in kernels for name, tile in table(kernel) if name is layout and tile.pairs in wanted
+    ]
     for pairs in wanted:
         for rows, warps, stages, programs in shapes:
             found.append(
@@ -100,7 +103,7 @@ def checks(
         found += [
             _job(workload, layout, tile, splits, "check")
             for layout in layouts
-            for tile in tiles(layout, count)
+            for tile in tiles(layout, count, on_gpu=on_gpu)
             for splits in ((2, 1) if on_gpu else (2,))
         ]
     return found
@@ -114,7 +117,7 @@ def jobs(
     for count in heads:
         for workload in workloads(count, on_gpu=on_gpu):
             for layout in layouts:
-                for tile in tiles(layout, count):
+                for tile in tiles(layout, count, on_gpu=on_gpu):
                     config = config_of_tile(tile, count, workload.batch, workload.rows_per_list, sm_count)
                     found.append(_job(workload, layout, tile, config.splits, "tile"))
     return found

@@ -55,8 +55,8 @@ def _workload(job: dict[str, Any]) -> str:
 
 def _name(tile: TileConfig) -> str:
     return (
-        f"{tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps, {tile.stages} stages, "
-        f"{tile.programs_per_sm} per SM"
+        f"{tile.kernel}, {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps, "
+        f"{tile.stages} stages, {tile.programs_per_sm} per SM"
     )
 
 

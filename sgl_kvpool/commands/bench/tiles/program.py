@@ -104,7 +104,7 @@ def _line(row: dict[str, Any]) -> str:
     job, tile = row["job"], tile_of(row["job"])
     head = (
         f"{job['part']:7}{job['kind']:7}{job['heads']:4} heads, batch {job['batch']:4}, {job['context']:6} "
-        f"{job['layout']:16}{tile.pairs:3} x {tile.block_rows:3} rows, {tile.warps} warps, "
+        f"{job['layout']:16}{tile.kernel:7}{tile.pairs:3} x {tile.block_rows:3} rows, {tile.warps} warps, "
         f"{tile.programs_per_sm} per SM, {job['splits']:3} splits"
     )
     if row["status"] != "measured":
