@@ -111,31 +111,30 @@ def _scores(
     of_tiles = ()
     if SCALE == "fp32":
         of_tiles = tile_scales(scales, S, WARPS)
-    zeros = gl.zeros([BLOCK, PAIRS], gl.float32, S)
-    if ROPE == "bf16":
-        s = warpgroup_mma(rope, rope_queries.permute((1, 0)), zeros, is_async=True)
-    else:
-        EXPONENT: gl.constexpr = -16 if NOPE == "e2m1" else 0
-        rope = decoded_e4m3(rope, A, EXPONENT, WARPS)
-        s = warpgroup_mma(rope, rope_queries.permute((1, 0)), zeros, is_async=True)
-    if not IN_FLIGHT:
-        s = warpgroup_mma_wait(0, deps=[s])
+    s = gl.zeros([BLOCK, PAIRS], gl.float32, S)
     for c in gl.static_range(R // 128):
         if NOPE == "e2m1":
             x = decoded_e2m1(words[c], scales, c, A, WARPS)
         else:
             x = decoded_e4m3_twice(words[2 * c], words[2 * c + 1], A, WARPS)
         values[c].store(x)
-        if IN_FLIGHT:
+        if IN_FLIGHT and c > 0:
             s = warpgroup_mma_wait(0, deps=[s])
         if SCALE == "fp32":
-            of_chunk = warpgroup_mma(x, queries[c].permute((1, 0)), zeros, is_async=True)
+            of_chunk = gl.zeros([BLOCK, PAIRS], gl.float32, S)
+            of_chunk = warpgroup_mma(x, queries[c].permute((1, 0)), of_chunk, is_async=True)
             s += warpgroup_mma_wait(0, deps=[of_chunk]) * of_tiles[c]
         else:
             s = warpgroup_mma(x, queries[c].permute((1, 0)), s, is_async=True)
-            if not IN_FLIGHT or c == R // 128 - 1:
+            if not IN_FLIGHT and (c < R // 128 - 1 or ROPE != "bf16"):
                 s = warpgroup_mma_wait(0, deps=[s])
-    return s, of_tiles
+    if ROPE == "bf16":
+        s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
+    else:
+        EXPONENT: gl.constexpr = -16 if NOPE == "e2m1" else 0
+        rope = decoded_e4m3(rope, A, EXPONENT, WARPS)
+        s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s]), of_tiles
 
 
 @gluon.jit
