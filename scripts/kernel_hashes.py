@@ -79,6 +79,7 @@ def triton_hashes() -> Iterator[tuple[str, str]]:
     groups: list[tuple[str, Callable[..., Any], list[dict[str, Any]]]] = [
         ("codec", compile_kernels.compile_kernel, test_codec_compiled.JOBS + test_codec_compiled.OTHERS),
         ("decode", compile_decode.compile_decode, decode_jobs.TABLE + decode_jobs.OTHERS),
+        ("decode", compile_decode.compile_decode, decode_jobs.GLUON + decode_jobs.GLUON_OTHERS),
         ("merge", compile_decode.compile_merge, decode_jobs.MERGES),
     ]
     for group, compile_job, jobs in groups:

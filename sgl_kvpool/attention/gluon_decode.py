@@ -11,7 +11,7 @@ The way of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
     copies                start when block i - 1 has been decoded, under its softmax and values' products
-    scores                [64, PAIRS] += rows [64, 128] q^T, rope first, 128 decoded latent values at a time
+    scores                [64, PAIRS] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
     softmax               largest scores go from warp to warp; sums stay where they are until the end
     values                [128, PAIRS] += V^T P, four times
 """

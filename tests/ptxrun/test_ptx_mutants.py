@@ -30,7 +30,7 @@ class Change:
         Other texts stay as they are.
     pattern, replacement : str
         As of `re.sub`.
-    which : int, optional
+    which : tuple of int, optional
         Of the matches, if not all.
     matches : int
         How many there were.
@@ -39,7 +39,7 @@ class Change:
     kernel: str
     pattern: str
     replacement: str = ""
-    which: int | None = None
+    which: tuple[int, ...] | None = None
     matches: int = 0
 
     def __call__(self, ptx: str) -> str:
@@ -48,7 +48,7 @@ class Change:
         found = list(re.finditer(self.pattern, ptx))
         assert found, f"{self.pattern} is not in {self.kernel}"
         self.matches = len(found)
-        for match in reversed(found if self.which is None else [found[self.which]]):
+        for match in reversed(found if self.which is None else [found[i] for i in self.which]):
             ptx = ptx[: match.start()] + match.expand(self.replacement) + ptx[match.end() :]
         return ptx
 
@@ -116,7 +116,7 @@ def test_value_a_bit_of_a_code_is_lost(runs):
     """One of the masks that put e2m1 codes where bfloat16 has its exponent."""
     mask = str(0x01C001C0)
     with pytest.raises(AssertionError):
-        decode(runs, "fp4", Change("decode_kernel", rf"\b{mask};", f"{0x018001C0};", 0))
+        decode(runs, "fp4", Change("decode_kernel", rf"\b{mask};", f"{0x018001C0};", (0,)))
 
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
@@ -126,7 +126,7 @@ def test_every_barrier_is_needed(runs, layout):
     case = test_ptx_decode.make_case(layout, heads=pairs, counts=((150,),))
     noticed, which, count = 0, 0, 1
     while which < count:
-        change = Change("decode_kernel", instruction(r"bar\.sync"), which=which)
+        change = Change("decode_kernel", instruction(r"bar\.sync"), which=(which,))
         try:
             with runs.using(change=change):
                 test_ptx_decode.decode(case, 2)

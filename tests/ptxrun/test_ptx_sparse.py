@@ -54,7 +54,7 @@ def test_decode_over_top_k(on_ptxrun, layout, heads, counted):
     )
     rows = case.pool.unsqueeze(1)
     found = reader.attend(case.q, rows, case.row_ids, case.row_counts if counted else None, case.scale)
-    assert [name for name, _ in on_ptxrun.launched] == ["decode_kernel", "merge_kernel"]
+    assert [name for name, _ in on_ptxrun.launched] == ["gluon_decode_kernel", "merge_kernel"]
     check((found, torch.from_numpy(expected(case)[1])), case)
 
 
@@ -75,7 +75,8 @@ def test_rows_for_an_extend(on_ptxrun, layout):
 
 def test_every_triton_kernel_runs_here():
     """A kernel that is added needs cases in this folder."""
-    kernel = re.compile(r"@triton\.jit(?:\(.*?\))?\ndef (\w*kernel)\(")
+    kernel = re.compile(r"@(?:triton|gluon)\.jit(?:\(.*?\))?\ndef (\w*kernel)\(")
     files = Path(sgl_kvpool.__file__).parent.rglob("*.py")
     found = {name for path in files for name in kernel.findall(path.read_text())}
-    assert found == {"store_kernel", "gather_kernel", "decode_kernel", "merge_kernel"}
+    decode = {"decode_kernel", "gluon_decode_kernel", "merge_kernel"}
+    assert found == {"store_kernel", "gather_kernel", *decode}

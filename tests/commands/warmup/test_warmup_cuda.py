@@ -28,6 +28,10 @@ CASES = {
 }
 
 
+#: What attends decoded rows with a latent of 512 and a rope of 64.
+GLUON = "gluon_decode_kernel"
+
+
 @pytest.fixture(scope="module")
 def found():
     """Launches and calls by case and step."""
@@ -47,7 +51,8 @@ def kernels(step):
 def decodes(step):
     """What a server's decode kernel is looked up by, of what depends on the server."""
     names = ("ROW_STRIDE", "PAGE", "PAGE_ROWS", "HEADS", "QUERIES", "SPLIT")
-    taken = [launch["arguments"] for launch in step["launched"] if launch["kernel"] == "decode_kernel"]
+    launched = step["launched"]
+    taken = [launch["arguments"] for launch in launched if launch["kernel"] in ("decode_kernel", GLUON)]
     return {(*(a[n][1] for n in names), a["counts_ptr"][0], a["ids_list_stride"][1]) for a in taken}
 
 
@@ -64,7 +69,7 @@ def test_decode_over_pages_and_with_drafts(found):
     assert decodes(steps["extend of a draft"]) == both(416, 16, 48, 4, 3, counts="*i32", stride="")
     assert decodes(steps["steps of a draft"]) == both(416, 16, 48, 4, 1, counts="*i32", stride="")
     for name in ("decode", "verification of drafts", "extend of a draft", "steps of a draft"):
-        assert kernels(steps[name]) == {"store_kernel", "decode_kernel", "merge_kernel"}
+        assert kernels(steps[name]) == {"store_kernel", GLUON, "merge_kernel"}
 
 
 def test_decode_of_other_arrangements_and_models(found):
@@ -72,6 +77,7 @@ def test_decode_of_other_arrangements_and_models(found):
     assert by_tokens == both(3 * 656, 0, 0, 4, 1, counts="*i64", stride="")
     assert decodes(found["bf16"]["decode"]) == both(1152, 0, 0, 4, 1, counts="*i64", stride="")
     assert decodes(found["fp8 without rope"]["decode"]) == both(512, 0, 0, 8, 1, counts="*i64", stride="")
+    assert "decode_kernel" in kernels(found["fp8 without rope"]["decode"])
     # Rows of bf16 that lie as SGLang's own do are written by SGLang: on CUDA by a kernel, here by torch.
     assert kernels(found["bf16"]["decode"]) == {"decode_kernel", "merge_kernel"}
     assert "store_kernel" in kernels(found["fp8_block_scale by tokens"]["decode"])
@@ -103,7 +109,7 @@ def test_prefill(found):
 def test_sparse_models(found):
     steps = found["sparse fp4"]
     assert kernels(steps["writing rows"]) == {"store_kernel"}
-    assert kernels(steps["top-k lists"]) == {"decode_kernel", "merge_kernel", "gather_kernel"}
+    assert kernels(steps["top-k lists"]) == {GLUON, "merge_kernel", "gather_kernel"}
     assert decodes(steps["top-k lists"]) == both(416, 0, 0, 4, 1, counts="*i32", stride="D")
     assert set(found["sparse fp8_block_scale"]) == {"writing rows"}  # SGLang's kernels read them
     assert found["sparse bf16"] == {}
