@@ -108,9 +108,8 @@ def sglang(published, resolve, folders, monkeypatch):
         if model == "deepseek_v32" and layout == "fp8_block_scale":
             dtype = torch.float8_e4m3fn  # what sparse attention is shown
         return configurator(
-            args, model_config_of(args), dtype, stage=(0, MODELS[model][1]), hybrid_kda_config=None,
-            hybrid_gdn_config=None, post_capture_kv_active=False, extra_mamba_cache_bytes_per_req=0,
-        )  # fmt: skip
+            args, model_config_of(args), dtype, stage=(0, MODELS[model][1]), post_capture_kv_active=False
+        )
 
     yield build
     get_parallel().clear_stamp()

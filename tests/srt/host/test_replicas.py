@@ -187,9 +187,10 @@ def test_it_would_take_other_rows_of_a_page_major_pool():
     """Which is why it is refused: SGLang reaches it with `--enable-linker-mla-dedup` alone."""
     from sglang.srt.mem_cache import mla_host_dedup
 
-    from sgl_kvpool.sglang_plugin.rules.host_tier import FEATURES
+    from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES
 
-    assert {"enable_linker_mla_dedup", "enable_unified_cache_external_linker"} <= {f.field for f in FEATURES}
+    refused = {feature.field for feature in LAYOUT_FEATURES}
+    assert {"enable_linker_mla_dedup", "enable_unified_cache_external_linker"} <= refused
     assert "torch.index_select(layer_buf, 0, idx" in inspect.getsource(mla_host_dedup.MLAHostDedupBroadcaster)
     pool = device_pool("fp4", "page_major", page_size=PAGE_SIZE)
     where = pool.slot_to_row(slots([1], PAGE_SIZE))
