@@ -8,8 +8,8 @@ from decode_interpreted import run
 from sgl_kvpool.attention.decode_config import tiles_of_both_kernels
 
 TILES = [
-    pytest.param(layout, tile, id=f"{layout}-{tile.kernel}-{tile.pairs}-pairs")
-    for layout, tile in tiles_of_both_kernels()
+    pytest.param(layout, tile, seed, id=f"{layout}-{tile.kernel}-{tile.pairs}-pairs-{seed}")
+    for layout, tile, seed in test_ptx_decode.with_seeds(tiles_of_both_kernels(), [0, 1, 2])
 ]
 
 
@@ -19,8 +19,7 @@ def lists_of(tile):
     return ((3 * rows + 17,), (2 * rows,), (rows + 1,))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("layout", "tile"), TILES)
+@pytest.mark.parametrize(("layout", "tile", "seed"), TILES)
 def test_several_blocks(runs, layout, tile, seed):
     """In one split; turns of warps from one instruction to hundreds, at last the machine's arithmetic."""
     counts = lists_of(tile)
