@@ -26,7 +26,7 @@ def _name(value):
 
 
 def with_seeds(tiles, seeds):
-    """(layout, tile, seed): all seeds for tiles that serve, the last for those that are only compared with."""
+    """(layout, tile, seed): all seeds for tiles that serve, the last for the twin's."""
     served = set(table("gluon"))
     return [(*tile, seed) for tile in tiles for seed in (seeds if tile in served else seeds[-1:])]
 
