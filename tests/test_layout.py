@@ -184,6 +184,7 @@ def test_a_table_without_a_line_for_a_layout_is_refused():
         ("sgl_kvpool/layout.py", "_RECORDS"),
         ("sgl_kvpool/attention/readers.py", "SGLANG_READERS"),
         ("sgl_kvpool/attention/decode_config.py", "_TABLE"),
+        ("sgl_kvpool/attention/decode_config.py", "_TRITON_TABLE"),
         *(
             ("scripts/regression/limits.py", table)
             for table in ("SCORES", *(f"LIMITS[{key}]" for key in ("v3", "v32", "kimi", "demo", "model")))

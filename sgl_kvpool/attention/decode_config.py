@@ -125,6 +125,10 @@ _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.E4M3_IN_TILES: (_single(8), _single(16), _single(32)),
     _E.E2M1_IN_BLOCKS: (_double(8), _double(16), _single(32)),
 }
+check_complete(
+    [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
+    "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
+)
 #: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too, so that two programs
 #: fit only with FP4; one of `fp8_block_scale` fits with 64 rows, and none of e4m3 with 32 pairs.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
@@ -136,12 +140,11 @@ _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     ),
     _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon")),
 }
+check_complete(
+    [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
+    "_TABLE of sgl_kvpool/attention/decode_config.py",
+)
 _TABLES = {"gluon": _TABLE, "triton": _TRITON_TABLE}
-for _name, _of_latents in _TABLES.items():
-    check_complete(
-        [layout for layout in MLAKVCacheLayout if layout.latent in _of_latents],
-        f"_TABLES[{_name!r}] of sgl_kvpool/attention/decode_config.py",
-    )
 
 #: Of all configurations.
 MAX_PROGRAMS_PER_SM = max(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from decode_cases import check, make_case
 
-from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool import MLAKVCacheLayout, env
 from sgl_kvpool.attention import DecodeWorkspace, decode_checks, mla_decode, workspace_bytes
 from sgl_kvpool.attention.decode import partial_results
 from sgl_kvpool.attention.decode_config import (
@@ -17,10 +17,12 @@ from sgl_kvpool.attention.decode_config import (
     TileConfig,
     config_of_tile,
     decode_config,
+    decode_kernel_of,
     partial_elements,
-    table,
+    tiles_of_both_kernels,
 )
 from sgl_kvpool.attention.decode_launch import decode_constants
+from sgl_kvpool.refusal import Refusal
 
 FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
 FP8 = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(512, 64)
@@ -137,19 +139,59 @@ def test_importing_the_package_costs_neither_torch_nor_triton():
 
 @pytest.mark.parametrize("layout", list(MLAKVCacheLayout))
 def test_every_shape_has_a_configuration(layout):
+    tiles = set(tiles_of_both_kernels())
     fmt = layout.row_format(512, 64)
     for heads in (1, 3, 8, 16, 17, 32, 64, 128):
         for queries in (1, 2, 4):
             for lists in (1, 2, 7, 64, 300, 5000):
                 for rows in (0, 1, 64, 1000, 163840):
                     config = decode_config(fmt, heads, queries, lists, rows)
-                    assert (layout, config.tile) in set(table())
+                    assert (layout, config.tile) in tiles
                     assert config.tiles * config.tile.pairs >= heads * queries
                     assert (config.tiles - 1) * config.tile.pairs < heads * queries
                     assert 1 <= config.splits <= MAX_SPLITS
                     assert config.splits <= max(1, -(-rows // config.tile.block_rows))
                     programs = config.splits * config.tiles * lists
                     assert config.splits == 1 or programs <= 2 * 132 * config.tile.programs_per_sm
+
+
+@pytest.mark.parametrize(
+    ("wish", "layout", "geometry", "interpreted", "found"),
+    [
+        (None, "fp4", (512, 64), False, "gluon"),
+        ("auto", "fp8_block_scale", (512, 64), False, "gluon"),
+        ("gluon", "fp8", (512, 64), False, "gluon"),
+        ("triton", "fp4", (512, 64), False, "triton"),
+        (None, "bf16", (512, 64), False, "triton"),
+        (None, "fp4", (256, 64), False, "triton"),
+        (None, "fp4", (512, 0), False, "triton"),
+        (None, "fp4", (512, 64), True, "triton"),
+        ("gluon", "bf16", (512, 64), False, "rows of bf16 are operands as they are"),
+        ("gluon", "fp4", (256, 64), False, "kv_lora_rank=256 with qk_rope_head_dim=64"),
+        ("gluon", "fp4", (512, 64), True, "TRITON_INTERPRET=1"),
+        ("cuda", "fp4", (512, 64), False, "'cuda' is unknown; set it to auto or gluon or triton"),
+    ],
+)
+def test_which_kernel(monkeypatch, wish, layout, geometry, interpreted, found):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", interpreted)
+    if wish is None:
+        monkeypatch.delenv(env.DECODE_KERNEL, raising=False)
+    else:
+        monkeypatch.setenv(env.DECODE_KERNEL, wish)
+    fmt = MLAKVCacheLayout(layout).row_format(*geometry)
+    if found in ("gluon", "triton"):
+        assert decode_kernel_of.__wrapped__(fmt) == found
+    else:
+        with pytest.raises(Refusal, match=found):
+            decode_kernel_of.__wrapped__(fmt)
+
+
+def test_an_unknown_kernel_is_found_at_start(monkeypatch):
+    monkeypatch.setenv(env.DECODE_KERNEL, "cutlass")
+    (line,) = env.problems()
+    assert line == "KVPOOL_DECODE_KERNEL='cutlass' is unknown; set it to auto or gluon or triton"
 
 
 def test_the_device_is_kept_busy():

@@ -5,6 +5,7 @@ Every configuration of the table, for the geometry of DeepSeek's models, and a f
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -39,29 +40,55 @@ MERGES = [
     {"merge": True, "layout": "fp4", "heads": 16},
     {"merge": True, "layout": "bf16", "heads": 5, "queries": 3, "rank": 128, "out": "*fp16"},
 ]
+#: Gluon is experimental in Triton.
+OLDER = "3.6.0"
+ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 #: Largest shared memory of a program on sm_90.
 SHARED_BYTES = 227 * 1024
 #: What the compiler may spill per thread; `test_attention_facts.py` has the limits of each tile.
-SPILLED_BYTES = 160
+SPILLED_BYTES = 192
 
 
 def tile_of(job):
     return tile_config(MLAKVCacheLayout(job["layout"]), job["heads"] * job.get("queries", 1), "triton")
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Facts by job, from one process without the interpreter."""
+def compile_jobs(jobs, *first):
+    """Facts by job, from one process without the interpreter, whose modules come from `first` first."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([*first, root, environment.get("PYTHONPATH", "")])
     program = os.path.join(os.path.dirname(__file__), "compile_decode.py")
-    jobs = TABLE + GLUON + OTHERS + GLUON_OTHERS + MERGES
     command = [sys.executable, program, json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(map(str, jobs), json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_jobs(TABLE + GLUON + OTHERS + GLUON_OTHERS + MERGES)
+
+
+@pytest.fixture(scope="module")
+def compiled_by_older_triton():
+    """By the Triton of SGLang's images for GPUs, which is downloaded once per checkout."""
+    folder = cache_folder() / f"triton-{OLDER}"
+    if not (folder / "triton").is_dir():
+        uv = shutil.which("uv", path=os.path.dirname(sys.executable)) or shutil.which("uv")
+        if uv is None:
+            pytest.skip("needs uv, which `make venv` installs, to download another Triton")
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
+        done = subprocess.run(
+            [*command, "--target", partial, f"triton=={OLDER}"], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"triton {OLDER} cannot be downloaded: {done.stderr.strip()[-200:]}")
+        partial.rename(folder)
+    return compile_jobs(GLUON + GLUON_OTHERS, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -118,3 +145,15 @@ def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
     assert 2 * per_thread <= found["copies_16_bytes"] <= 2 * (per_thread + 1)
     # Four matrices at a time: a first operand that went through shared memory would come so.
     assert found["ldmatrix_4"] == 0
+
+
+@pytest.mark.skipif(not ON_CI, reason="downloads 190 MB: CI=true")
+@pytest.mark.parametrize("job", GLUON + GLUON_OTHERS, ids=lambda job: "-".join(map(str, job.values())))
+def test_gluon_by_an_older_triton(compiled, compiled_by_older_triton, job):
+    """The same products, as few spills, as much shared memory."""
+    found, usual = compiled_by_older_triton[str(job)], compiled[str(job)]
+    assert found["target"] == "sm_90a"
+    assert found["wgmma"] == usual["wgmma"]
+    assert found["mma_sync"] == found["ldmatrix_4"] == 0
+    assert found["stack_bytes"] <= SPILLED_BYTES
+    assert found["shared_bytes"] <= SHARED_BYTES

@@ -194,10 +194,10 @@ def test_a_decoder_does_not_wait_for_its_warps(runs):
 
 CUDA = {
     "a word is left out": (
-        ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", 0), AssertionError, ""
+        ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", (0,)), AssertionError, ""
     ),
     "a word of another page": (
-        ("fp4", "fp4"), Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+4194304", 0),
+        ("fp4", "fp4"), Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+4194304", (0,)),
         ptxrun.PtxError, "out of all regions",
     ),
     "a lane per 8 bytes": (
