@@ -197,7 +197,8 @@ CUDA = {
         ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", (0,)), AssertionError, ""
     ),
     "a word of another page": (
-        ("fp4", "fp4"), Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+4194304", (0,)),
+        ("fp4", "fp4"),
+        Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+4194304", (0,)),
         ptxrun.PtxError, "out of all regions",
     ),
     "a lane per 8 bytes": (
