@@ -42,16 +42,18 @@ def on_ptxrun(runs, monkeypatch):
     ("layout", "heads"),
     [pytest.param("fp4", 16, marks=pytest.mark.quick), ("fp8_block_scale", 8), ("fp8", 16)],
 )
-def test_decode_over_top_k(on_ptxrun, layout, heads, counted):
+def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
     """A list per query, with -1 in the middle and at the end; without counts -1 alone says what is none."""
     counts = ((TOP_K,), (90,), (3,), (0,))
     case = make_case(layout, heads=heads, counts=counts, width=TOP_K, ids=torch.int32)
     if not counted:
         for row_ids, (count,) in zip(case.row_ids, counts, strict=True):
             row_ids[count:] = -1
+    caplog.set_level("INFO")
     reader = SparseReader(
         case.fmt, DecodeWorkspace(sparse_workspace_bytes(case.fmt, heads, TOP_K, "cpu"), "cpu")
     )
+    assert caplog.messages[-1] == f"sparse attention decodes {layout} with the gluon kernel"
     rows = case.pool.unsqueeze(1)
     found = reader.attend(case.q, rows, case.row_ids, case.row_counts if counted else None, case.scale)
     assert [name for name, _ in on_ptxrun.launched] == ["gluon_decode_kernel", "merge_kernel"]

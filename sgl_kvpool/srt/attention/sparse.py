@@ -7,13 +7,18 @@ SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` puts these where SGLang reads.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
+from sgl_kvpool.attention.decode_config import decode_kernel_of
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
 __all__ = ["SparseReader", "decoded_rows", "sparse_workspace_bytes"]
+
+logger = logging.getLogger(__name__)
 
 
 def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch.device | str) -> int:
@@ -53,6 +58,7 @@ class SparseReader:
     def __init__(self, fmt: RowFormat, workspace: DecodeWorkspace) -> None:
         self.fmt = fmt
         self._workspace = workspace
+        logger.info("sparse attention decodes %s with the %s kernel", fmt.layout, decode_kernel_of(fmt))
 
     def attend(
         self,
