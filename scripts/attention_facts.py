@@ -241,7 +241,7 @@ def main() -> int:
         "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
         help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
     )  # fmt: skip
-    parser.add_argument("--kernel", choices=("gluon", "triton"), default="gluon", help="that --try counts")
+    parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="that --try counts")
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
@@ -263,6 +263,8 @@ def main() -> int:
         ):
             parser.error("--try: PAIRS and ROWS have to be powers of two, and WARPS 4 or 8")
         tile = TileConfig(*arguments.tile, arguments.kernel)
+        if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
+            parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")
         heads = [tile.pairs] if arguments.heads == HEADS else arguments.heads
         costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:

@@ -105,7 +105,7 @@ def flag(name: str) -> bool:
 
 
 def choice(name: str) -> str:
-    """Value of a variable of `CHOICES`; Refusal if it is none of them."""
+    """Value of a variable of `CHOICES`; Refusal for any other value."""
     value = (text(name) or CHOICES[name][0]).lower()
     if value not in CHOICES[name]:
         raise Refusal(f"{name}={os.environ[name]!r} is unknown; set it to {' or '.join(CHOICES[name])}")

@@ -40,6 +40,7 @@ from sgl_kvpool.attention.gluon_operands import (
     tile_scales,
 )
 from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
+from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
 __all__ = ["gluon_decode_kernel"]
 
@@ -49,7 +50,8 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 #: exp2(-inf - _LOWEST) is 0 and exp2(_LOWEST - _LOWEST) times the sums so far, which are 0, too.
 _LOWEST = gl.constexpr(-1e30)
 #: Operands of FP4 latents are values times this.
-_LATENT_FACTOR = gl.constexpr(2.0**-16)
+_LATENT_FACTOR = gl.constexpr(2.0**VALUE_SCALE_EXPONENT)
+_LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 
 @gluon.jit
@@ -131,7 +133,7 @@ def _scores(
     if ROPE == "bf16":
         s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
     else:
-        EXPONENT: gl.constexpr = -16 if NOPE == "e2m1" else 0
+        EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
         rope = decoded_e4m3(rope, A, EXPONENT, WARPS)
         s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s]), of_tiles

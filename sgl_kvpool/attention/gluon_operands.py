@@ -14,6 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from sgl_kvpool.attention.triton_lists import rows_of_entries
+
 __all__ = [
     "A_TILE",
     "allocate_raw",
@@ -119,14 +121,8 @@ def load_entries(ids, start, end, ids_stride, WARPS: gl.constexpr):
 
 @gluon.jit
 def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr):
-    """int32 row numbers of list entries; -1 for those that are none. A pool has less than 2**31 rows."""
-    entries = entries.to(gl.int64)
-    if PAGE > 0:
-        rows = entries // PAGE * PAGE_ROWS + entries % PAGE
-    else:
-        rows = entries
-    # A row beyond the pool would be other memory. Entries near 2**63 wrap around.
-    is_row = (entries >= 0) & (rows >= 0) & (rows < row_count)
+    """int32 row numbers of list entries, -1 for entries without a row. A pool has less than 2**31 rows."""
+    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS)
     return gl.where(is_row, rows, -1).to(gl.int32)
 
 
@@ -170,7 +166,7 @@ def copy_rows(
     pool, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy the rows whose numbers are in shared memory. Rows that are none become zeros.
+    """Start to copy the rows whose numbers are in shared memory; zeros where the number is -1.
 
     Not the contents of some other row: those may decode to NaN, and so would a weight of 0 times them.
     """

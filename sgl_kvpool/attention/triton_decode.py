@@ -20,7 +20,13 @@ replayed for other lists.
 import triton
 import triton.language as tl
 
-from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
+from sgl_kvpool.attention.triton_lists import (
+    list_length,
+    list_of,
+    row_count_of,
+    rows_of_entries,
+    rows_per_split,
+)
 from sgl_kvpool.attention.triton_operands import (
     load_queries,
     load_stored,
@@ -39,14 +45,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr):
-    """int64 row numbers of list entries, and which of them are rows."""
-    entries = entries.to(tl.int64)
-    if PAGE > 0:
-        rows = entries // PAGE * PAGE_ROWS + entries % PAGE
-    else:
-        rows = entries
-    # A row beyond the pool would be other memory.
-    is_row = (entries >= 0) & (rows >= 0) & (rows < row_count)  # entries near 2**63 wrap around
+    """int64 row numbers of list entries, 0 for entries without a row, and which of them are rows."""
+    rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS)
     return tl.where(is_row, rows, 0), is_row
 
 

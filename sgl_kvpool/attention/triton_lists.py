@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["list_length", "list_of", "row_count_of", "rows_per_split"]
+__all__ = ["list_length", "list_of", "row_count_of", "rows_of_entries", "rows_per_split"]
 
 
 @triton.jit
@@ -11,6 +11,18 @@ def row_count_of(counts_ptr, tokens, bound):
     """Rows that tokens look at, int32, 0 to `bound`, whatever the integer type and value."""
     counts = tl.load(counts_ptr + tokens)
     return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
+
+
+@triton.jit
+def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr):
+    """int64 row numbers of list entries, and which of them are rows of the pool."""
+    entries = entries.to(tl.int64)
+    if PAGE > 0:
+        rows = entries // PAGE * PAGE_ROWS + entries % PAGE
+    else:
+        rows = entries
+    # A row beyond the pool would be other memory. Entries near 2**63 wrap around.
+    return rows, (entries >= 0) & (rows >= 0) & (rows < row_count)
 
 
 @triton.jit
