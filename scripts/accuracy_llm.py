@@ -39,12 +39,10 @@ SCHEMA = 1
 WINDOW_TOKENS = 512
 #: Windows at a time.
 BATCH = 2
-#: Candidates of the `fp4` encoder, as ue5m3 codes relative to that of amax / 6.
-FIVE = (-1, 0, 1, 4, 5)
-SEVEN = (-1, 0, 1, 3, 4, 5, 6)
-
 #: Rows [tokens, 384] bf16 to what is read back, float32.
 Form = Callable[[Tensor], Tensor]
+#: Largest magnitudes [tokens, blocks, 1] to ue5m3 bytes of scales, before they are clamped to valid ones.
+Candidates = Callable[[Tensor], list[Tensor]]
 
 
 # -------------------------------------------------------------------- forms
@@ -68,22 +66,15 @@ def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
     return accuracy_table.nvfp4_without_global_scale(rows.float() / factor) * factor
 
 
-def candidates(anchors: tuple[float, ...] = (), codes: tuple[int, ...] = ()) -> Form:
-    """`fp4` rows whose encoder tries amax over each anchor, or codes relative to that of amax / 6.
-
-    The least squared error wins; the first of several. Codes stay within those of positive finite scales.
-    """
+def of_candidates(candidates: Candidates) -> Form:
+    """`fp4` rows whose encoder tries these scales; the first of least squared error wins."""
 
     def form(rows: Tensor) -> Tensor:
         blocks = rows.float().unflatten(-1, (-1, accuracy_table.BLOCK))
         sizes = blocks.abs()
-        largest = sizes.amax(-1, keepdim=True)
-        nearest = scalars.ue5m3_bytes(largest / 6)
-        tried = [scalars.ue5m3_bytes(largest / anchor) for anchor in anchors]
-        tried += [nearest + code for code in codes]
         best = error = torch.empty(0)
-        for scale_bytes in tried:
-            scale = scalars.ue5m3_values(scale_bytes.clamp(1, scalars.UE5M3_MAX_BYTE))
+        for scale_byte in candidates(sizes.amax(-1, keepdim=True)):
+            scale = scalars.ue5m3_values(scale_byte.clamp(1, scalars.UE5M3_MAX_BYTE))
             back = scalars.round_to_e2m1(sizes / scale) * scale
             squares = scalars.pairwise_sum((sizes - back).square()).unsqueeze(-1)
             if not error.numel():
@@ -94,6 +85,16 @@ def candidates(anchors: tuple[float, ...] = (), codes: tuple[int, ...] = ()) -> 
         return torch.copysign(best, blocks).flatten(-2)
 
     return form
+
+
+def largest_over(*divisors: float) -> Candidates:
+    """The largest magnitude over each."""
+    return lambda largest: [scalars.ue5m3_bytes(largest / divisor) for divisor in divisors]
+
+
+def codes_from_sixth(*steps: int) -> Candidates:
+    """Codes relative to that of the largest magnitude over 6."""
+    return lambda largest: [scalars.ue5m3_bytes(largest / 6) + step for step in steps]
 
 
 def rotated(form: Form, width: int) -> Form:
@@ -141,27 +142,25 @@ def cases() -> list[Case]:
         # Layouts that differ in their rotary values alone are one here.
         found.setdefault(fmt.segments, Case(f"`{layout}`", layout_form(fmt)))
     fp4 = layout_form(MLAKVCacheLayout.FP4.row_format(rank, 0))
-    five = candidates(codes=FIVE)
     sglang = accuracy_table.sglang_fp4
     return [
         *found.values(),
         Case("SGLang's `fp4_mx_block16`", sglang),
         Case("`fp4`, keys alone", half(fp4, keys=True)),
         Case("`fp4`, values alone", half(fp4, keys=False)),
-        Case("candidates -1, 0, +1, +4, +5", five),
-        Case("the five, after Hadamard 64", rotated(five, 64)),
-        Case("the five, keys before RoPE", five, before_rope=True),
+        Case("scales amax / 6 and amax / 4", of_candidates(largest_over(6.0, 4.0))),
+        Case("scales of codes -1, 0, +1, +4, +5", of_candidates(codes_from_sixth(-1, 0, 1, 4, 5))),
+        Case("scales of codes -1, 0, +1, +3 to +6", of_candidates(codes_from_sixth(-1, 0, 1, 3, 4, 5, 6))),
+        Case("scales of codes -4 to +10", of_candidates(codes_from_sixth(*range(-4, 11)))),
+        Case("scale amax / 6 alone", of_candidates(largest_over(6.0))),
+        Case("`fp4` after Hadamard 64", rotated(fp4, 64)),
+        Case("`fp4` after Hadamard 128", rotated(fp4, 128)),
+        Case("`fp4` after Hadamard 16", rotated(fp4, 16)),
         Case("`fp4`, keys before RoPE", fp4, before_rope=True),
-        Case("the five, after Hadamard 128", rotated(five, 128)),
-        Case("the five, after Hadamard 16", rotated(five, 16)),
-        Case("candidates -1, 0, +1, +3, +4, +5, +6", candidates(codes=SEVEN)),
-        Case("amax / 6 alone", candidates(anchors=(6.0,))),
-        Case("amax / 6 and amax / 4", candidates(anchors=(6.0, 4.0))),
-        Case("candidates -4 to +10", candidates(codes=tuple(range(-4, 11)))),
+        Case("`fp4` after Hadamard 64, keys before RoPE", rotated(fp4, 64), before_rope=True),
+        Case("SGLang's `fp4_mx_block16`, keys before RoPE", sglang, before_rope=True),
         Case("NVFP4, no global scale", accuracy_table.nvfp4_without_global_scale),
         Case("NVFP4, a global scale per layer", nvfp4_with_global_scale),
-        Case("the five, after Hadamard 64, keys before RoPE", rotated(five, 64), before_rope=True),
-        Case("SGLang's `fp4_mx_block16`, keys before RoPE", sglang, before_rope=True),
         Case("`fp8`, k_scale fitted", fitted_fp8),
     ]
 

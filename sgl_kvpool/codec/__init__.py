@@ -1,4 +1,4 @@
-"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA, by torch elsewhere.
+"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA, by C++ and torch elsewhere.
 
 Shapes: T tokens, S slots of a pool, R latent ("nope") and P rotary ("rope") values per token. Sizes
 and offsets come from a `sgl_kvpool.layout.RowFormat`; ``docs/rows.md`` states the arithmetic.
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvpool.codec import checks, reference
+from sgl_kvpool.codec import checks, compiled
 from sgl_kvpool.layout import RowFormat
 
-__all__ = ["decode_rows", "encode_rows", "gather_parts", "gather_rows", "store_rows"]
+__all__ = ["decode_rows", "encode_rows", "gather_parts", "gather_rows", "prepare", "store_rows"]
 
 
 def encode_rows(
@@ -216,6 +216,19 @@ def gather_parts(
     _backend(pool).gather_parts(pool, slots, fmt, nope_out, rope_out, k_scale)
 
 
+def prepare(fmt: RowFormat, device: torch.device | str) -> None:
+    """Compile now what the first write of such rows on a CPU would compile; nothing on other devices.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    device : torch.device or str
+        Of the pool.
+    """
+    if torch.device(device).type == "cpu":
+        compiled.encoder(fmt)
+
+
 def _split(values: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Views of the latent and the rotary columns of [T, R + P]."""
     if fmt.rope is None:
@@ -235,4 +248,4 @@ def _backend(rows: torch.Tensor):
                 "both have to be multiples of 4, allocate the pool so"
             )
         return triton
-    return reference
+    return compiled

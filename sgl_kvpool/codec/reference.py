@@ -1,4 +1,4 @@
-"""Rows in torch: the reference of the Triton kernels, and what runs on a CPU.
+"""Rows in torch: the reference of the Triton kernels and of the C++, and how a CPU decodes.
 
 Callers have been checked by ``sgl_kvpool.codec``; nothing here validates. Work goes in pieces of
 `_PIECE_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes
@@ -67,23 +67,26 @@ def _encode_e2m1_ue5m3(values: torch.Tensor, block: int, k_scale: float) -> _Enc
     signed = scalars.finite_fp32(values).unflatten(-1, (-1, block))  # [tokens, blocks, block]
     sizes = signed.abs()
     largest = sizes.amax(-1, keepdim=True)  # [tokens, blocks, 1]
-    first, second = (_try_anchor(sizes, largest, anchor) for anchor in scalars.E2M1_ANCHORS)
-    better = second[2] < first[2]  # strictly: a tie keeps the first anchor
-    scale_byte = torch.where(better, second[0], first[0]).flatten(-2)
-    codes = scalars.e2m1_codes(torch.where(better, second[1], first[1]), signed).flatten(-2)
+    candidates = scalars.ue5m3_candidates(largest)
+    scale_byte, rounded, error = _try_scale(sizes, candidates[0])
+    for candidate in candidates[1:]:
+        tried = _try_scale(sizes, candidate)
+        better = tried[2] < error  # strictly: a tie keeps the earlier one
+        scale_byte = torch.where(better, tried[0], scale_byte)
+        rounded = torch.where(better, tried[1], rounded)
+        error = torch.minimum(tried[2], error)
+    scale_byte = torch.where(largest > 0, scale_byte, 0).flatten(-2)
+    codes = scalars.e2m1_codes(rounded, signed).flatten(-2)
     packed = codes[:, 0::2] | (codes[:, 1::2] << 4)  # even element in the low nibble
     return packed, scale_byte.to(torch.uint8)
 
 
-def _try_anchor(
-    sizes: torch.Tensor, largest: torch.Tensor, anchor: float
+def _try_scale(
+    sizes: torch.Tensor, scale_byte: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale byte [tokens, blocks, 1], e2m1 magnitudes like `sizes`, error [tokens, blocks, 1]."""
-    scale_byte = scalars.ue5m3_bytes(scalars.divide_(largest.clone(), anchor))
-    scale_byte = torch.maximum(scale_byte, (largest > 0).int())  # values never get scale 0
     scale = scalars.ue5m3_values(scale_byte)
-    divisor = torch.where(scale > 0, scale, 1.0)  # 0 / 1 where all values are 0
-    rounded = scalars.round_to_e2m1(sizes / divisor)
+    rounded = scalars.round_to_e2m1(sizes / scale)
     # rounded * scale is exact; difference, square and sums round once each.
     difference = sizes - rounded * scale
     return scale_byte, rounded, scalars.pairwise_sum(difference.mul_(difference)).unsqueeze(-1)
@@ -194,14 +197,15 @@ def store_rows(
     k_rope: torch.Tensor | None,
     fmt: RowFormat,
     k_scale: float,
+    encode: Callable[..., None] = encode_rows,
 ) -> None:
-    """Encode and scatter; negative slots are skipped."""
+    """Encode, by `encode_rows` or another of its kind, and scatter; negative slots are skipped."""
     kept = slots >= 0
     if not bool(kept.all()):
         slots, k_nope = slots[kept], k_nope[kept]
         k_rope = None if k_rope is None else k_rope[kept]
     rows = torch.empty(len(k_nope), fmt.row_bytes, dtype=torch.uint8, device=pool.device)
-    encode_rows(rows, k_nope, k_rope, fmt, k_scale)
+    encode(rows, k_nope, k_rope, fmt, k_scale)
     word = _widest_word(pool)
     pool.view(word).index_copy_(0, slots.long(), rows.view(word))
 

@@ -133,16 +133,26 @@ def round_to_e2m1(sizes):
 
 
 @triton.jit
-def _try_anchor(sizes, largest, ANCHOR: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Scale byte [ROWS, BLOCKS], magnitudes [ROWS, BLOCKS, 16] and sum of squared errors."""
-    scale_byte = ue5m3_bytes(tl.div_rn(largest, ANCHOR))
-    scale_byte = tl.maximum(scale_byte, tl.where(largest > 0, 1, 0))
-    scale = ue5m3_values(scale_byte)
-    divisor = tl.where(scale_byte > 0, scale, 1.0)  # 0 / 1 where all values are 0
-    rounded = round_to_e2m1(tl.div_rn(sizes, tl.broadcast_to(divisor[:, :, None], sizes.shape)))
+def _candidate(sixth, quarter, NUMBER: tl.constexpr):
+    """Byte of a scale that is tried: see `ue5m3_candidates` of scalars.py."""
+    if NUMBER == 0:
+        scale_byte = sixth
+    elif NUMBER < 3:
+        scale_byte = sixth + (2 * NUMBER - 3)
+    else:
+        scale_byte = quarter + (NUMBER - 4)
+    return tl.minimum(tl.maximum(scale_byte, 1), 0xF7)
+
+
+@triton.jit
+def _squared_error(sizes, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Sum of squared errors [ROWS, BLOCKS] of magnitudes [ROWS, BLOCKS, 16] at scales [ROWS, BLOCKS]."""
+    # Of a quotient halfway between two e2m1 magnitudes the product with the rounded reciprocal may take the
+    # other one, which is as far away; elsewhere quotients keep away from the middle by 2**-10.
+    rounded = round_to_e2m1(sizes * tl.div_rn(1.0, scale)[:, :, None])
     # rounded * scale is exact; difference, square and sums round once each.
     difference = sizes - rounded * scale[:, :, None]
-    return scale_byte, rounded, pairwise_sum_16(difference * difference, ROWS, BLOCKS)
+    return pairwise_sum_16(difference * difference, ROWS, BLOCKS)
 
 
 @triton.jit
@@ -152,11 +162,20 @@ def encode_e2m1_blocks(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
     signed = tl.reshape(x, [ROWS, BLOCKS, 16])
     sizes = tl.abs(signed)
     largest = tl.max(sizes, 2)
-    byte_6, rounded_6, error_6 = _try_anchor(sizes, largest, 6.0, ROWS, BLOCKS)
-    byte_4, rounded_4, error_4 = _try_anchor(sizes, largest, 4.0, ROWS, BLOCKS)
-    better = error_4 < error_6  # strictly: a tie keeps the first anchor
-    scale_byte = tl.where(better, byte_4, byte_6)
-    rounded = tl.where(better[:, :, None], rounded_4, rounded_6)
+    sixth = ue5m3_bytes(tl.div_rn(largest, 6.0))
+    quarter = ue5m3_bytes(largest * 0.25)
+    scale_byte = _candidate(sixth, quarter, 0)
+    error = _squared_error(sizes, ue5m3_values(scale_byte), ROWS, BLOCKS)
+    for number in tl.static_range(1, 5):
+        tried = _candidate(sixth, quarter, number)
+        its_error = _squared_error(sizes, ue5m3_values(tried), ROWS, BLOCKS)
+        better = its_error < error  # strictly: a tie keeps the earlier one
+        scale_byte = tl.where(better, tried, scale_byte)
+        error = tl.minimum(its_error, error)
+    # The quotients: a multiple of 2**-12 is exact where one lies halfway between two magnitudes.
+    products = sizes * tl.div_rn(1.0, ue5m3_values(scale_byte))[:, :, None]
+    rounded = round_to_e2m1((tl.minimum(products, 6.0) + 3072.0) - 3072.0)
+    scale_byte = tl.where(largest > 0, scale_byte, 0)
     # Times 2**-14 the magnitude's three bits are bits 9 to 11 of an fp16.
     half = (rounded * 6.103515625e-05).to(tl.float16).to(tl.int16, bitcast=True)
     sign = (signed.to(tl.int32, bitcast=True) >> 28) & 8

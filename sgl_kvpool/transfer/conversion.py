@@ -2,7 +2,7 @@
 
 A row in the other format is what the codec makes of it: `encode_rows(decode_rows(row))`, through bf16. A
 latent that both formats store alike keeps its bytes instead: encoded again, a block might get another of its
-scales. Needs neither SGLang nor a compiler; `convert` is torch's way, `csrc/row_conversion.h` the engines'.
+scales. `convert` is the codec's way, `codec/csrc/row_conversion.h` the engines'.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sgl_kvpool.codec import decode_rows, encode_rows
+from sgl_kvpool.codec.compiled import latent_id, row_layout
 from sgl_kvpool.layout import Encoding, MLAKVCacheLayout, RowFormat
 from sgl_kvpool.refusal import use
 from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
@@ -21,15 +22,6 @@ __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", 
 #: Bytes that conversions load and store at once, so rows have to begin at multiples of it. Those of a dense
 #: pool are padded to it; of those of DSA pools, 264 bytes are no such multiple.
 CONVERTED_ALIGNMENT_BYTES = 16
-
-#: Ids of `Latent` and `Rope` in csrc/row_conversion.h: the encoding of the values, and of their scales.
-_LATENT_IDS = {
-    (Encoding.BF16, None): 0,
-    (Encoding.E4M3, None): 1,
-    (Encoding.E4M3, Encoding.FP32): 2,
-    (Encoding.E2M1, Encoding.UE5M3): 3,
-}
-_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
 
 
 def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
@@ -118,7 +110,7 @@ class RowConversion:
         if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:
             rope = _finite(rope)
         converted = encode_rows(nope, rope, self.target, k_scale=k_scale)
-        if _latent_id(self.source) == _latent_id(self.target) and (
+        if latent_id(self.source) == latent_id(self.target) and (
             self.source.nope.uses_k_scale == self.target.nope.uses_k_scale
         ):
             for mine, theirs in zip(_latent(self.source), _latent(self.target), strict=True):
@@ -126,8 +118,8 @@ class RowConversion:
         return converted
 
     def numbers(self) -> tuple[list[int], list[int]]:
-        """Both formats as `RowLayout` of csrc/row_conversion.h."""
-        return _numbers(self.source), _numbers(self.target)
+        """Both formats as `RowLayout` of codec/csrc/row_conversion.h."""
+        return row_layout(self.source), row_layout(self.target)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
@@ -135,28 +127,7 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
 
 
-def _latent_id(fmt: RowFormat) -> int:
-    return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
-
-
 def _latent(fmt: RowFormat) -> list[slice]:
     """Bytes of the latent values, and of their scales."""
     segments = (fmt.nope, fmt.scale)
     return [slice(part.offset_bytes, part.end_bytes) for part in segments if part is not None]
-
-
-def _numbers(fmt: RowFormat) -> list[int]:
-    scale, rope = fmt.scale, fmt.rope
-    return [
-        _latent_id(fmt),
-        0 if rope is None else _ROPE_IDS[rope.encoding],
-        fmt.nope.count,
-        0 if rope is None else rope.count,
-        fmt.nope.offset_bytes,
-        0 if scale is None else scale.offset_bytes,
-        0 if rope is None else rope.offset_bytes,
-        fmt.payload_bytes,
-        fmt.row_bytes,
-        int(fmt.nope.uses_k_scale),
-        0 if rope is None else int(rope.uses_k_scale),
-    ]

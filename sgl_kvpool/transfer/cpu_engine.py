@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool import metrics
-from sgl_kvpool.transfer.ninja import ninja_on_path
+from sgl_kvpool.compiler import cpu_flags, ninja_on_path
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
 from sgl_kvpool.transfer.torch_engine import TorchEngine
 
@@ -36,17 +36,9 @@ def _module() -> Any:
         return cpp.load(
             "sgl_kvpool_cpu_engine",
             sources=[str(_SOURCES / "cpu_engine.cpp")],
-            extra_cflags=_flags(torch.backends.cpu.get_cpu_capability()),
+            extra_cflags=cpu_flags(torch.backends.cpu.get_cpu_capability()),
             extra_include_paths=[str(_SOURCES)],
         )
-
-
-def _flags(capability: str) -> list[str]:
-    """For g++, by what torch found the CPU to be; part of the key under which tvm-ffi keeps the result."""
-    flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
-    # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
-    flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
-    return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
 
 
 def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:

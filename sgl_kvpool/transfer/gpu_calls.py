@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.transfer.ninja import ninja_on_path
+from sgl_kvpool.compiler import ninja_on_path
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,8 @@ from codec_oracle import (
     UE5M3,
     assert_same_bytes,
     encode,
+    every_bf16,
+    fp4_scale_bytes,
     hard_rows,
     order_decides,
     row_format,
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 
 from sgl_kvpool import env
 from sgl_kvpool.codec import decode_rows, encode_rows, scalars, store_rows
+
+pytestmark = pytest.mark.usefixtures("each_encoder")
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 seeds = st.integers(0, 2**31)
@@ -69,30 +73,66 @@ def test_fp4_sign_is_apart_from_size(seed):
 
 @settings(max_examples=25, deadline=None)
 @given(seeds)
-def test_fp4_takes_the_better_anchor(seed):
-    """In float64 no anchor gives a clearly smaller error than the one that was stored."""
+def test_fp4_takes_the_best_scale(seed):
+    """In float64 no scale that is tried gives a clearly smaller error than the one that was stored."""
     x = hard_rows(16, 128, seed).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
     fmt = row_format("fp4", 128, 0)
     rows = encode_rows(x, None, fmt)
     blocks = x.double().view(-1, 16)
     kept = decode_rows(rows, fmt, torch.float32).double().view(-1, 16)
     error = (blocks - kept).square().sum(-1)
-    for anchor in (6.0, 4.0):
-        scale_byte = scalars.ue5m3_bytes(blocks.abs().amax(-1).float() / anchor).clamp(min=1)
-        scale = torch.from_numpy(UE5M3)[scale_byte.long()].unsqueeze(-1)
+    for scale_byte in fp4_scale_bytes(blocks.abs().amax(-1).float().numpy()):
+        scale = torch.from_numpy(UE5M3[scale_byte]).unsqueeze(-1)
         sizes = torch.cat([E2M1, -E2M1]).double() * scale.unsqueeze(-1)
         best = (blocks.unsqueeze(-1) - sizes).abs().amin(-1)  # nearest value of this scale
         assert bool((error <= best.square().sum(-1) * (1 + 1e-5)).all())
 
 
-def test_fp4_tie_keeps_the_first_anchor():
-    # 6 with anchor 6 (scale 1) is exact; with anchor 4 (scale 1.5) it is exact as well.
+def test_fp4_tie_keeps_the_first_scale():
+    # 6 is exact with scale 1, that of amax / 6, and with 1.5, that of amax / 4.
     x = torch.zeros(1, 128)
     x[0, 3] = 6.0
     fmt = row_format("fp4", 128, 0)
     codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
     assert codes[0, 3] == 7
     assert scales[0].tolist() == [0x78] + [0] * 7
+
+
+def test_products_with_reciprocals_round_as_quotients():
+    """Every magnitude of bf16 at every scale: what encoders compute without dividing."""
+    sizes = every_bf16().flatten()[:0x7F80].float()
+    for scale in scalars.ue5m3_values(torch.arange(1, 0xF8)):
+        exact = scalars.round_to_e2m1(sizes / scale)
+        products = sizes * (1.0 / scale)
+        quotients = (products.clamp(max=6.0) + 3072.0) - 3072.0
+        assert torch.equal(scalars.round_to_e2m1(quotients), exact)
+        # Without that step the errors are the same, although halves may go to the other neighbour.
+        errors = (sizes - scalars.round_to_e2m1(products) * scale).abs()
+        assert torch.equal(errors, (sizes - exact * scale).abs())
+
+
+@pytest.mark.parametrize("sigma", [1e-6, 1e-5, 1e-4, 0.003, 1.0, 300.0])
+def test_encoding_decoded_rows_keeps_their_values(sigma):
+    """A million blocks: a row that goes to a narrower host tier and back any number of times is the same."""
+    fmt = row_format("fp4", 512, 0)
+    generator = torch.Generator().manual_seed(3)
+    values = (torch.randn(5461, 512, generator=generator) * sigma).bfloat16()
+    once = decode_rows(encode_rows(values, None, fmt), fmt)
+    assert once.any()
+    assert torch.equal(decode_rows(encode_rows(once, None, fmt), fmt), once)
+
+
+def test_every_block_of_two_levels_is_kept():
+    """Each scale and each largest magnitude that an encoder stores together, with every smaller magnitude."""
+    largest = every_bf16().flatten()[1:0x7F80].float().numpy()
+    fmt = row_format("fp4", 512, 0)
+    for scale_byte in fp4_scale_bytes(largest):
+        scale = torch.from_numpy(UE5M3[scale_byte]).float()
+        top = scalars.round_to_e2m1(torch.from_numpy(largest) / scale)
+        pairs = torch.stack([top, scale], -1).unique(dim=0)
+        block = torch.minimum(E2M1.repeat(2), pairs[:, :1]) * pairs[:, 1:]  # [pairs, 16]
+        rows = torch.nn.functional.pad(block, (0, 0, 0, -len(block) % 32)).view(-1, 512)
+        assert torch.equal(decode_rows(encode_rows(rows, None, fmt), fmt, torch.float32), rows)
 
 
 def test_fp4_scale_range():

@@ -184,7 +184,13 @@ def test_an_encoder_rounds_once_too_often(runs):
     division = r"div\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+);"
     multiplied = r"{.reg .b32 t; rcp.rn.f32 t, \3; mul.rn.f32 \1, \2, t;}"
     with pytest.raises(AssertionError, match="bytes differ"):
-        rows(runs, "fp4", Change("store_kernel", division, multiplied))
+        rows(runs, "fp8_block_scale", Change("store_kernel", division, multiplied))
+
+
+def test_a_quotient_halfway_is_rounded_by_chance(runs):
+    """Without the step to multiples of 2^-12: the product with a rounded reciprocal decides."""
+    with pytest.raises(AssertionError, match="bytes differ"):
+        rows(runs, "fp4", Change("store_kernel", "0f[4C]5400000", "0f00000000"))
 
 
 def test_a_decoder_does_not_wait_for_its_warps(runs):

@@ -15,7 +15,7 @@ CALLER, COMPUTE = 7, 8
 def calls():
     from tvm_ffi import cpp
 
-    from sgl_kvpool.transfer.ninja import ninja_on_path
+    from sgl_kvpool.compiler import ninja_on_path
 
     with ninja_on_path():
         return cpp.load(

@@ -16,8 +16,12 @@ _TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
 
 
 def steps_on_cpu() -> list[Step]:
-    """The same for every model and layout: the engine has all of them in it, with and without conversion."""
-    return [Step("transfer engine cpu", (CACHES["tvm_ffi"],), _cpu_engine), _page_hash()]
+    """The same for every model and layout: both have all of them in them, with and without conversion."""
+    return [
+        Step("CPU codec", (CACHES["tvm_ffi"],), _cpu_codec),
+        Step("transfer engine cpu", (CACHES["tvm_ffi"],), _cpu_engine),
+        _page_hash(),
+    ]
 
 
 def steps_on_cuda(served: Served) -> list[Step]:
@@ -85,6 +89,12 @@ def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]
 
 def _page_hash() -> Step:
     return Step("SGLang's hash of pages, for stores", (CACHES["torch"],), _hash_a_page)
+
+
+def _cpu_codec() -> None:
+    from sgl_kvpool.codec import compiled
+
+    compiled.module(required=True)
 
 
 def _cpu_engine() -> None:

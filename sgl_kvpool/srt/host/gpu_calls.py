@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang.kernels.jit.utils import load_jit
 
+from sgl_kvpool.compiler import ninja_on_path
 from sgl_kvpool.transfer.gpu_calls import NAME, SOURCES
-from sgl_kvpool.transfer.ninja import ninja_on_path
 
 logger = logging.getLogger(__name__)
 

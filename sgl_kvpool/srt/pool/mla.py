@@ -15,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
-from sgl_kvpool import env
+from sgl_kvpool import codec, env
 from sgl_kvpool.attention.readers import check_readers
 from sgl_kvpool.codec import gather_parts, store_rows
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -113,6 +113,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
             # One element is one byte, so the base class's shapes, sizes and item lengths are in bytes.
             self.kv_cache_dim = self.row_format.row_bytes
             self.store_dtype = torch.uint8
+        codec.prepare(self.row_format, self.device)
         super()._create_buffers()
         slot_bytes = {buffer[0].nbytes for buffer in self.kv_buffer}
         if slot_bytes - {self.row_format.row_bytes}:

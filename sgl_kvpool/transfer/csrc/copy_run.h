@@ -2,7 +2,7 @@
 // The meaning of the fields is CopyRun's in ../plan.py.
 #pragma once
 
-#include "portable.h"
+#include "../../codec/csrc/portable.h"
 
 namespace kvpool {
 

@@ -1,11 +1,8 @@
 // Transfers of pages with streaming stores and threads, for machines without a GPU. No checks: plan.py has
 // made them.
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <thread>
-#include <vector>
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -15,14 +12,14 @@
 #include <emmintrin.h>
 #endif
 
+#include "../../codec/csrc/row_conversion.h"
+#include "../../codec/csrc/threads.h"
 #include "copy_run.h"
-#include "row_conversion.h"
 
 namespace {
 
-// A thread takes about 20 us to start, in which memory moves as many bytes, and a core converts a few rows.
+// A thread takes about 20 us to start, in which memory moves as many bytes.
 constexpr int64_t kBytesPerThread = 256 * 1024;
-constexpr int64_t kConvertedBytesPerThread = 16 * 1024;
 
 #if defined(__SSE2__)
 // Past this size stores go around the caches. What memcpy stores is first read into them, a third of all
@@ -105,21 +102,8 @@ struct Work {
   // The same for all items, by several threads.
   template <typename Move>
   void share(int64_t threads, int64_t bytes_per_thread, Move&& move) const {
-    threads = std::max<int64_t>(1, std::min({threads, items(), bytes() / bytes_per_thread + 1}));
-    std::vector<std::thread> others;
-    others.reserve(static_cast<size_t>(threads));
-    int64_t begun = 1;  // shares that have somebody to move them; the first is ours
-    try {
-      for (; begun < threads; ++begun) {
-        const int64_t begin = items() * begun / threads, end = items() * (begun + 1) / threads;
-        others.emplace_back([this, begin, end, &move] { each(begin, end, move); });
-      }
-    } catch (...) {
-      // The machine grants no more threads, or no memory for one: what is left over is moved here, below.
-    }
-    each(0, items() / threads, move);
-    each(items() * begun / threads, items(), move);
-    for (auto& thread : others) thread.join();
+    kvpool::share(items(), std::min(threads, bytes() / bytes_per_thread + 1),
+                  [&](int64_t begin, int64_t end) { each(begin, end, move); });
   }
 };
 
@@ -142,7 +126,7 @@ void convert_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
   const float* scales = static_cast<const float*>(k_scales.data_ptr());
   const bool known = kvpool::for_formats(
       from_layout.latent, to_layout.latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
-        work.share(threads, kConvertedBytesPerThread,
+        work.share(threads, kvpool::kConvertedBytesPerThread,
                    [&](char* target, const char* source, const kvpool::CopyRun&, int64_t number) {
                      kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(source), from_layout,
                                                      reinterpret_cast<uint8_t*>(target), to_layout,

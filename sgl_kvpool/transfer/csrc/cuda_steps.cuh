@@ -63,21 +63,21 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
         if (mine) copy_latent<kTo>(from_row, from, to_row, to, block);
       } else {
         uint16_t values[kBlock];
-        if (mine) read_latent<kFrom>(from_row, from, block, k_scale, values);
+        if (mine) read_latent<kFrom, 1>(from_row, from, block, k_scale, values);
         float largest = 0.0f;
         if constexpr (kTo == Latent::kE4m3Tiles) {
           // Eight neighbouring lanes hold a tile: a rank is a multiple of 128, so all of them have a block or none.
-          if (mine) largest = largest_of(values);
+          if (mine) largest = largest_of<kBlock>(values);
           KVPOOL_UNROLL
-          for (int step = 1; step < kTile / kBlock; step *= 2) {
+          for (int step = 1; step < kTileBlocks; step *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
           }
         }
-        if (mine) write_latent<kTo>(to_row, to, block, k_scale, largest, values);
+        if (mine) write_latent<kTo, 1>(to_row, to, block, k_scale, &largest, values);
       }
     }
     for (int64_t first = 2 * lane; first < from.rope_values; first += 2 * kWarp) {
-      convert_rope<uint16_t>(from_row, from, to_row, to, first, k_scale);
+      convert_rope<2>(from_row, from, to_row, to, first, k_scale);
     }
     if (lane == 0) clear_padding(to_row, to);
   });

@@ -10,8 +10,8 @@
 
 #include <vector>
 
+#include "../../codec/csrc/row_conversion.h"
 #include "copies.h"
-#include "row_conversion.h"
 
 namespace kvpool {
 

@@ -1,0 +1,138 @@
+"""Rows on a CPU: encoded by C++ that g++ compiles through tvm-ffi when first used (5 s), decoded by torch.
+
+The bytes are those of `reference`, which encodes where nothing can be compiled, at a tenth of the speed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvpool import metrics
+from sgl_kvpool.codec import reference
+from sgl_kvpool.codec.reference import gather_parts
+from sgl_kvpool.compiler import cpu_flags, ninja_on_path
+from sgl_kvpool.layout import Encoding, RowFormat
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "CSRC",
+    "encode_rows",
+    "encoder",
+    "gather_parts",
+    "latent_id",
+    "module",
+    "row_layout",
+    "store_rows",
+]
+
+#: Folder of the C++ sources.
+CSRC = Path(__file__).resolve().parent / "csrc"
+
+#: Ids of `Latent` and `Rope` in csrc/row_conversion.h: the encoding of the values, and of their scales.
+_LATENT_IDS = {
+    (Encoding.BF16, None): 0,
+    (Encoding.E4M3, None): 1,
+    (Encoding.E4M3, Encoding.FP32): 2,
+    (Encoding.E2M1, Encoding.UE5M3): 3,
+}
+_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
+
+
+def latent_id(fmt: RowFormat) -> int:
+    """`Latent` of csrc/row_conversion.h."""
+    return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
+
+
+def row_layout(fmt: RowFormat) -> list[int]:
+    """`RowLayout` of csrc/row_conversion.h."""
+    scale, rope = fmt.scale, fmt.rope
+    return [
+        latent_id(fmt),
+        0 if rope is None else _ROPE_IDS[rope.encoding],
+        fmt.nope.count,
+        0 if rope is None else rope.count,
+        fmt.nope.offset_bytes,
+        0 if scale is None else scale.offset_bytes,
+        0 if rope is None else rope.offset_bytes,
+        fmt.payload_bytes,
+        fmt.row_bytes,
+        int(fmt.nope.uses_k_scale),
+        0 if rope is None else int(rope.uses_k_scale),
+    ]
+
+
+@cache
+def module(*, required: bool = False) -> Any:
+    """The compiled encoder; None where it cannot be built, which is logged and counted.
+
+    Parameters
+    ----------
+    required : bool
+        Raise what it fails with instead.
+    """
+    # A damaged file in tvm-ffi's cache ends the process without a word, so there is one before.
+    logger.info("sgl-kvpool: loading the CPU codec, which tvm-ffi compiles and keeps in its cache folder")
+    try:
+        from tvm_ffi import cpp
+
+        with ninja_on_path():
+            return cpp.load(
+                "sgl_kvpool_cpu_codec",
+                sources=[str(CSRC / "cpu_codec.cpp")],
+                extra_cflags=cpu_flags(torch.backends.cpu.get_cpu_capability()),
+                extra_include_paths=[str(CSRC)],
+            )
+    except Exception as error:  # no compiler, no tvm-ffi, a cache folder that cannot be written
+        if required:
+            raise
+        metrics.failed("codec_build", "the CPU codec", error=error)
+        return None
+
+
+def encoder(fmt: RowFormat) -> Callable[..., None] | None:
+    """`encode_rows` of csrc/cpu_codec.cpp; None where torch is as fast, or where it cannot be built."""
+    if fmt.nope.encoding is Encoding.BF16:
+        return None
+    compiled = module()
+    return None if compiled is None else compiled.encode_rows
+
+
+@cache
+def _row_layout(fmt: RowFormat) -> torch.Tensor:
+    return torch.tensor(row_layout(fmt), dtype=torch.int64)
+
+
+def encode_rows(
+    rows: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    fmt: RowFormat,
+    k_scale: float,
+) -> None:
+    """As `reference.encode_rows`."""
+    encode = encoder(fmt) if rows.device.type == "cpu" else None
+    if encode is None:
+        reference.encode_rows(rows, k_nope, k_rope, fmt, k_scale)
+        return
+    k_nope = k_nope.detach()  # tvm-ffi takes no tensor that autograd follows
+    rope = k_nope[:, :0] if k_rope is None else k_rope.detach()
+    encode(rows, k_nope, rope, _row_layout(fmt), k_scale, torch.get_num_threads())
+
+
+def store_rows(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    fmt: RowFormat,
+    k_scale: float,
+) -> None:
+    """As `reference.store_rows`."""
+    reference.store_rows(pool, slots, k_nope, k_rope, fmt, k_scale, encode=encode_rows)

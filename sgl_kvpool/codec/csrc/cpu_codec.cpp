@@ -1,0 +1,57 @@
+// Values to rows on a CPU. No checks: codec/checks.py has made them.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include "row_conversion.h"
+#include "threads.h"
+
+namespace {
+
+// `nope` and `rope` are bf16 with any stride between tokens (rope is empty without rotary values), `to` a RowLayout.
+void encode_rows(tvm::ffi::TensorView rows, tvm::ffi::TensorView nope, tvm::ffi::TensorView rope,
+                 tvm::ffi::TensorView to, double k_scale, int64_t threads) {
+  const auto& to_layout = *static_cast<const kvpool::RowLayout*>(to.data_ptr());
+  auto* first_row = static_cast<uint8_t*>(rows.data_ptr());
+  const auto* first_nope = static_cast<const uint8_t*>(nope.data_ptr());
+  const auto* first_rope = static_cast<const uint8_t*>(rope.data_ptr());
+  const int64_t row_stride = rows.stride(0), nope_stride = 2 * nope.stride(0), rope_stride = 2 * rope.stride(0);
+  const int64_t tokens = nope.size(0);
+  const float scale = static_cast<float>(k_scale);
+
+  // A token's values are a row of bf16 whose rope is somewhere else.
+  kvpool::RowLayout from_layout = {};
+  from_layout.latent = kvpool::Latent::kBf16;
+  from_layout.rope = kvpool::Rope::kBf16;
+  from_layout.latent_values = to_layout.latent_values;
+  from_layout.rope_values = to_layout.rope_values;
+
+  const auto encode = [&]<kvpool::Latent kTo>() {
+    const int64_t bytes = tokens * (to_layout.row_bytes + 2 * (to_layout.latent_values + to_layout.rope_values));
+    threads = std::min(threads, bytes / kvpool::kConvertedBytesPerThread + 1);
+    kvpool::share(tokens, threads, [&](int64_t begin, int64_t end) {
+      kvpool::RowLayout from = from_layout;
+      for (int64_t token = begin; token < end; ++token) {
+        const uint8_t* values = first_nope + token * nope_stride;
+        from.rope_offset = (first_rope + token * rope_stride) - values;
+        kvpool::convert_row<kvpool::Latent::kBf16, kTo>(values, from, first_row + token * row_stride, to_layout, scale);
+      }
+    });
+  };
+  switch (to_layout.latent) {
+    case kvpool::Latent::kE4m3:
+      return encode.operator()<kvpool::Latent::kE4m3>();
+    case kvpool::Latent::kE4m3Tiles:
+      return encode.operator()<kvpool::Latent::kE4m3Tiles>();
+    case kvpool::Latent::kE2m1:
+      return encode.operator()<kvpool::Latent::kE2m1>();
+    case kvpool::Latent::kBf16:
+      break;  // a copy, which torch makes
+  }
+  TVM_FFI_THROW(ValueError) << "no encoder for this row format";
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_rows, encode_rows);

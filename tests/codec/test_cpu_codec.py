@@ -1,0 +1,99 @@
+"""The CPU's encoder as a compiled library: built or not, by any number of threads, for any caller."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from codec_oracle import LAYOUTS, assert_same_bytes, hard_rows, row_format
+
+from sgl_kvpool.codec import compiled, encode_rows, prepare, reference
+
+ENCODED = [name for name in LAYOUTS if name != "bf16"]
+
+
+def by_reference(nope, keys, fmt, k_scale=1.0):
+    rows = torch.full((len(nope), fmt.row_bytes), 0xEE, dtype=torch.uint8)
+    reference.encode_rows(rows, nope, keys, fmt, k_scale)
+    return rows
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ENCODED)
+def test_any_number_of_threads_makes_the_same_rows(name, count, threads):
+    """211 tokens, which no number of threads divides; 640 values, a vector's blocks and a tile's."""
+    fmt = row_format(name, 640, 64)
+    nope, keys = hard_rows(211, 640, 5), hard_rows(211, 64, 6)
+    expected = by_reference(nope, keys, fmt)
+    threads(count)
+    assert_same_bytes(encode_rows(nope, keys, fmt), expected)
+    one = encode_rows(nope[7:8], keys[7:8], fmt)  # fewer bytes than a thread is worth
+    assert_same_bytes(one, expected[7:8])
+
+
+def test_values_that_autograd_follows():
+    fmt = row_format("fp4", 128, 64)
+    nope, keys = (torch.randn(3, width).bfloat16().requires_grad_() for width in (128, 64))
+    assert_same_bytes(encode_rows(nope, keys, fmt), by_reference(nope.detach(), keys.detach(), fmt))
+
+
+def test_where_nothing_can_be_compiled_torch_encodes(tmp_path):
+    """A process whose PATH has no compiler and whose cache is empty: a line in the log, and the same rows."""
+    program = (
+        "import logging, torch; logging.basicConfig(level=logging.INFO)\n"
+        "from sgl_kvpool import MLAKVCacheLayout; from sgl_kvpool.codec import compiled, encode_rows\n"
+        "fmt = MLAKVCacheLayout('fp4').row_format(128, 0)\n"
+        "rows = encode_rows(torch.arange(384).view(3, 128).float(), None, fmt)\n"
+        "assert compiled.module() is None\n"
+        "print(rows.flatten().tolist())"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("CXX", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    values = torch.arange(384).view(3, 128).bfloat16()
+    expected = by_reference(values, None, row_format("fp4", 128, 0))
+    assert done.stdout.strip() == str(expected.flatten().tolist())
+    assert "the CPU codec" in done.stderr
+
+
+def test_a_failure_is_counted_once(monkeypatch, failures):
+    def fails(*_, **__):
+        raise RuntimeError("ninja exited with status 1")
+
+    compiled.module.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("tvm_ffi.cpp.load", fails)
+            fmt = row_format("fp8", 128, 0)
+            for _ in range(2):
+                encode_rows(torch.ones(1, 128), None, fmt)
+            assert failures() == {"codec_build": 1}
+            with pytest.raises(RuntimeError, match="ninja"):
+                compiled.module(required=True)
+    finally:
+        compiled.module.cache_clear()
+
+
+def test_prepared_before_the_first_row(monkeypatch, caplog):
+    """For rows that are encoded on a CPU, and no others."""
+    built = []
+    monkeypatch.setattr(compiled, "module", lambda **_: built.append(1))
+    with caplog.at_level(logging.INFO):
+        prepare(row_format("bf16", 128, 0), "cpu")
+        prepare(row_format("fp4", 128, 0), "cuda")
+        assert not built
+        prepare(row_format("fp4", 128, 0), "cpu")
+    assert built == [1]
