@@ -11,6 +11,7 @@ pytest.importorskip("sglang")
 
 import accuracy_llm
 
+from sgl_kvpool.codec import scalars
 from sgl_kvpool.demo import smollm2
 from sgl_kvpool.layout import MLAKVCacheLayout
 
@@ -39,17 +40,21 @@ def error(rows, back):
 
 
 def test_a_layouts_case_is_its_codec(rows):
-    """`fp4` through the codec, and the candidates that its encoder tries."""
+    """`fp4` through the codec, and the scales that its encoder tries."""
     fp4 = accuracy_llm.layout_form(MLAKVCacheLayout.FP4.row_format(384, 0))
-    assert torch.equal(fp4(rows), accuracy_llm.candidates(anchors=(6.0, 4.0))(rows))
+    assert torch.equal(fp4(rows), accuracy_llm.of_candidates(scalars.ue5m3_candidates)(rows))
 
 
 def test_more_candidates_are_never_worse(rows):
-    six = error(rows, accuracy_llm.candidates(anchors=(6.0,))(rows))
-    five = error(rows, accuracy_llm.candidates(codes=accuracy_llm.FIVE)(rows))
-    seven = error(rows, accuracy_llm.candidates(codes=accuracy_llm.SEVEN)(rows))
-    every = error(rows, accuracy_llm.candidates(codes=tuple(range(-4, 11)))(rows))
+    def error_of(candidates):
+        return error(rows, accuracy_llm.of_candidates(candidates)(rows))
+
+    six = error_of(accuracy_llm.largest_over(6.0))
+    five = error_of(accuracy_llm.codes_from_sixth(-1, 0, 1, 4, 5))
+    seven = error_of(accuracy_llm.codes_from_sixth(-1, 0, 1, 3, 4, 5, 6))
+    every = error_of(accuracy_llm.codes_from_sixth(*range(-4, 11)))
     assert every <= seven <= five < 0.95 * six
+    assert every <= error_of(scalars.ue5m3_candidates) < error_of(accuracy_llm.largest_over(6.0, 4.0))
     assert every > 0.05
 
 

@@ -52,9 +52,7 @@ def test_every_directory_is_named():
 
 def test_every_name_is_in_the_code():
     sources = "\n".join(
-        path.read_text()
-        for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*/csrc/*"))
-        if path.is_file()
+        path.read_text() for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*/csrc/*")) if path.is_file()
     )
     names = {name for name in NAME.findall(PAGE) if not paths(name)}
     assert len(names) > 40

@@ -57,16 +57,17 @@ def test_everything_is_compiled_once(warmed):
     assert lines[0] == "for a server on cpu"
     assert lines[1] == f"  tvm-ffi in {folder / 'tvm'} (TVM_FFI_CACHE_DIR)"
     assert lines[2] == f"  torch's extensions in {folder / 'torch'} (TORCH_EXTENSIONS_DIR)"
-    assert [line.split(maxsplit=2)[2] for line in lines[3:5]] == [
+    assert [line.split(maxsplit=2)[2] for line in lines[3:6]] == [
+        "compiled   CPU codec",
         "compiled   transfer engine cpu",
         "compiled   SGLang's hash of pages, for stores",
     ]
-    assert lines[5:] == ["2 compiled, 0 there before, 0 failed"]
+    assert lines[6:] == ["3 compiled, 0 there before, 0 failed"]
     before = compiled(folder)
-    assert len(before) == 2
+    assert len(before) == 3
     again = run(CPU, environment(folder))
     assert again.returncode == 0
-    assert again.stdout.splitlines()[-1] == "0 compiled, 2 there before, 0 failed"
+    assert again.stdout.splitlines()[-1] == "0 compiled, 3 there before, 0 failed"
     assert compiled(folder) == before
 
 
@@ -87,10 +88,11 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     done = run(CPU, environment(tmp_path, PATH=no_compiler))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert "FAILED     transfer engine cpu: RuntimeError: " in lines[3]
+    for what in ("CPU codec", "transfer engine cpu"):
+        assert any(f"FAILED     {what}: RuntimeError: " in line for line in lines)
     assert any("c++: not found" in line for line in lines)
     assert lines[-2].endswith("was there  SGLang's hash of pages, for stores")
-    assert lines[-1] == "0 compiled, 1 there before, 1 failed"
+    assert lines[-1] == "0 compiled, 1 there before, 2 failed"
 
 
 def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):
