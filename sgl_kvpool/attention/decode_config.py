@@ -43,8 +43,11 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Times that a device may be filled for the sake of its last, partly filled round.
 MAX_ROUNDS = 2
-#: A split has at least this many rows, unless the list has fewer.
-_MIN_ROWS = 128
+#: A part of a list has at least this many rows, unless the list has fewer; the second where lists enough keep
+#: an eighth of the device busy: what a part gives, 16 pairs in float32, is written and read, as many bytes as
+#: 157 rows of `fp4`. A list of one part needs neither.
+_MIN_ROWS, _MIN_ROWS_OF_MANY = 128, 256
+_MANY = 8
 #: Values per row that the accumulators of a program have room for.
 MAX_LATENT_RANK = 512
 
@@ -77,7 +80,7 @@ class TileConfig:
 
     @property
     def min_blocks(self) -> int:
-        """Fewest blocks of a split."""
+        """Fewest blocks of a part, of few lists."""
         return max(1, _MIN_ROWS // self.block_rows)
 
 
@@ -91,7 +94,7 @@ class DecodeConfig:
     tiles : int
         Tiles of pairs per list.
     splits : int
-        Parts of every list.
+        Parts of a list, at most.
     min_blocks : int
         Fewest blocks of a part.
     """
@@ -249,8 +252,10 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
     tiles = -(-pairs // tile.pairs)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
-    most = max(1, min(MAX_SPLITS, -(-blocks // tile.min_blocks)))
     programs = max(lists * tiles, 1)
+    many = programs * _MANY >= slots
+    min_blocks = max(1, _MIN_ROWS_OF_MANY // tile.block_rows) if many else tile.min_blocks
+    most = max(1, min(MAX_SPLITS, -(-blocks // min_blocks)))
 
     def busy(splits: int) -> float:
         rounds = -(-programs * splits // slots)
@@ -259,7 +264,7 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
     # 64 lists of one tile, two programs per SM: 4 splits are 256 programs in 264 places. 100 lists: 5 splits,
     # two rounds.
     splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
-    return DecodeConfig(tile, tiles, splits, tile.min_blocks)
+    return DecodeConfig(tile, tiles, splits, min_blocks)
 
 
 def partial_elements(fmt: RowFormat, tokens: int, heads: int, splits: int) -> int:

@@ -81,7 +81,6 @@ def _of_both(
         "QUERIES": queries_per_list,
         "PAIRS": config.tile.pairs,
         "SPLIT": config.splits > 1,
-        "MIN_BLOCKS": config.min_blocks,
     }
 
 
@@ -96,7 +95,6 @@ def merge_constants(
         "R": fmt.kv_lora_rank,
         "CHUNK": _CHUNK_VALUES,
         "BLOCK": config.tile.block_rows,
-        "MIN_BLOCKS": config.min_blocks,
         "MOST": MAX_SPLITS,
         "TOGETHER": _MERGE_TOGETHER,
     }
@@ -124,13 +122,10 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
     native = codec_triton._is_native(pool.device)
     splits = config.splits
     pairs = tokens * heads
-    if splits == 1:
-        results, results_lse = out, lse
-        strides = (0, out.stride(0), out.stride(1), 0, lse.stride(0), lse.stride(1))
-    else:
+    results = results_lse = None
+    if splits > 1:
         results = partial[: splits * pairs * rank]
         results_lse = partial[splits * pairs * rank : splits * pairs * (rank + 1)]
-        strides = (pairs * rank, heads * rank, rank, pairs, heads, 1)
     # FP4's operands are not in true size.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
     if config.tile.kernel == "gluon":
@@ -147,19 +142,26 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         p.row_ids,
         p.row_counts,
         p.list_index,
+        out,
+        lse,
         results,
         results_lse,
         len(pool),
         len(p.row_ids),
         p.row_ids.shape[1],
         splits,
+        config.min_blocks,
+        pairs,
         p.q.stride(0),
         p.q.stride(1),
         0 if p.q_rope is None else p.q_rope.stride(0),
         0 if p.q_rope is None else p.q_rope.stride(1),
         p.row_ids.stride(0),
         p.row_ids.stride(1),
-        *strides,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
         p.scale * factor * _LOG2_E,
         factor,
         ROW_STRIDE=pool.stride(0),
@@ -178,6 +180,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
             len(p.row_ids),
             p.row_ids.shape[1],
             splits,
+            config.min_blocks,
             pairs,
             out.stride(0),
             out.stride(1),

@@ -145,19 +145,38 @@ def _rows_of_lanes(x):
     return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]])
 
 
-@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "lse_split_stride"])
+@gluon.jit
+def _write(
+    at, lse_at, normal, lse, accumulators, tile, group, R: gl.constexpr, NOPE: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, PAIRS: gl.constexpr, token_stride, head_stride,
+    lse_token_stride, lse_head_stride, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Results of a program, normalised, and their lse; `at` and `lse_at` are where token 0, head 0 lies."""
+    PER_PAIR: gl.constexpr = gl.SliceLayout(0, scores_layout(PAIRS, WARPS))
+    OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
+    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, gl.SliceLayout(0, OUT))
+    pairs_at = (at + token * token_stride + head * head_stride)[None, :]
+    column = gl.arange(0, 128, gl.SliceLayout(1, OUT))[:, None]
+    for c in gl.static_range(R // 128):
+        x = gl.convert_layout(in_value_order(accumulators[c] * normal[None, :], NOPE), OUT)
+        gl.store(pairs_at + (c * 128 + column), x.to(at.dtype.element_ty), mask=exists[None, :])
+    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, PER_PAIR)
+    gl.store(lse_at + token * lse_token_stride + head * lse_head_stride, lse, mask=exists)
+
+
+@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "split_pairs"])
 def gluon_decode_kernel(
-    q_ptr, q_rope_ptr, pool_ptr, ids_ptr, counts_ptr, list_index_ptr, out_ptr, lse_ptr,
-    row_count, lists, bound, splits,
+    q_ptr, q_rope_ptr, pool_ptr, ids_ptr, counts_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, row_count, lists, bound, splits, min_blocks, split_pairs,
     q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride, ids_list_stride, ids_stride,
-    out_split_stride, out_token_stride, out_head_stride, lse_split_stride, lse_token_stride, lse_head_stride,
+    out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, PAIRS: gl.constexpr, SPLIT: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, WARPS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Attend one split of one list for a tile of pairs; arguments are those of `decode_kernel`."""
+    """Attend one part of one list for a tile of pairs; arguments are those of `decode_kernel`."""
     BLOCK: gl.constexpr = 16 * WARPS
     TILES: gl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
     S: gl.constexpr = scores_layout(PAIRS, WARPS)
@@ -168,7 +187,7 @@ def gluon_decode_kernel(
     group = (program // (TILES * splits)).to(gl.int64)
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
+    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     begin = split * per_split
     if SPLIT and begin >= length:
         return  # the merge does not look at this split; without splits there is no merge, so go on
@@ -250,13 +269,15 @@ def gluon_decode_kernel(
     # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
     total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_PAIR)
     normal = value_scale / gl.where(total == 0, 1.0, total)
-    OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, gl.SliceLayout(0, OUT))
-    at = (out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride)[None, :]
-    column = gl.arange(0, 128, gl.SliceLayout(1, OUT))[:, None]
-    for c in gl.static_range(R // 128):
-        x = gl.convert_layout(in_value_order(accumulators[c] * normal[None, :], NOPE), OUT)
-        gl.store(at + (c * 128 + column), x.to(out_ptr.dtype.element_ty), mask=exists[None, :])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, PER_PAIR)
-    at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
-    gl.store(at, gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2, mask=exists)
+    lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2
+    if SPLIT and per_split < length:
+        place = split.to(gl.int64) * split_pairs
+        _write(
+            partial_ptr + place * R, partial_lse_ptr + place, normal, lse, accumulators, tile, group, R, NOPE,
+            HEADS, QUERIES, PAIRS, HEADS * R, R, HEADS, 1, WARPS,
+        )  # fmt: skip
+    else:
+        _write(
+            out_ptr, lse_ptr, normal, lse, accumulators, tile, group, R, NOPE, HEADS, QUERIES, PAIRS,
+            out_token_stride, out_head_stride, lse_token_stride, lse_head_stride, WARPS,
+        )  # fmt: skip

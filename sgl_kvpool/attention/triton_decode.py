@@ -185,7 +185,28 @@ def _attend_block(
 
 
 # What differs between batches is not specialised: each batch size would be compiled anew.
-@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "lse_split_stride"])
+@triton.jit
+def _write(
+    at,  # int64 [PAIRS] pointers, the first value of each pair
+    lse_at,  # [PAIRS]
+    exists,
+    normal,  # [PAIRS]
+    lse,
+    accumulators,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NOPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Results of a program, normalised."""
+    for c in tl.static_range(R // CHUNK):
+        values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
+        x = permuted(accumulators[c] * normal[None, :], NOPE)
+        tl.store(at[None, :] + values, fp32_to(x, at.dtype.scalar.element_ty, NATIVE), mask=exists[None, :])
+    tl.store(lse_at, lse, mask=exists)
+
+
+@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "split_pairs"])
 def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0
@@ -193,22 +214,24 @@ def decode_kernel(
     ids_ptr,  # int32 or int64 [lists, bound]
     counts_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
-    out_ptr,  # [splits, T, H, R], written
-    lse_ptr,  # fp32, [splits, T, H], written
+    out_ptr,  # [T, H, R], written for lists of one part
+    lse_ptr,  # fp32 [T, H], the same
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists of several parts
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, the same
     row_count,
     lists,
     bound,  # largest count
     splits,
+    min_blocks,  # fewest blocks of a part
+    split_pairs,  # T * H
     q_token_stride,  # strides count elements
     q_head_stride,
     q_rope_token_stride,
     q_rope_head_stride,
     ids_list_stride,
     ids_stride,
-    out_split_stride,
     out_token_stride,
     out_head_stride,
-    lse_split_stride,
     lse_token_stride,
     lse_head_stride,
     score_scale,  # of the dot products: softmax scale, k_scale and fixed factors
@@ -231,12 +254,11 @@ def decode_kernel(
     SLICE: tl.constexpr,  # latent values of a load
     BLOCK: tl.constexpr,  # rows at a time
     PAIRS: tl.constexpr,  # (query, head) pairs of a program
-    SPLIT: tl.constexpr,  # whether there are several splits, and a merge behind
-    MIN_BLOCKS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether lists may have several parts, and a merge is behind
     AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
     NATIVE: tl.constexpr,
 ):
-    """Attend one split of one list for a tile of pairs; writes normalised results and their lse."""
+    """Attend one part of one list for a tile of pairs; writes normalised results and their lse."""
     TILES: tl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
     TILE_SCALES: tl.constexpr = SCALE == "fp32"
     if TILE_SCALES:
@@ -250,7 +272,7 @@ def decode_kernel(
 
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
+    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     begin = split * per_split
     if SPLIT and begin >= length:
         return  # the merge does not look at this split; without splits there is no merge, so go on
@@ -326,10 +348,16 @@ def decode_kernel(
 
     # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
     normal = value_scale / tl.where(total == 0, 1.0, total)
-    at = out_ptr + split * out_split_stride + token * out_token_stride + head * out_head_stride
-    for c in tl.static_range(R // CHUNK):
-        values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
-        x = permuted(accumulators[c] * normal[None, :], NOPE)
-        tl.store(at[None, :] + values, fp32_to(x, out_ptr.dtype.element_ty, NATIVE), mask=exists[None, :])
-    at = lse_ptr + split * lse_split_stride + token * lse_token_stride + head * lse_head_stride
-    tl.store(at, (top + tl.log2(total)) * _LN_2, mask=exists)
+    lse = (top + tl.log2(total)) * _LN_2
+    if SPLIT and per_split < length:
+        place = split.to(tl.int64) * split_pairs + token * HEADS + head
+        _write(
+            partial_ptr + place * R, partial_lse_ptr + place, exists, normal, lse, accumulators, R, CHUNK,
+            NOPE, NATIVE,
+        )  # fmt: skip
+    else:
+        place = token * out_token_stride + head * out_head_stride
+        lse_place = token * lse_token_stride + head * lse_head_stride
+        _write(
+            out_ptr + place, lse_ptr + lse_place, exists, normal, lse, accumulators, R, CHUNK, NOPE, NATIVE
+        )

@@ -36,10 +36,10 @@ def list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constex
 
 
 @triton.jit
-def rows_per_split(length, splits, BLOCK: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Rows of every split but the last: whole blocks, and not fewer than would pay."""
+def rows_per_split(length, splits, BLOCK: tl.constexpr, min_blocks):
+    """Rows of every part of a list but the last: whole blocks, and not fewer than would pay."""
     blocks = tl.cdiv(length, BLOCK)
-    return tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS) * BLOCK
+    return tl.maximum(tl.cdiv(blocks, splits), min_blocks) * BLOCK
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernel of `mla_decode` that merges what the splits of a list gave."""
+"""The kernel of `mla_decode` that merges what the parts of a list gave."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["lists", "bound", "splits", "split_pairs"])
+@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "split_pairs"])
 def merge_kernel(
     partial_ptr,  # fp32 [splits, T, H, R], contiguous
     partial_lse_ptr,  # fp32 [splits, T, H], contiguous
@@ -23,6 +23,7 @@ def merge_kernel(
     lists,
     bound,
     splits,
+    min_blocks,
     split_pairs,  # T * H
     out_token_stride,
     out_head_stride,
@@ -32,21 +33,22 @@ def merge_kernel(
     QUERIES: tl.constexpr,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,  # this and the next as `decode_kernel` had them
-    MIN_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # this, `splits` and `min_blocks` as `decode_kernel` had them
     MOST: tl.constexpr,  # splits there may be, a power of two
     TOGETHER: tl.constexpr,  # splits added up at a time
     NATIVE: tl.constexpr,
 ):
-    """Merge `CHUNK` values of one (query, head) pair; weights are the exponentials of each split's lse."""
+    """Merge `CHUNK` values of one (query, head) pair; weights are the exponentials of each part's lse."""
     pair = tl.program_id(0).to(tl.int64)
     token = pair // HEADS
     head = pair % HEADS
     group = token // QUERIES
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, MIN_BLOCKS)
+    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     filled = tl.cdiv(length, per_split)  # the others were not written
+    if filled == 1:
+        return  # the program of the only part has written the results
 
     split = tl.arange(0, MOST)
     lse = tl.load(

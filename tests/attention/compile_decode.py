@@ -41,15 +41,16 @@ def compile_decode(
         fn, source, constants = decode_kernel, ASTSource, {**decode_constants(*key), "NATIVE": True}
     constants |= {"ROW_STRIDE": fmt.row_bytes}
     # The launcher makes a stride of 1 and None constants.
-    constants |= {"ids_stride": 1}
-    if splits > 1:
-        constants |= {"lse_head_stride": 1}
+    constants |= {"ids_stride": 1, "lse_head_stride": 1}
+    if splits == 1:
+        constants |= {"partial_ptr": None, "partial_lse_ptr": None}
     if not rope:
         constants |= {"q_rope_ptr": None}
     signature = dict.fromkeys(fn.arg_names, "i32")
     signature |= dict.fromkeys(["q_ptr", "q_rope_ptr"], "*bf16") | {"pool_ptr": "*u8", "ids_ptr": ids}
-    signature |= {"counts_ptr": "*i32", "list_index_ptr": "*i32", "lse_ptr": "*fp32"}
-    signature |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "score_scale": "fp32", "value_scale": "fp32"}
+    signature |= {"counts_ptr": "*i32", "list_index_ptr": "*i32", "out_ptr": "*bf16"}
+    signature |= dict.fromkeys(["lse_ptr", "partial_ptr", "partial_lse_ptr"], "*fp32")
+    signature |= dict.fromkeys(["score_scale", "value_scale"], "fp32")
     signature |= dict.fromkeys(constants, "constexpr")
     # What the launcher declares of torch's tensors and of the strides of usual models.
     attrs = {

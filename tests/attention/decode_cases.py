@@ -191,3 +191,17 @@ def every_code(layout):
         pool[:, fmt.scale.offset_bytes : fmt.scale.end_bytes] = scales.view(torch.uint8)
     values = torch.from_numpy(oracle.decode(pool.numpy(), layout, 512, 0))
     return fmt, pool, values
+
+
+def check_parts(case, run, splits, block_rows):
+    """Lists that fit one part write no partial results; of the others every part that has rows does."""
+    tokens, heads, rank = len(case.row_counts), case.q.shape[1], case.fmt.kv_lora_rank
+    partial = torch.empty(splits * tokens * heads * (rank + 1))
+    check(run(case, splits, partial=partial), case)
+    written = ~partial[: splits * tokens * heads * rank].view(splits, tokens, heads, rank).isnan()
+    for token, count in enumerate(case.row_counts.tolist()):
+        blocks = -(-count // block_rows)
+        per_part = max(1, -(-blocks // splits))
+        parts = -(-blocks // per_part)
+        expected = torch.arange(splits)[:, None, None] < (parts if parts > 1 else 0)
+        assert torch.equal(written[:, token], expected.expand(splits, heads, rank)), count

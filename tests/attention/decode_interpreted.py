@@ -8,8 +8,17 @@ from sgl_kvpool.attention.decode_launch import launch
 from sgl_kvpool.codec import checks
 
 
-def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=float("nan"), tile=None):
-    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace.
+def run(
+    case,
+    splits=1,
+    min_blocks=1,
+    out=None,
+    out_dtype=torch.float32,
+    poison=float("nan"),
+    tile=None,
+    partial=None,
+):
+    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace, or `partial`.
 
     Without `tile`, that of the table for Triton's kernel.
     """
@@ -19,7 +28,9 @@ def run(case, splits=1, min_blocks=1, out=None, out_dtype=torch.float32, poison=
     tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list, "triton")
     tiles = -(-heads * case.queries_per_list // tile.pairs)
     config = DecodeConfig(tile, tiles, splits, min_blocks)
-    partial = torch.full((partial_elements(case.fmt, tokens, heads, splits),), poison)
+    if partial is None:
+        partial = torch.empty(partial_elements(case.fmt, tokens, heads, splits))
+    partial.fill_(poison)
     if out is None:
         out = torch.full((tokens, heads, rank), poison, dtype=out_dtype)
     lse = torch.full((tokens, heads), poison)

@@ -211,6 +211,10 @@ def test_the_device_is_kept_busy():
         assert decode_config(FP4, 16, 1, lists, 100_000).splits == splits, lists
     assert decode_config(FP4, 16, 1, 1, 100_000, sm_count=16).splits == 32
     assert decode_config(FP4, 16, 1, 1, 500).splits == 4  # 8 blocks of 64 rows, 2 at least each
+    # 33 lists are an eighth of 264 programs: parts of 4 blocks at least.
+    for lists, splits, min_blocks in ((32, 4, 2), (33, 2, 4), (64, 2, 4)):
+        config = decode_config(FP4, 16, 1, lists, 500)
+        assert (config.splits, config.min_blocks) == (splits, min_blocks)
     # One program of 32 pairs per multiprocessor, 4 tiles of 128 heads: 4 blocks of 128 rows, 1 at least each
     assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2
     assert decode_config(FP4, 128, 1, 1, 500).splits == 4

@@ -8,12 +8,13 @@ import os
 import codec_oracle as oracle
 import pytest
 import torch
-from decode_cases import Case, check, every_code, make_case
+from decode_cases import Case, check, check_parts, every_code, make_case
 from decode_oracle import mla_decode_oracle
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from sgl_kvpool.attention import mla_decode
+from sgl_kvpool.attention.decode_config import tile_config
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") == "0":
@@ -80,6 +81,12 @@ def test_splits_give_the_same(layout):
     for out, lse in found:
         check((out, lse), case)
     check(run(case, 7, min_blocks=2), case)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+def test_a_list_of_one_part_is_not_merged(layout):
+    case = make_case(layout, rank=128, counts=((319,), (0,), (129,), (1,), (64,), (65,)), width=319, heads=3)
+    check_parts(case, run, 3, tile_config(case.fmt.layout, 3, "triton").block_rows)
 
 
 @pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])

@@ -224,7 +224,7 @@ def test_the_merge(runs, splits):
     partial[splits - 1, 1] = lse[splits - 1, 1] = float("nan")  # was not written
     out, out_lse = torch.full((lists, heads, 256), float("nan")), torch.full((lists, heads), float("nan"))
     merge_kernel[(lists * heads, 2)](
-        partial, lse, counts, None, out, out_lse, lists, splits * block, splits, lists * heads,
+        partial, lse, counts, None, out, out_lse, lists, splits * block, splits, 1, lists * heads,
         out.stride(0), out.stride(1), out_lse.stride(0), out_lse.stride(1),
         **merge_constants(fmt, config, heads, 1), NATIVE=True, num_warps=MERGE_WARPS,
     )  # fmt: skip

@@ -6,7 +6,7 @@
 import ptxrun
 import pytest
 import torch
-from decode_cases import WEIGHT_ROUNDING, Case, check, every_code, expected, make_case
+from decode_cases import WEIGHT_ROUNDING, Case, check, check_parts, every_code, expected, make_case
 from decode_interpreted import run
 from test_ptx_decode import COUNTS, with_strangers
 from test_ptx_mutants import Change, Number, instruction
@@ -71,6 +71,18 @@ def test_splits(runs, layout, splits):
     """Lists of five blocks of 64, none, three and one: most splits of the short ones are empty."""
     counts = ((319,), (0,), (129,), (1,))
     decode(make_case(layout, counts=counts, width=319, heads=3), splits, min_blocks=1 + splits // 7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_list_of_one_part_is_not_merged(runs, layout):
+    counts = (319,), (0,), (129,), (1,), (128,), (65,)
+    case = make_case(layout, counts=counts, width=319, heads=3, holes=False)
+    tile = tile_config(case.fmt.layout, 3, "gluon")
+    check_parts(case, decode_parts, 3, tile.block_rows)
+
+
+def decode_parts(case, splits, partial):
+    return run(case, splits, partial=partial, tile=tile_config(case.fmt.layout, 3, "gluon"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -210,7 +222,8 @@ def test_both_kernels_agree(runs, layout):
 
 
 def mutant(runs, layout, change, **options):
-    case = make_case(layout, heads=8, counts=((150,), (70,)))
+    # A list of two parts, which are merged, and one of a single part, which is not.
+    case = make_case(layout, heads=8, counts=((150,), (60,)))
     with runs.using(change=change, **options):
         decode(with_strangers(case), 2)
 
