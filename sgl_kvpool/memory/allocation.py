@@ -1,4 +1,8 @@
-"""Allocators of cross-layer buffers and of recurrent states, and the byte view of both. Needs torch alone."""
+"""Allocators of cross-layer buffers and of recurrent states, and the byte view of both. Needs torch alone.
+
+Our pools take their buffers from `allocate_cross_layer`; `allocate_states` and `as_canonical` are a library
+for connectors that allocate buffers of their own. docs/arrangements.md has an example with pools of SGLang.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ Layers come in sets with page numbers of their own (full attention, sliding wind
 one set at a time. So sets lie on the same bytes: position i of the buffer is the i-th layer of every set. A
 set with fewer layers than the longest leaves holes, which are listed and never read, written or counted.
 
-`sgl_kvpool.memory.allocation` makes such groups. Needs torch alone.
+`sgl_kvpool.memory.allocation` makes such groups. Our pools are groups of one set, page_major or token_major;
+head_major and holes are a library for connectors that allocate buffers of their own. Needs torch alone.
 """
 
 from __future__ import annotations
