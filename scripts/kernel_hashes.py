@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("attention", "codec"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("attention", "codec", "ptxrun"))]
 
 _NVCC_FLAGS = ("-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-DTORCH_EXTENSION_NAME=engines")
 #: torch's macros name a variable "module", a word of C++20.

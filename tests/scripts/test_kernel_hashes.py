@@ -1,11 +1,14 @@
 """`scripts/kernel_hashes.py`: what of the machine code is hashed, and what a comparison prints."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import kernel_hashes
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 #: Two kernels as `nvdisasm -c` prints them: the second is the first by other names, at other addresses.
 SASS = """\t.target\tsm_90a
 //--------------------- .text.first --------------------------
@@ -92,3 +95,12 @@ def test_the_program(tmp_path, monkeypatch, capsys, hashes, status):
     assert kernel_hashes.main() == status
     assert capsys.readouterr().out == ("differs: a\n" if status else "")
     assert json.loads(new.read_text()) == hashes
+
+
+def test_its_configurations_are_found_without_pytest():
+    """The modules of the tests that list them, by the script's own path."""
+    program = "import kernel_hashes, test_codec_compiled as c, test_decode_compiled; print(len(c.JOBS))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT / "scripts"
+    )
+    assert done.stdout == "10\n", done.stderr[-2000:]
