@@ -179,7 +179,7 @@ class RowReader:
         self,
         q: torch.Tensor,
         pool: torch.Tensor,
-        row_ids: torch.Tensor,
+        kv_indices: torch.Tensor,
         plan: list[tuple[int, int, list[_Part]]],
         scale: float,
         *,
@@ -193,7 +193,7 @@ class RowReader:
             `[tokens, heads, R + P]` float32.
         pool : torch.Tensor
             `[slots, row_bytes]` uint8, any row stride.
-        row_ids : torch.Tensor
+        kv_indices : torch.Tensor
             `[rows]` int32 or int64: rows of all requests, one request after the other.
         plan
             From `plan`.
@@ -209,7 +209,7 @@ class RowReader:
         lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
         for start, count, parts in plan:
             kv = self.workspace[:count]
-            ids = row_ids[start : start + count]
+            ids = kv_indices[start : start + count]
             gather_rows(pool, ids, fmt, torch.float32, out=kv, k_scale=k_scale)
             for part in parts:
                 request = part.request

@@ -48,7 +48,7 @@ def workspace_bytes(
     max_tokens : int
         Queries of the largest batch.
     max_rows : int
-        Largest `max_rows` of a call, by default the width of its `row_ids`.
+        Largest `max_rows` of a call, by default the width of its `kv_indices`.
     queries_per_list : int
         As in the calls. A workspace for several values needs the largest of their sizes.
     sm_count : int
@@ -86,8 +86,8 @@ class DecodeWorkspace:
 def mla_decode(
     q: torch.Tensor,
     pool: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_counts: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
     fmt: RowFormat,
     scale: float,
     k_scale: float = 1.0,
@@ -103,7 +103,7 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of absorbed MLA queries over stored rows, which are read once and decoded in registers.
 
-    Query t looks at the first ``row_counts[t]`` entries of one list of rows: with ``queries_per_list`` = n,
+    Query t looks at the first ``kv_lens[t]`` entries of one list of rows: with ``queries_per_list`` = n,
     queries b * n to b * n + n - 1 share list ``list_index[b]``. Scores are ``scale * q . row``; values are
     the latent part of the rows. On CUDA nothing depends on the contents of a tensor but the result, nothing
     waits for the device, and nothing is allocated if `out`, `lse` and `workspace` are given: a call can be
@@ -116,9 +116,9 @@ def mla_decode(
         kernel multiplies in bfloat16 and rounds float16 queries to it.
     pool : Tensor [S, fmt.row_bytes], uint8
         Any row stride; on CUDA address and stride are multiples of 16. Rows not referred to are not read.
-    row_ids : Tensor [N, M], int32 or int64
+    kv_indices : Tensor [N, M], int32 or int64
         Row numbers, any strides. Negative ones, anywhere, are none.
-    row_counts : Tensor [T], int32 or int64
+    kv_lens : Tensor [T], int32 or int64
         Entries beyond are not looked at. Below 0 is 0 and above M is M. Queries that share a list share its
         rows too: a NaN in one that any of them sees reaches all.
     fmt : RowFormat
@@ -131,7 +131,7 @@ def mla_decode(
         Which list each group of queries looks at; list b without it.
     queries_per_list : int
     page : (int, int), optional
-        (page_size_tokens, rows_per_page): entries of `row_ids` are slots s, of row
+        (page_size_tokens, rows_per_page): entries of `kv_indices` are slots s, of row
         ``s // page_size_tokens * rows_per_page + s % page_size_tokens``.
     out : Tensor [T, H, R], q's dtype, optional
         Written and returned; any strides but the last.
@@ -163,8 +163,8 @@ def mla_decode(
     q_nope, q_rope = decode_checks.queries(q, q_rope, pool, fmt)
     tokens, heads, rank = q_nope.shape
     groups = decode_checks.tokens_per_list(queries_per_list, tokens)
-    decode_checks.lists(row_ids, list_index, groups, pool)
-    decode_checks.counts(row_counts, tokens, pool)
+    decode_checks.lists(kv_indices, list_index, groups, pool)
+    decode_checks.counts(kv_lens, tokens, pool)
     page = decode_checks.page(page)
     if max_rows is not None:
         decode_checks.whole("max_rows", max_rows)
@@ -180,7 +180,7 @@ def mla_decode(
         decode_checks.output(lse, "lse", (tokens, heads), torch.float32, pool)
 
     params = decode_checks.DecodeParams(
-        q=q_nope, q_rope=q_rope, pool=pool, row_ids=row_ids, row_counts=row_counts, list_index=list_index,
+        q=q_nope, q_rope=q_rope, pool=pool, kv_indices=kv_indices, kv_lens=kv_lens, list_index=list_index,
         fmt=fmt, scale=scale, k_scale=k_scale, queries_per_list=queries_per_list, page=page, out=out, lse=lse,
     )  # fmt: skip
     if not pool.is_cuda:
@@ -190,7 +190,7 @@ def mla_decode(
     from sgl_kvpool.attention.decode_launch import launch  # a machine without a GPU need not have Triton
 
     decode_checks.pool_on_cuda(pool, fmt)
-    bound = row_ids.shape[1] if max_rows is None else min(max_rows, row_ids.shape[1])
+    bound = kv_indices.shape[1] if max_rows is None else min(max_rows, kv_indices.shape[1])
     config = decode_config(fmt, heads, queries_per_list, groups, bound, sm_count_of(pool.device))
     partial = partial_results(workspace, config, fmt, tokens, heads, pool.device)
     launch(params, partial, config)
@@ -233,17 +233,17 @@ def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
     heads, rank = p.out.shape[1:]
     for group in range(p.lists):
         tokens = slice(group * each, (group + 1) * each)
-        limits = p.row_counts[tokens].long().clamp(0, p.row_ids.shape[1])
+        limits = p.kv_lens[tokens].long().clamp(0, p.kv_indices.shape[1])
         chosen = group if p.list_index is None else int(p.list_index[group])
         length = int(limits.max())
-        if length and not 0 <= chosen < len(p.row_ids):
+        if length and not 0 <= chosen < len(p.kv_indices):
             raise IndexError(
-                f"list_index[{group}] is {chosen} of {len(p.row_ids)} lists; pass an existing one"
+                f"list_index[{group}] is {chosen} of {len(p.kv_indices)} lists; pass an existing one"
             )
         out = queries.new_zeros((each, heads, rank))
         lse = queries.new_full((each, heads), float("-inf"))
         for first in range(0, length, _CHUNK_ROWS):
-            slots = p.row_ids[chosen, first : min(first + _CHUNK_ROWS, length)]
+            slots = p.kv_indices[chosen, first : min(first + _CHUNK_ROWS, length)]
             rows = rows_of_slots(slots.long(), p.page)
             kv = gather_rows(p.pool, rows, p.fmt, torch.float32, k_scale=p.k_scale)
             part = attend(queries[tokens], kv, rank, p.scale, limits=limits - first, present=rows >= 0)

@@ -40,8 +40,8 @@ class DecodeParams:
     q: torch.Tensor
     q_rope: torch.Tensor | None
     pool: torch.Tensor
-    row_ids: torch.Tensor
-    row_counts: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_lens: torch.Tensor
     list_index: torch.Tensor | None
     fmt: RowFormat
     scale: float
@@ -116,31 +116,32 @@ def tokens_per_list(queries_per_list: int, tokens: int) -> int:
     if queries_per_list < 1 or tokens % queries_per_list:
         raise ValueError(
             f"queries_per_list={queries_per_list} does not divide the {tokens} queries; pass whole groups, "
-            "and pad the last one with queries whose row_counts are 0"
+            "and pad the last one with queries whose kv_lens are 0"
         )
     return tokens // queries_per_list
 
 
-def lists(row_ids: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
+def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
     """Lists of rows, enough of them."""
-    if row_ids.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"row_ids is {_name(row_ids.dtype)}, allowed: int32, int64; convert it first")
-    if row_ids.dim() != 2:
+    if kv_indices.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"kv_indices is {_name(kv_indices.dtype)}, allowed: int32, int64; convert it first")
+    if kv_indices.dim() != 2:
         raise ValueError(
-            f"row_ids has shape {tuple(row_ids.shape)}, expected (lists, entries); reshape it, or pass "
-            "row_ids[None] for one list"
+            f"kv_indices has shape {tuple(kv_indices.shape)}, expected (lists, entries); reshape it, or pass "
+            "kv_indices[None] for one list"
         )
-    checks.same_device(pool, "pool", row_ids, "row_ids")
+    checks.same_device(pool, "pool", kv_indices, "kv_indices")
     if list_index is not None:
         _index(list_index, "list_index", (groups,), pool)
-    elif len(row_ids) < groups:
+    elif len(kv_indices) < groups:
         raise ValueError(
-            f"row_ids has {len(row_ids)} lists for {groups} groups of queries; pass one each, or list_index"
+            f"kv_indices has {len(kv_indices)} lists for {groups} groups of queries; pass one each, or "
+            "list_index"
         )
 
 
-def counts(row_counts: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
-    _index(row_counts, "row_counts", (tokens,), pool)
+def counts(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
+    _index(kv_lens, "kv_lens", (tokens,), pool)
 
 
 def page(value: tuple[int, int] | None) -> tuple[int, int] | None:

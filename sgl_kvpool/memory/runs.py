@@ -82,7 +82,7 @@ class PageRuns:
 
 
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
-    """References with neighbours joined: the next begins where runs of the same rhythm end.
+    """References with neighbours joined: the next begins where runs of the same stride pattern end.
 
     References that overlap stay apart.
     """

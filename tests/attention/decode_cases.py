@@ -25,8 +25,8 @@ class Case:
     fmt: object
     q: torch.Tensor
     pool: torch.Tensor
-    row_ids: torch.Tensor
-    row_counts: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_lens: torch.Tensor
     values: np.ndarray  # float32 [slots, R + P], decoded by the oracle; NaN where a slot holds nothing
     scale: float = 0.06
     k_scale: float = 1.0
@@ -41,7 +41,7 @@ class Case:
     @property
     def arguments(self):
         """Positional and keyword arguments of `mla_decode`."""
-        positional = (self.q, self.pool, self.row_ids, self.row_counts, self.fmt, self.scale, self.k_scale)
+        positional = (self.q, self.pool, self.kv_indices, self.kv_lens, self.fmt, self.scale, self.k_scale)
         keywords = {
             "list_index": self.list_index,
             "queries_per_list": self.queries_per_list,
@@ -52,7 +52,7 @@ class Case:
     def to(self, device):
         moved = {
             name: value.to(device)
-            for name in ("q", "row_ids", "row_counts", "list_index")
+            for name in ("q", "kv_indices", "kv_lens", "list_index")
             if (value := getattr(self, name)) is not None
         }
         # A pool is moved with what lies between its rows, and keeps its strides.
@@ -92,17 +92,17 @@ def make_case(
     placement = RowPlacement(KVArrangement(arrangement), LAYERS, slots // page_size, page_size, fmt.row_bytes)
     buffer = torch.full((placement.total_bytes,), fill, dtype=torch.uint8)
     pool = placement.layer_view(buffer, LAYER)
-    row_ids = np.empty((lists, width), np.int64)
+    kv_indices = np.empty((lists, width), np.int64)
     # Beyond the count: unused slots, slots outside of the pool, and numbers that mean nothing.
-    row_ids[:] = random.choice([0, slots - 1, slots + 5, 2**31 - 1, -(2**31)], (lists, width))
+    kv_indices[:] = random.choice([0, slots - 1, slots + 5, 2**31 - 1, -(2**31)], (lists, width))
     used = random.permutation(np.arange(1, slots))[: sum(longest)]
     done = 0
     for i, length in enumerate(longest):
-        row_ids[i, :length] = used[done : done + length]
+        kv_indices[i, :length] = used[done : done + length]
         done += length
         if holes and length > 5:
-            row_ids[i, random.integers(0, length, 3)] = -1
-            row_ids[i, length - 1] = -7
+            kv_indices[i, random.integers(0, length, 3)] = -1
+            kv_indices[i, length - 1] = -7
     used = used if len(used) else np.array([1])  # the oracle's encoder wants a row
     nope = torch.randn(len(used), rank, dtype=torch.bfloat16) * torch.rand(len(used), 1).bfloat16() * 2
     keys = torch.randn(len(used), rope, dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ def make_case(
         fmt,
         torch.randn(lists * queries, heads, rank + rope).to(dtype),
         pool,
-        torch.from_numpy(row_ids).to(ids),
+        torch.from_numpy(kv_indices).to(ids),
         torch.tensor(counts, dtype=ids).flatten(),
         values,
         k_scale=k_scale,
@@ -135,9 +135,9 @@ def expected(case):
     for token in range(tokens):
         group = token // case.queries_per_list
         chosen = group if case.list_index is None else int(case.list_index[group])
-        if not 0 <= chosen < len(case.row_ids):
+        if not 0 <= chosen < len(case.kv_indices):
             continue
-        slots = case.row_ids[chosen, : max(int(case.row_counts[token]), 0)].numpy()
+        slots = case.kv_indices[chosen, : max(int(case.kv_lens[token]), 0)].numpy()
         seen = case.values[slots[(slots >= 0) & (slots < len(case.values))]].astype(np.float64)
         if not len(seen):
             continue
@@ -195,11 +195,11 @@ def every_code(layout):
 
 def check_parts(case, run, splits, block_rows):
     """Lists that fit one part write no partial results; of the others every part that has rows does."""
-    tokens, heads, rank = len(case.row_counts), case.q.shape[1], case.fmt.kv_lora_rank
+    tokens, heads, rank = len(case.kv_lens), case.q.shape[1], case.fmt.kv_lora_rank
     partial = torch.empty(splits * tokens * heads * (rank + 1))
     check(run(case, splits, partial=partial), case)
     written = ~partial[: splits * tokens * heads * rank].view(splits, tokens, heads, rank).isnan()
-    for token, count in enumerate(case.row_counts.tolist()):
+    for token, count in enumerate(case.kv_lens.tolist()):
         blocks = -(-count // block_rows)
         per_part = max(1, -(-blocks // splits))
         parts = -(-blocks // per_part)

@@ -22,8 +22,8 @@ def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torc
 def mla_decode_oracle(
     q: torch.Tensor,
     pool: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_counts: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
     fmt: RowFormat,
     scale: float,
     k_scale: float = 1.0,
@@ -48,10 +48,10 @@ def mla_decode_oracle(
     for token in range(tokens):
         group = token // queries_per_list
         chosen = group if list_index is None else int(list_index[group])
-        if not 0 <= chosen < len(row_ids):
+        if not 0 <= chosen < len(kv_indices):
             continue
-        count = min(max(int(row_counts[token]), 0), row_ids.shape[1])
-        rows = rows_of_entries(row_ids[chosen, :count], page)
+        count = min(max(int(kv_lens[token]), 0), kv_indices.shape[1])
+        rows = rows_of_entries(kv_indices[chosen, :count], page)
         rows = rows[(rows >= 0) & (rows < len(pool))]
         if len(rows) == 0:
             continue

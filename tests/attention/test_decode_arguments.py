@@ -34,8 +34,8 @@ def call(**changes):
     arguments = {
         "q": case.q,
         "pool": case.pool,
-        "row_ids": case.row_ids,
-        "row_counts": case.row_counts,
+        "kv_indices": case.kv_indices,
+        "kv_lens": case.kv_lens,
         "fmt": case.fmt,
         "scale": case.scale,
     }
@@ -69,11 +69,15 @@ def call(**changes):
         ({"queries_per_list": 0}, ValueError, "queries_per_list=0"),
         ({"pool": lambda c: c.pool.view(torch.int8)}, TypeError, "expected uint8"),
         ({"pool": lambda c: c.pool[:, :-16]}, ValueError, "build the RowFormat"),
-        ({"row_ids": lambda c: c.row_ids.float()}, TypeError, "row_ids is float32, allowed: int32, int64"),
-        ({"row_ids": lambda c: c.row_ids[0]}, ValueError, "expected (lists, entries)"),
-        ({"row_ids": lambda c: c.row_ids[:1]}, ValueError, "1 lists for 2 groups"),
-        ({"row_counts": lambda c: c.row_counts[:1]}, ValueError, "row_counts has shape (1,), expected (2,)"),
-        ({"row_counts": lambda c: c.row_counts.short()}, TypeError, "row_counts is int16"),
+        (
+            {"kv_indices": lambda c: c.kv_indices.float()},
+            TypeError,
+            "kv_indices is float32, allowed: int32, int64",
+        ),
+        ({"kv_indices": lambda c: c.kv_indices[0]}, ValueError, "expected (lists, entries)"),
+        ({"kv_indices": lambda c: c.kv_indices[:1]}, ValueError, "1 lists for 2 groups"),
+        ({"kv_lens": lambda c: c.kv_lens[:1]}, ValueError, "kv_lens has shape (1,), expected (2,)"),
+        ({"kv_lens": lambda c: c.kv_lens.short()}, TypeError, "kv_lens is int16"),
         ({"list_index": torch.zeros(3, dtype=torch.int32)}, ValueError, "list_index has shape (3,)"),
         ({"list_index": torch.tensor([0, 2])}, IndexError, "list_index[1] is 2 of 2 lists"),
         ({"page": (64, 61)}, ValueError, "page=(64, 61)"),
@@ -105,7 +109,7 @@ def test_refusals(changes, error, words):
 
 
 def test_entries_beyond_the_count_may_be_anything():
-    call(row_counts=torch.tensor([0, 4]))
+    call(kv_lens=torch.tensor([0, 4]))
 
 
 def test_limits_of_the_kernel():

@@ -113,7 +113,7 @@ def test_k_scale(k_scale):
 def test_another_scale_would_be_noticed(layout):
     """The tolerance is tighter than one scale of one row off by its smallest step."""
     case = make_case(layout, rank=128, rope=0, counts=((40,),), holes=False)
-    used = case.row_ids[0, 3]
+    used = case.kv_indices[0, 3]
     at = case.fmt.scale.offset_bytes
     last = at if layout.startswith("fp4") else at + 2
     case.pool[used, last] += 16 if layout == "fp8_block_scale" else 1
@@ -126,12 +126,12 @@ def test_strides_and_index_types(ids):
     """Queries, lists, output and counts of every allowed stride and type; list_index out of order, twice."""
     case = make_case("fp4", rank=256, heads=6, counts=((70,), (3,), (131,)), ids=ids)
     wide = torch.randn(4, 9, 2, 400).bfloat16()
-    apart = torch.stack([case.row_ids, torch.full_like(case.row_ids, -3)], -1).flatten(1)[:, ::2]
+    apart = torch.stack([case.kv_indices, torch.full_like(case.kv_indices, -3)], -1).flatten(1)[:, ::2]
     case = case.but(
         q=wide[:, 2:8, 1, 40:360],
-        row_ids=apart,
+        kv_indices=apart,
         list_index=torch.tensor([2, 0, 2, 1], dtype=ids),
-        row_counts=torch.tensor([131, 44, 70, 3], dtype=ids),
+        kv_lens=torch.tensor([131, 44, 70, 3], dtype=ids),
     )
     for splits in (1, 2):
         base = torch.full((7, 5, 300), -9.0)
@@ -167,7 +167,7 @@ def test_counts_and_lists_that_mean_nothing():
         check((out, lse), case)
         assert bool((lse[[0, 2, 3, 4]] == float("-inf")).all())
         assert not out[[0, 2, 3, 4]].any()
-    empty = case.but(list_index=None, row_ids=case.row_ids[:, :0])
+    empty = case.but(list_index=None, kv_indices=case.kv_indices[:, :0])
     for out, lse in (run(empty), on_cpu(empty)):
         assert bool((lse == float("-inf")).all())
         assert not out.any()
@@ -176,11 +176,11 @@ def test_counts_and_lists_that_mean_nothing():
 def test_entries_that_wrap_around_are_none_in_the_kernel():
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("bf16", rank=128, arrangement="page_major", counts=((9,),))
-    ids = case.row_ids.long()
-    plain = case.but(row_ids=ids.clone())
-    plain.row_ids[0, :2] = -1
+    ids = case.kv_indices.long()
+    plain = case.but(kv_indices=ids.clone())
+    plain.kv_indices[0, :2] = -1
     ids[0, :2] = torch.tensor([4611686018427387904, 6148914691236517206])
-    found, wanted = run(case.but(row_ids=ids)), run(plain)
+    found, wanted = run(case.but(kv_indices=ids)), run(plain)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 
@@ -199,7 +199,7 @@ def test_a_query_of_nans_is_no_query_without_rows(splits):
 def test_rows_beyond_the_pool_are_none_in_the_kernel(page):
     case = make_case("bf16", rank=128, arrangement="page_major" if page else "layer_major", counts=((9,),))
     assert case.page == page
-    case.row_ids[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
+    case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     check(run(case), case)
     with pytest.raises(IndexError, match="outside of a pool"):
         on_cpu(case)
@@ -219,6 +219,6 @@ def test_any_lists(data):
     case = make_case(layout, rank=128, rope=0, heads=heads, counts=tuple(counts), width=140, seed=seed)
     holes = data.draw(st.floats(0, 1), label="holes")
     random = torch.Generator().manual_seed(seed)
-    case.row_ids[torch.rand(case.row_ids.shape, generator=random) < holes] = -1
+    case.kv_indices[torch.rand(case.kv_indices.shape, generator=random) < holes] = -1
     check(run(case, data.draw(st.integers(1, 5), label="splits"), data.draw(st.integers(1, 2))), case)
     check(on_cpu(case), case, rounding=0)

@@ -24,7 +24,7 @@ def workspace_of(case):
         case.fmt,
         heads,
         tokens,
-        case.row_ids.shape[1],
+        case.kv_indices.shape[1],
         queries_per_list=case.queries_per_list,
         sm_count=properties.multi_processor_count,
     )
@@ -124,7 +124,7 @@ def test_captured_graph_follows_counts_and_lists(layout):
     with torch.cuda.graph(graph):
         mla_decode(*positional, **keywords, **options)
     for counts, lists in (([5, 900, 0], [2, 0, 1]), ([129, 1, 64], [2, 2, 1]), ([0, 0, 0], [0, 1, 2])):
-        case.row_counts.copy_(torch.tensor(counts))
+        case.kv_lens.copy_(torch.tensor(counts))
         index.copy_(torch.tensor(lists))
         case.q.copy_(torch.randn(case.q.shape))
         for name in ("out", "lse"):
@@ -153,7 +153,7 @@ def test_a_call_with_room_allocates_nothing():
 
 def test_rows_beyond_the_pool_are_none():
     case = make_case("bf16", rank=128, counts=((9,),))
-    case.row_ids[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
+    case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     check(run(case), case)
     assert (expected(case)[1] > float("-inf")).all()
 

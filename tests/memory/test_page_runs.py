@@ -63,7 +63,7 @@ def test_merged_runs_mean_the_same_bytes(references, tensors):
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.permutations(range(6)), st.integers(0, 63))
 def test_merged_runs_side_by_side(size, positions, count, order, present):
-    """Layers of one rhythm, some of them missing: as many references as there are gaps between them."""
+    """Layers of one stride pattern, some of them missing: as many references as there are gaps."""
     layers = [i for i in order if i < positions and present >> i & 1]
     references = [
         PageRuns(tensor_index=0, offset_bytes=i * size, run_bytes=size, run_count=count,

@@ -41,7 +41,7 @@ def _tiles(quick):
 
 def with_strangers(case):
     """Entries of a list that are beyond the pool, one of them by far: no rows."""
-    case.row_ids[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
+    case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     return case
 
 
@@ -85,7 +85,7 @@ def test_verification_in_every_tile(runs, layout, tile):
     )  # fmt: skip
     case.q = case.q.bfloat16().half()  # which the kernel rounds to
     assert case.page is not None
-    case = case.but(list_index=torch.tensor([1, 0, 2]), row_counts=case.row_counts[[2, 3, 0, 1, 4, 5]])
+    case = case.but(list_index=torch.tensor([1, 0, 2]), kv_lens=case.kv_lens[[2, 3, 0, 1, 4, 5]])
     decode(case, tile=tile)
 
 
@@ -142,12 +142,12 @@ def test_strides(runs):
     """Queries, lists and results in the middle of wider tensors; queries in two parts."""
     case = make_case("fp4", rank=128, heads=6, counts=((70,), (3,), (131,)))
     wide = torch.randn(4, 9, 2, 400).bfloat16()
-    apart = torch.stack([case.row_ids, torch.full_like(case.row_ids, -3)], -1).flatten(1)[:, ::2]
+    apart = torch.stack([case.kv_indices, torch.full_like(case.kv_indices, -3)], -1).flatten(1)[:, ::2]
     case = case.but(
         q=wide[:, 2:8, 1, 40:232],
-        row_ids=apart,
+        kv_indices=apart,
         list_index=torch.tensor([2, 0, 2, 1], dtype=torch.int32),
-        row_counts=torch.tensor([131, 44, 70, 3], dtype=torch.int32),
+        kv_lens=torch.tensor([131, 44, 70, 3], dtype=torch.int32),
     )
     for splits in (1, 2):
         base = torch.full((7, 5, 300), -9.0)
@@ -172,11 +172,11 @@ def test_counts_and_lists_that_mean_nothing(runs):
 def test_entries_that_wrap_around_are_none(runs):
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("bf16", rank=128, arrangement="page_major", counts=((9,),))
-    ids = case.row_ids.long()
-    plain = case.but(row_ids=ids.clone())
-    plain.row_ids[0, :2] = -1
+    ids = case.kv_indices.long()
+    plain = case.but(kv_indices=ids.clone())
+    plain.kv_indices[0, :2] = -1
     ids[0, :2] = torch.tensor([4611686018427387904, 6148914691236517206])
-    found, wanted = run(case.but(row_ids=ids)), run(plain)
+    found, wanted = run(case.but(kv_indices=ids)), run(plain)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 

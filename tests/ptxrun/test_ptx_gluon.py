@@ -89,10 +89,10 @@ def decode_parts(case, splits, partial):
 def test_lists_of_holes(runs, layout):
     """Blocks without a row at the beginning, in the middle and at the end, and a list of nothing else."""
     case = make_case(layout, counts=((450,), (130,)), width=450, heads=8, holes=False)
-    case.row_ids[0, :130] = -1
-    case.row_ids[0, 192:260] = -5
-    case.row_ids[0, 380:] = -1
-    case.row_ids[1] = -1
+    case.kv_indices[0, :130] = -1
+    case.kv_indices[0, 192:260] = -5
+    case.kv_indices[0, 380:] = -1
+    case.kv_indices[1] = -1
     for splits in (1, 2):
         out, lse = decode(case, splits)
         assert not out[1].any()
@@ -142,12 +142,12 @@ def test_strides(runs):
     """Queries, lists and results in the middle of wider tensors; queries in two parts."""
     case = make_case("fp4", heads=6, counts=((70,), (3,), (131,)))
     wide = torch.randn(4, 9, 2, 700).bfloat16()
-    apart = torch.stack([case.row_ids, torch.full_like(case.row_ids, -3)], -1).flatten(1)[:, ::2]
+    apart = torch.stack([case.kv_indices, torch.full_like(case.kv_indices, -3)], -1).flatten(1)[:, ::2]
     case = case.but(
         q=wide[:, 2:8, 1, 40:616],
-        row_ids=apart,
+        kv_indices=apart,
         list_index=torch.tensor([2, 0, 2, 1], dtype=torch.int32),
-        row_counts=torch.tensor([131, 44, 70, 3], dtype=torch.int32),
+        kv_lens=torch.tensor([131, 44, 70, 3], dtype=torch.int32),
     )
     for splits in (1, 2):
         base = torch.full((7, 5, 800), -9.0)
@@ -174,11 +174,11 @@ def test_entries_that_wrap_around_are_none(runs):
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("fp4", arrangement="page_major", counts=((9,),))
     tile = tile_config(case.fmt.layout, 8, "gluon")
-    ids = case.row_ids.long()
-    plain = case.but(row_ids=ids.clone())
-    plain.row_ids[0, :2] = -1
+    ids = case.kv_indices.long()
+    plain = case.but(kv_indices=ids.clone())
+    plain.kv_indices[0, :2] = -1
     ids[0, :2] = torch.tensor([4611686018427387904, 6148914691236517206])
-    found, wanted = run(case.but(row_ids=ids), tile=tile), run(plain, tile=tile)
+    found, wanted = run(case.but(kv_indices=ids), tile=tile), run(plain, tile=tile)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 

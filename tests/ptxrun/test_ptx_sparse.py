@@ -27,7 +27,7 @@ def on_ptxrun(runs, monkeypatch):
     def by_kernels(params):
         tokens, heads, _ = params.out.shape
         config = decode_config(
-            params.fmt, heads, params.queries_per_list, params.lists, params.row_ids.shape[1]
+            params.fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1]
         )
         partial = torch.full((partial_elements(params.fmt, tokens, heads, config.splits),), float("nan"))
         launch(params, partial, config)
@@ -47,15 +47,15 @@ def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
     counts = ((TOP_K,), (90,), (3,), (0,))
     case = make_case(layout, heads=heads, counts=counts, width=TOP_K, ids=torch.int32)
     if not counted:
-        for row_ids, (count,) in zip(case.row_ids, counts, strict=True):
-            row_ids[count:] = -1
+        for kv_indices, (count,) in zip(case.kv_indices, counts, strict=True):
+            kv_indices[count:] = -1
     caplog.set_level("INFO")
     reader = SparseReader(
         case.fmt, DecodeWorkspace(sparse_workspace_bytes(case.fmt, heads, TOP_K, "cpu"), "cpu")
     )
     assert caplog.messages[-1] == f"sparse attention decodes {layout} with the gluon kernel"
     rows = case.pool.unsqueeze(1)
-    found = reader.attend(case.q, rows, case.row_ids, case.row_counts if counted else None, case.scale)
+    found = reader.attend(case.q, rows, case.kv_indices, case.kv_lens if counted else None, case.scale)
     assert [name for name, _ in on_ptxrun.launched] == ["gluon_decode_kernel", "merge_kernel"]
     check((found, torch.from_numpy(expected(case)[1])), case)
 

@@ -70,7 +70,7 @@ class KVPoolMLABackend(AttentionBackend):
         self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
-        self._row_ids = torch.empty(0, dtype=torch.int64)
+        self._kv_indices = torch.empty(0, dtype=torch.int64)
         self._plan: list = []
         self._rows_to_write = RowsToWrite(pool)
         if self.reads_own_chunk:
@@ -101,7 +101,7 @@ class KVPoolMLABackend(AttentionBackend):
         slots = forward_batch.req_pool_indices.tolist()
         lists = [table[slot, :count] for slot, count in zip(slots, stored, strict=True)]
         listed = torch.cat(lists) if lists else table.new_empty(0)
-        self._row_ids = self.token_to_kv_pool.slot_to_row(listed)
+        self._kv_indices = self.token_to_kv_pool.slot_to_row(listed)
         self._plan = self.reader.plan(self._requests)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -166,7 +166,7 @@ class KVPoolMLABackend(AttentionBackend):
         out, lse = self.reader.attend(
             query,
             rows,
-            self._row_ids,
+            self._kv_indices,
             self._plan,
             layer.scaling,
             k_scale=pool.k_scale(layer.layer_id),

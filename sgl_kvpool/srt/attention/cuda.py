@@ -260,7 +260,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         q = q.view(padded, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
         if q_rope is not None:
             q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
-        tokens = few.row_counts.numel()
+        tokens = few.kv_lens.numel()
         if padded > tokens:
             # Data-parallel attention pads tokens of batches that have been planned.
             out[tokens:].zero_()
@@ -281,7 +281,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             q,
             pool.get_row_buffer(layer_id).squeeze(1),
             self.req_to_token,
-            few.row_counts,
+            few.kv_lens,
             self.fmt,
             layer.scaling,
             pool.k_scale(layer_id),

@@ -32,12 +32,12 @@ class DecodeBatch:
 
     Attributes
     ----------
-    row_counts : torch.Tensor
+    kv_lens : torch.Tensor
         `[requests * queries_per_request]` int32 or int64: how much of its request's list each query sees.
     queries_per_request : int
     """
 
-    row_counts: torch.Tensor
+    kv_lens: torch.Tensor
     queries_per_request: int
 
 
@@ -138,14 +138,14 @@ class QueryCounts:
         if mode.is_decode_or_idle():
             if self.draft_step:
                 lengths = forward_batch.seq_lens[: forward_batch.batch_size]
-                torch.add(lengths, self.draft_step, out=few.row_counts)
+                torch.add(lengths, self.draft_step, out=few.kv_lens)
             return
         queries = few.queries_per_request
         lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
-        torch.add(lengths, self._ordinals[:queries], out=few.row_counts.view(-1, queries))
+        torch.add(lengths, self._ordinals[:queries], out=few.kv_lens.view(-1, queries))
         if mode.is_draft_extend_v2():
             # Its lengths count the new tokens already; those of a verification do not.
-            few.row_counts.sub_(queries)
+            few.kv_lens.sub_(queries)
 
 
 def decode_workspace_bytes(

@@ -78,13 +78,13 @@ def plan_extend(
     host = torch.cat([part.int() for part in parts])
     on_device = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     split = on_device.split([len(part) for part in parts])
-    row_ids = list_rows(split[1], split[2], stored)
+    kv_indices = list_rows(split[1], split[2], stored)
     one_call = fits and reader.plan_wrapper(prefix_lens, query_lens, query_bounds, scale)
     return ExtendBatch(
         prefix_tokens=stored,
         query_tokens=queries,
         longest_query=max(query_lens, default=0),
-        row_ids=row_ids,
+        kv_indices=kv_indices,
         qo_indptr=split[0],
         pieces=tuple(replace(p, kv_indptr=inside) for p, inside in zip(pieces, split[3:], strict=True)),
         one_call=one_call,
@@ -221,7 +221,7 @@ class ExtendReader:
     def _decode(self, rows, batch: ExtendBatch, piece: Piece, k_scale: float) -> torch.Tensor:
         """`[count, R + P]`: the rows of a piece, in the workspace."""
         kv = self.workspace[: piece.count]
-        ids = batch.row_ids[piece.start : piece.start + piece.count]
+        ids = batch.kv_indices[piece.start : piece.start + piece.count]
         gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
         return kv
 
@@ -229,7 +229,7 @@ class ExtendReader:
         rank = self.fmt.kv_lora_rank
         stored, queries = batch.prefix_tokens, batch.query_tokens
         kv = self.workspace[: stored + queries]
-        gather_rows(rows, batch.row_ids, self.fmt, self.dtype, out=kv[:stored], k_scale=k_scale)
+        gather_rows(rows, batch.kv_indices, self.fmt, self.dtype, out=kv[:stored], k_scale=k_scale)
         kv[stored:].copy_(chunk)
         pages = kv.unsqueeze(1)  # [tokens, 1, R + P]: pages of one token
         out = torch.empty((queries, self.heads, rank), dtype=q.dtype, device=q.device)
@@ -263,7 +263,7 @@ class ExtendReader:
             kv[..., :rank],
             batch.qo_indptr[piece.first_request : piece.last_request + 1],
             piece.kv_indptr,
-            batch.row_ids,  # not read: the rows are in order
+            batch.kv_indices,  # not read: the rows are in order
             None,
             True,
             None,

@@ -47,7 +47,7 @@ class ExtendBatch:
     ----------
     prefix_tokens, query_tokens, longest_query : int
         Stored rows and queries of all requests; queries of the longest one.
-    row_ids : torch.Tensor
+    kv_indices : torch.Tensor
         `[prefix_tokens]` row numbers of the stored rows, one request after the other.
     qo_indptr : torch.Tensor
         `[requests + 1]` int32: bounds of the requests' queries.
@@ -60,7 +60,7 @@ class ExtendBatch:
     prefix_tokens: int
     query_tokens: int
     longest_query: int
-    row_ids: torch.Tensor
+    kv_indices: torch.Tensor
     qo_indptr: torch.Tensor
     pieces: tuple[Piece, ...]
     one_call: bool

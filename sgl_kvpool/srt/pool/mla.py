@@ -285,13 +285,13 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         loc, _, _ = unwrap_write_loc(loc_info)
         where = f"{method} ({self.kv_cache_layout})"
         self._check_physical_write_loc(loc_info, where)
-        row_ids = loc if isinstance(loc_info, RowWriteLoc) else self.slot_to_row(loc)
+        kv_indices = loc if isinstance(loc_info, RowWriteLoc) else self.slot_to_row(loc)
         rows = self.kv_buffer[index].squeeze(1).view(torch.uint8)  # [rows, row_bytes]
-        maybe_detect_oob(row_ids, 0, len(rows), where)
+        maybe_detect_oob(kv_indices, 0, len(rows), where)
         # Writers do not wait for loads: SGLang never writes a slot that a load is filling.
         store_rows(
             rows,
-            row_ids,
+            kv_indices,
             _flat(nope),
             _flat(rope) if self.qk_rope_head_dim else None,
             self.row_format,

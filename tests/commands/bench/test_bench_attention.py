@@ -158,7 +158,7 @@ def test_the_time_is_bounded_and_what_is_left_is_named(capsys):
 def test_lists_of_the_inputs(arrangement):
     workload = modules.cases.Workload("dense", 2, 3, 128, 128, 4, arrangement, layers=3)
     problem = modules.inputs.make_problem(workload, fmt("fp8"), modules.device.CpuDevice())
-    slots = problem.row_ids.view(-1, 64)
+    slots = problem.kv_indices.view(-1, 64)
     assert (slots[:, 0] % 64 == 0).all()
     assert (slots.diff(dim=1) == 1).all()  # tokens of a page in order
     pages = slots[:, 0] // 64
@@ -166,7 +166,7 @@ def test_lists_of_the_inputs(arrangement):
     assert pages.min() == 1  # page 0 is reserved
     assert len(pages.unique()) == len(pages) == 2 * 3 * 2
     assert pages.tolist() != sorted(pages.tolist())
-    assert problem.row_counts.tolist() == [125, 126, 127, 128] * 3
+    assert problem.kv_lens.tolist() == [125, 126, 127, 128] * 3
     assert (problem.page is not None) == (arrangement == "page_major")
     assert problem.pool.stride(0) == 576 * (3 if arrangement == "token_major" else 1)
 
@@ -174,11 +174,11 @@ def test_lists_of_the_inputs(arrangement):
 def test_top_k_lists():
     workload = modules.cases.Workload("sparse", 2, 3, 128, 40)
     problem = modules.inputs.make_problem(workload, fmt("bf16"), modules.device.CpuDevice())
-    for row_ids in problem.row_ids:
-        for ids, pages in zip(row_ids, problem.page_tables[0], strict=True):
+    for kv_indices in problem.kv_indices:
+        for ids, pages in zip(kv_indices, problem.page_tables[0], strict=True):
             assert len(ids.unique()) == 40
             assert set((ids // 64).tolist()) <= set(pages.tolist())
-    assert not torch.equal(*problem.row_ids)
+    assert not torch.equal(*problem.kv_indices)
 
 
 # The program

@@ -48,7 +48,7 @@ def launch_on_cpu():
 
     def decode_on_cpu(params):
         fmt, (tokens, heads, _) = params.fmt, params.q.shape
-        config = decode_config(fmt, heads, params.queries_per_list, params.lists, params.row_ids.shape[1])
+        config = decode_config(fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1])
         partial = decode.partial_results(None, config, fmt, tokens, heads, params.pool.device)
         launch(params, partial, config)
 

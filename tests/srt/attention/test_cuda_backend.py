@@ -280,11 +280,11 @@ def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
     case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
     batch = case.batch("TARGET_VERIFY")
     case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    address = case.backend.forward_metadata.row_counts.data_ptr()
+    address = case.backend.forward_metadata.kv_lens.data_ptr()
     for lengths in ([0, 36, 3], [2, 5, 1]):
         batch.seq_lens.copy_(torch.tensor(lengths))
         case.backend.init_forward_metadata_in_graph(batch)
-        counts = case.backend.forward_metadata.row_counts
+        counts = case.backend.forward_metadata.kv_lens
         assert counts.tolist() == [n + i + 1 for n in lengths for i in range(4)]
         assert counts.data_ptr() == address
     first = case.backend._rows_to_write.of(batch)
@@ -329,7 +329,7 @@ def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
     )
     case.backend.init_forward_metadata_out_graph(view)
     few = case.backend.forward_metadata
-    assert (few.queries_per_request, few.row_counts.numel()) == (width, bucket * width)
+    assert (few.queries_per_request, few.kv_lens.numel()) == (width, bucket * width)
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
@@ -368,7 +368,7 @@ def test_an_idle_rank(monkeypatch):
             out_cache_loc=none[:0], spec_info=None,
         )  # fmt: skip
         case.backend.init_forward_metadata(view)
-        assert case.backend.forward_metadata.row_counts.numel() == requests
+        assert case.backend.forward_metadata.kv_lens.numel() == requests
 
 
 def test_when_the_request_table_may_change(monkeypatch):

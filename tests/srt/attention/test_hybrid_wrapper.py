@@ -132,7 +132,7 @@ def test_graphs(kind, mode, monkeypatch):
     batch.seq_lens_cpu = batch.seq_lens.clone()  # what lightning attention asks for
     outer.init_forward_metadata_out_graph(batch, in_capture=True)
     outer.init_forward_metadata_in_graph(batch)
-    address = case.full.forward_metadata.row_counts.data_ptr()
+    address = case.full.forward_metadata.kv_lens.data_ptr()
     for layer in MLA_LAYERS:
         case.layer_step(batch, layer)
     rows = case.full._rows_to_write.of(batch)
@@ -146,7 +146,7 @@ def test_graphs(kind, mode, monkeypatch):
         getattr(batch, name).copy_(getattr(fresh, name))
     outer.init_forward_metadata_out_graph(batch)
     outer.init_forward_metadata_in_graph(batch)
-    assert case.full.forward_metadata.row_counts.data_ptr() == address
+    assert case.full.forward_metadata.kv_lens.data_ptr() == address
     found = {layer: case.layer_step(batch, layer, split=True) for layer in MLA_LAYERS}
     assert case.full._rows_to_write.of(batch) is not rows
     case.assert_right(found, fresh_as_computed=False)

@@ -39,12 +39,12 @@ class Problem:
     pool : Tensor [rows, row_bytes], uint8
         One layer's view.
     page : (int, int) or None
-        As `mla_decode` takes it: entries of `row_ids` are slots that become rows this way.
+        As `mla_decode` takes it: entries of `kv_indices` are slots that become rows this way.
     page_tables : Tensor [sets, batch, pages], int32
         Pages of each request, in order; the same for all sets of a sparse workload.
-    row_ids : Tensor [sets, batch, rows_per_list], int32
+    kv_indices : Tensor [sets, batch, rows_per_list], int32
         Slots. A call uses one of the sets.
-    row_counts : Tensor [queries], int32
+    kv_lens : Tensor [queries], int32
     q : Tensor [queries, heads, R + P], bfloat16
     """
 
@@ -53,14 +53,14 @@ class Problem:
     pool: torch.Tensor
     page: tuple[int, int] | None
     page_tables: torch.Tensor
-    row_ids: torch.Tensor
-    row_counts: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_lens: torch.Tensor
     q: torch.Tensor
     _expected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sets(self) -> int:
-        return len(self.row_ids)
+        return len(self.kv_indices)
 
     def on_rows(self, pool: torch.Tensor, fmt: RowFormat) -> Problem:
         """The same lists over another pool."""
@@ -69,8 +69,8 @@ class Problem:
     def expected(self, query: int, number: int) -> torch.Tensor:
         """What a query's result is to be with a set of lists, float64 [heads, R]; computed once."""
         if (query, number) not in self._expected:
-            slots = self.row_ids[number, query // self.workload.queries_per_list]
-            rows = rows_of_slots(slots[: int(self.row_counts[query])].long(), self.page)
+            slots = self.kv_indices[number, query // self.workload.queries_per_list]
+            rows = rows_of_slots(slots[: int(self.kv_lens[query])].long(), self.page)
             keys = torch.empty(len(rows), RANK + ROPE, dtype=torch.float32, device=rows.device)
             reference.gather_parts(self.pool, rows, self.fmt, keys[:, :RANK], keys[:, RANK:], 1.0)
             scores = self.q[query].double() @ keys.double().T * SCALE  # [heads, rows]
@@ -120,22 +120,24 @@ def make_problem(workload: Workload, fmt: RowFormat, device: Any, seed: int = 0)
     ]
     tables = (order + 1).view(different, workload.batch, of_request).expand(sets, -1, -1)
     if workload.kind == "sparse":
-        row_ids = torch.empty(sets, workload.batch, workload.rows_per_list, dtype=torch.int32, device=where)
+        kv_indices = torch.empty(
+            sets, workload.batch, workload.rows_per_list, dtype=torch.int32, device=where
+        )
         for number in range(sets):
             keys = torch.rand(workload.batch, workload.context, generator=generator, device=where)
             tokens = keys.topk(workload.rows_per_list, dim=-1).indices
             found = tables[number].gather(1, tokens // PAGE_SIZE)
-            row_ids[number] = (found * PAGE_SIZE + tokens % PAGE_SIZE).int()
+            kv_indices[number] = (found * PAGE_SIZE + tokens % PAGE_SIZE).int()
     else:
         tokens = torch.arange(PAGE_SIZE, dtype=torch.int32, device=where)
-        row_ids = (tables.int()[..., None] * PAGE_SIZE + tokens).flatten(2)[..., : workload.context]
+        kv_indices = (tables.int()[..., None] * PAGE_SIZE + tokens).flatten(2)[..., : workload.context]
     of_group = torch.arange(workload.queries_per_list, dtype=torch.int32, device=where)
     counts = workload.rows_per_list - workload.queries_per_list + 1 + of_group
     q = torch.randn(
         workload.queries, workload.heads, RANK + ROPE, generator=generator, device=where, dtype=torch.bfloat16
     )
     return Problem(
-        workload, fmt, pool, placement.slot_pages, tables.int().contiguous(), row_ids.contiguous(),
+        workload, fmt, pool, placement.slot_pages, tables.int().contiguous(), kv_indices.contiguous(),
         counts.repeat(workload.batch), q,
     )  # fmt: skip
 

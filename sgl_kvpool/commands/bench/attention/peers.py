@@ -81,13 +81,13 @@ class Kvpool:
             config = decode_config(fmt, w.heads, queries, w.batch, w.rows_per_list, self.sm_count)
             facts = {"tile_pairs": config.tile.pairs, "tiles": config.tiles, "splits": config.splits}
 
-        def call(row_ids: torch.Tensor) -> torch.Tensor:
+        def call(kv_indices: torch.Tensor) -> torch.Tensor:
             return mla_decode(
-                problem.q, problem.pool, row_ids, problem.row_counts, fmt, SCALE, queries_per_list=queries,
+                problem.q, problem.pool, kv_indices, problem.kv_lens, fmt, SCALE, queries_per_list=queries,
                 page=problem.page, out=out, lse=lse, workspace=workspace,
             )[0]  # fmt: skip
 
-        return Prepared([partial(call, ids) for ids in problem.row_ids], buffers, problem, facts)
+        return Prepared([partial(call, ids) for ids in problem.kv_indices], buffers, problem, facts)
 
 
 def _bf16(problem: Problem) -> torch.Tensor:
@@ -118,7 +118,7 @@ class SglangTriton:
     def prepare(self, problem: Problem) -> Prepared:
         decode, buffers = self.decoder(problem)
         rows = _bf16(problem)
-        calls = [lambda ids=ids: decode(rows, ids) for ids in problem.row_ids.long().flatten(1)]
+        calls = [lambda ids=ids: decode(rows, ids) for ids in problem.kv_indices.long().flatten(1)]
         return Prepared(calls, buffers, problem)
 
     def decoder(
@@ -133,7 +133,7 @@ class SglangTriton:
         lse = torch.empty(w.batch, w.heads, most, dtype=torch.float32, device=where)
         splits = torch.empty(w.batch, dtype=torch.int32, device=where)
         self.choose_splits[(1,)](
-            splits, problem.row_counts, w.batch, 1, w.heads, 1, most, self.sm_count,
+            splits, problem.kv_lens, w.batch, 1, w.heads, 1, most, self.sm_count,
             MAX_NUM_SEQ=max(256, _power_of_two(w.batch)),
         )  # fmt: skip
         out = problem.new_out()
@@ -168,7 +168,7 @@ class SglangFp4(SglangTriton):
         def call(ids: torch.Tensor) -> torch.Tensor:
             return decode(self.codec.batched_dequantize(values, scales), ids)
 
-        calls = [lambda ids=ids: call(ids) for ids in problem.row_ids.long().flatten(1)]
+        calls = [lambda ids=ids: call(ids) for ids in problem.kv_indices.long().flatten(1)]
         return Prepared(calls, buffers, problem.on_rows(stored, bf16), {"pool_slots_read": len(values)})
 
 
@@ -197,7 +197,7 @@ class Flashinfer:
 
     def prepare(self, problem: Problem) -> Prepared:
         w, where = problem.workload, problem.q.device
-        lists = problem.row_ids if self.page_size == 1 else problem.page_tables
+        lists = problem.kv_indices if self.page_size == 1 else problem.page_tables
         per_list = lists.shape[2]
         room = torch.empty(self._WORKSPACE_BYTES, dtype=torch.uint8, device=where)
         q_starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.queries_per_list
@@ -284,7 +284,7 @@ class FlashmlaSparseFp8(Flashmla):
             )  # fmt: skip
             return out[:, 0, : w.heads]
 
-        return Prepared(self.scheduled(call, problem.row_ids), [], problem, {"padded_heads": padded})
+        return Prepared(self.scheduled(call, problem.kv_indices), [], problem, {"padded_heads": padded})
 
 
 class GatherFlashmla(FlashmlaSparseFp8):
@@ -308,7 +308,7 @@ class GatherFlashmla(FlashmlaSparseFp8):
             )
             return out[:, : w.heads]
 
-        calls = [lambda ids=ids: call(ids) for ids in problem.row_ids]
+        calls = [lambda ids=ids: call(ids) for ids in problem.kv_indices]
         return Prepared(calls, [keys], problem, {"padded_heads": padded, "workspace_bytes": keys.nbytes})
 
 

@@ -51,15 +51,15 @@ class TileRunner:
         )
         params = DecodeParams(
             q=problem.q[..., :RANK], q_rope=problem.q[..., RANK:], pool=problem.pool,
-            row_ids=problem.row_ids[0], row_counts=problem.row_counts, list_index=None, fmt=fmt, scale=SCALE,
+            kv_indices=problem.kv_indices[0], kv_lens=problem.kv_lens, list_index=None, fmt=fmt, scale=SCALE,
             k_scale=1.0, queries_per_list=w.queries_per_list, page=problem.page, out=out, lse=lse,
         )  # fmt: skip
 
-        def call(row_ids: torch.Tensor) -> torch.Tensor:
-            launch(replace(params, row_ids=row_ids), room, config)
+        def call(kv_indices: torch.Tensor) -> torch.Tensor:
+            launch(replace(params, kv_indices=kv_indices), room, config)
             return out
 
-        return Prepared([partial(call, ids) for ids in problem.row_ids], [out, lse, room], problem)
+        return Prepared([partial(call, ids) for ids in problem.kv_indices], [out, lse, room], problem)
 
 
 def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
