@@ -5,12 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_pool_100_times_larger_costs_the_same(tmp_path):
-    """Medians of interleaved runs. A cost in proportion to the pool would show as a ratio near 100."""
-    report = tmp_path / "report.json"
+#: Other work on the machine raises a ratio for as long as it lasts; a cost in proportion to the pool is there in
+#: every run.
+RUNS = 3
+
+
+def ratios(report):
+    """Time with the large pool over that with the small one, medians of interleaved runs, by layout."""
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "bench_host_attention.py", "--quick", "--json", report],
         capture_output=True,
@@ -19,7 +25,16 @@ def test_a_pool_100_times_larger_costs_the_same(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(report.read_text())["results"]
-    assert [row["layout"] for row in results] == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
-    for row in results:
-        assert row["pool_slots"][1] == 100 * row["pool_slots"][0]
-        assert row["large_over_small"] < 5, row
+    assert all(row["pool_slots"][1] == 100 * row["pool_slots"][0] for row in results)
+    return {row["layout"]: row["large_over_small"] for row in results}
+
+
+def test_a_pool_100_times_larger_costs_the_same(tmp_path):
+    """A cost in proportion to the pool would show as a ratio near 100."""
+    seen = []
+    for _ in range(RUNS):
+        seen.append(ratios(tmp_path / "report.json"))
+        assert list(seen[-1]) == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+        if all(min(found[layout] for found in seen) < 5 for layout in seen[-1]):
+            return
+    pytest.fail(f"times with the large pool over those with the small one in {RUNS} runs: {seen}")

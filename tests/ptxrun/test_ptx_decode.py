@@ -206,7 +206,10 @@ def test_a_pool_beyond_31_bits(runs):
 
 @pytest.mark.parametrize("splits", [2, 33, pytest.param(128, marks=pytest.mark.quick)])
 def test_the_merge(runs, splits):
-    """Splits of every weight, some of which no query sees and some that were not written, to float64."""
+    """Parts of every weight, some of which no query sees and some that were not written, to float64.
+
+    A list of one part is left as the decode kernel wrote it.
+    """
     fmt = oracle.row_format("fp4", 256, 64)
     heads, lists = 3, 2
     tile = tile_config(fmt.layout, heads, "triton")
@@ -223,6 +226,9 @@ def test_the_merge(runs, splits):
         wanted[i] = (weights[..., None] * partial[some, i].double()).sum(0)
     partial[splits - 1, 1] = lse[splits - 1, 1] = float("nan")  # was not written
     out, out_lse = torch.full((lists, heads, 256), float("nan")), torch.full((lists, heads), float("nan"))
+    if splits == 2:
+        out[1], out_lse[1] = wanted[1].float(), wanted_lse[1].float()
+        partial[:, 1] = lse[:, 1] = float("nan")
     merge_kernel[(lists * heads, 2)](
         partial, lse, counts, None, out, out_lse, lists, splits * block, splits, 1, lists * heads,
         out.stride(0), out.stride(1), out_lse.stride(0), out_lse.stride(1),
