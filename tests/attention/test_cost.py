@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Other work on the machine raises a ratio for as long as it lasts; a cost in proportion to the pool is there in
+#: Other work on the machine raises a ratio for as long as it lasts; a cost in proportion to the pool shows in
 #: every run.
 RUNS = 3
 
