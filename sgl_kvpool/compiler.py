@@ -37,5 +37,6 @@ def cpu_flags(capability: str) -> list[str]:
     # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
     flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     if capability.startswith("AVX512"):
-        return [*flags, "-march=x86-64-v4", "-mprefer-vector-width=512"]
+        wide = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
+        return [*flags, *wide, "-mprefer-vector-width=512"]
     return [*flags, "-mavx2"] if capability.startswith("AVX") else flags
