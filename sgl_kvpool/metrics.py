@@ -19,7 +19,7 @@ __all__ = ["FAILURES", "failed", "publish", "transferred"]
 
 #: Failures by kind, and what they cost. Every one has a log line too.
 FAILURES = {
-    "codec_build": "the CPU codec could not be built; torch encodes rows, at a tenth of the speed",
+    "codec_build": "the CPU codec could not be built; torch encodes rows, several times slower",
     "engine_build": "an engine could not be built; the torch engine is used",
     "registration": "host memory could not be pinned; transfers use pageable memory",
     "load_pages": "a load from the host tier named bad pages; the tokens are computed again",

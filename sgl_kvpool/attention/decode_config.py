@@ -43,11 +43,11 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Times that a device may be filled for the sake of its last, partly filled round.
 MAX_ROUNDS = 2
-#: A part of a list has at least this many rows, unless the list has fewer; the second where lists enough keep
-#: an eighth of the device busy: what a part gives, 16 pairs in float32, is written and read, as many bytes as
-#: 157 rows of `fp4`. A list of one part needs neither.
-_MIN_ROWS, _MIN_ROWS_OF_MANY = 128, 256
-_MANY = 8
+#: A part of a list has at least 128 rows, unless the list has fewer, and 256 once the lists alone fill an
+#: eighth of the device: the results of a part, 16 pairs in float32, cost as much traffic as 157 rows of
+#: `fp4`. A list of one part has no such cost.
+_MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
+_SHARE_OF_MANY_LISTS = 1 / 8
 #: Values per row that the accumulators of a program have room for.
 MAX_LATENT_RANK = 512
 
@@ -253,8 +253,8 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
     programs = max(lists * tiles, 1)
-    many = programs * _MANY >= slots
-    min_blocks = max(1, _MIN_ROWS_OF_MANY // tile.block_rows) if many else tile.min_blocks
+    are_many = programs >= slots * _SHARE_OF_MANY_LISTS
+    min_blocks = max(1, _MIN_ROWS_OF_MANY_LISTS // tile.block_rows) if are_many else tile.min_blocks
     most = max(1, min(MAX_SPLITS, -(-blocks // min_blocks)))
 
     def busy(splits: int) -> float:

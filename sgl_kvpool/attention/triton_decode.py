@@ -184,10 +184,9 @@ def _attend_block(
     return new_top, total, sums
 
 
-# What differs between batches is not specialised: each batch size would be compiled anew.
 @triton.jit
 def _write(
-    at,  # int64 [PAIRS] pointers, the first value of each pair
+    at,  # pointers [PAIRS] to each pair's first value
     lse_at,  # [PAIRS]
     exists,
     normal,  # [PAIRS]
@@ -206,6 +205,7 @@ def _write(
     tl.store(lse_at, lse, mask=exists)
 
 
+# What differs between batches is not specialised: each batch size would be compiled anew.
 @triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "split_pairs"])
 def decode_kernel(
     q_ptr,  # bf16 or fp16
@@ -275,7 +275,7 @@ def decode_kernel(
     per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     begin = split * per_split
     if SPLIT and begin >= length:
-        return  # the merge does not look at this split; without splits there is no merge, so go on
+        return  # no such part, and none that the merge looks at; without splits there is no merge, so go on
     end = tl.minimum(begin + per_split, length)
 
     pair = tile * PAIRS + tl.arange(0, PAIRS)  # [PAIRS]

@@ -1,6 +1,6 @@
 """Rows on a CPU: encoded by C++ that g++ compiles through tvm-ffi when first used (5 s), decoded by torch.
 
-The bytes are those of `reference`, which encodes where nothing can be compiled, at a tenth of the speed.
+The bytes are those of `reference`, which encodes where nothing can be compiled, several times slower.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _LATENT_IDS = {
     (Encoding.E4M3, Encoding.FP32): 2,
     (Encoding.E2M1, Encoding.UE5M3): 3,
 }
+#: Classes of tensors that C++ can read.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 _ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
 
 
@@ -106,7 +108,7 @@ def encoder(fmt: RowFormat) -> Callable[..., None] | None:
 
 @cache
 def _row_layout(fmt: RowFormat) -> torch.Tensor:
-    return torch.tensor(row_layout(fmt), dtype=torch.int64)
+    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")  # whatever the default
 
 
 def encode_rows(
@@ -117,12 +119,14 @@ def encode_rows(
     k_scale: float,
 ) -> None:
     """As `reference.encode_rows`."""
-    encode = encoder(fmt) if rows.device.type == "cpu" else None
+    # Tensors of other classes, torch's fake ones for instance, have no memory that C++ could read.
+    is_plain = all(type(x) in _PLAIN for x in (rows, k_nope, k_rope))
+    encode = encoder(fmt) if is_plain and rows.device.type == "cpu" else None
     if encode is None:
         reference.encode_rows(rows, k_nope, k_rope, fmt, k_scale)
         return
-    k_nope = k_nope.detach()  # tvm-ffi takes no tensor that autograd follows
-    rope = k_nope[:, :0] if k_rope is None else k_rope.detach()
+    k_nope = k_nope.detach().resolve_neg()  # tvm-ffi takes no tensor that autograd follows
+    rope = k_nope[:, :0] if k_rope is None else k_rope.detach().resolve_neg()
     encode(rows, k_nope, rope, _row_layout(fmt), k_scale, torch.get_num_threads())
 
 

@@ -98,9 +98,9 @@ def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
     """Bytes of the scales that an encoder tries for a block, in order, from the block's largest magnitude.
 
     The byte of largest / 6 and its two neighbours, the one below that of largest / 4 and that; 1 to
-    `UE5M3_MAX_BYTE`. A block of decoded values finds its scale, or half of it, among them, so encoding it
-    again keeps the values; +4 and +5 from the byte of largest / 6 err as little (0.082 of N(0, 1)) but miss
-    that scale in blocks below 2**-12.
+    `UE5M3_MAX_BYTE`. Decoded values find the scale of their block among them, or one that holds the same
+    values, so encoding them again changes nothing; +4 and +5 from the byte of largest / 6 err as little
+    (0.082 of N(0, 1)) but miss that scale in blocks below 2**-12.
     """
     sixth = ue5m3_bytes(divide_(largest.clone(), E2M1_MAX))
     quarter = ue5m3_bytes(largest * 0.25)

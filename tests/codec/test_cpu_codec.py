@@ -41,6 +41,64 @@ def test_any_number_of_threads_makes_the_same_rows(name, count, threads):
     assert_same_bytes(one, expected[7:8])
 
 
+@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+def test_values_at_any_stride(name, tokens):
+    """Latent and rope cut from wider tensors of their own strides and odd offsets, or one token for all."""
+    fmt = row_format(name, 256, 64)
+    wide, other = hard_rows(tokens, 256 + 48, 1), hard_rows(tokens, 64 + 16, 2)
+    for nope, keys in (
+        (wide[:, 7:263], other[:, 3:67]),
+        (wide[:, :256].contiguous(), other[:, 16:]),
+        (wide[:, 48:], other[:, :64].contiguous()),
+        (wide[:1, 1:257].expand(tokens, 256), other[:1, 5:69].expand(tokens, 64)),
+    ):
+        assert_same_bytes(encode_rows(nope, keys, fmt), by_reference(nope, keys, fmt))
+
+
+def test_few_tokens_are_not_worth_a_thread():
+    """Starting one takes 20 us, in which a core encodes 20 rows of `fp4` and 80 of `fp8`."""
+    threads = compiled.module().encoding_threads
+    layouts = {
+        name: torch.tensor(compiled.row_layout(row_format(name, 512, 64)), dtype=torch.int64)
+        for name in ("fp4", "fp8")
+    }
+    cores = len(os.sched_getaffinity(0))
+    assert threads(layouts["fp4"], 128, 64) == threads(layouts["fp8"], 512, 64) == 1
+    for name, tokens in (("fp4", 100_000), ("fp8", 100_000)):
+        assert threads(layouts[name], tokens, 64) == min(cores, 64)
+        assert threads(layouts[name], tokens, 1) == 1
+
+
+def test_threads_of_a_bound_thread():
+    """SGLang binds a CPU server's threads to cores; those that one of them starts are bound like it."""
+    layout = torch.tensor(compiled.row_layout(row_format("fp4", 512, 64)), dtype=torch.int64)
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert compiled.module().encoding_threads(layout, 100_000, 64) == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_a_default_device_changes_nothing():
+    fmt = row_format("fp8", 384, 0, align=2)  # which no other test uses, so that nothing of it is kept
+    values = hard_rows(3, 384)
+    with torch.device("meta"):
+        rows = compiled._row_layout(fmt)
+    assert rows.device.type == "cpu"
+    assert_same_bytes(encode_rows(values, None, fmt), by_reference(values, None, fmt))
+
+
+def test_tensors_without_memory_go_to_torch():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fmt = row_format("fp4", 128, 64)
+    with FakeTensorMode():
+        rows = encode_rows(torch.zeros(3, 128), torch.zeros(3, 64), fmt)
+    assert rows.shape == (3, fmt.row_bytes)
+
+
 def test_values_that_autograd_follows():
     fmt = row_format("fp4", 128, 64)
     nope, keys = (torch.randn(3, width).bfloat16().requires_grad_() for width in (128, 64))

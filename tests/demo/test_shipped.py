@@ -76,13 +76,12 @@ def test_held_out_windows_are_what_they_claim(facts):
 
 
 def test_goldens_are_decided_by_more_than_rounding():
-    """All but one, which tests/engine/test_demo.py leaves out."""
+    """tests/engine/test_demo.py leaves out answers with less."""
     goldens = json.loads((Path(__file__).parents[1] / "engine" / "goldens.json").read_text())
     assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
     for layout, answers in goldens["greedy"].items():
         assert len(answers) == len(goldens["prompts"]) == 5
-        narrow = [number for number, answer in enumerate(answers) if answer["smallest_margin"] <= 0.1]
-        assert narrow == ([2] if layout == "fp4_fp8_rope" else []), layout
+        assert min(answer["smallest_margin"] for answer in answers) > 0.1, layout
         for answer in answers:
             assert len(answer["token_ids"]) == 48
             assert len(set(answer["token_ids"])) >= 12, layout

@@ -9,6 +9,38 @@
 
 namespace {
 
+// Calls function.template operator()<kTo>() for the latent of a layout, unless it is a copy, which torch makes.
+template <typename Function>
+void for_latent(const kvpool::RowLayout& to, Function&& function) {
+  switch (to.latent) {
+    case kvpool::Latent::kE4m3:
+      return function.template operator()<kvpool::Latent::kE4m3>();
+    case kvpool::Latent::kE4m3Tiles:
+      return function.template operator()<kvpool::Latent::kE4m3Tiles>();
+    case kvpool::Latent::kE2m1:
+      return function.template operator()<kvpool::Latent::kE2m1>();
+    case kvpool::Latent::kBf16:
+      break;
+  }
+  TVM_FFI_THROW(ValueError) << "no encoder for this row format";
+}
+
+template <kvpool::Latent kTo>
+int64_t threads_of(const kvpool::RowLayout& to, int64_t tokens, int64_t most) {
+  const int64_t bytes = tokens * (to.row_bytes + 2 * (to.latent_values + to.rope_values));
+  return kvpool::threads_for(bytes, kvpool::kConvertedBytesPerThread<kTo>, most);
+}
+
+int64_t address(const uint8_t* pointer) { return reinterpret_cast<intptr_t>(pointer); }
+
+// How many threads `encode_rows` takes.
+int64_t encoding_threads(tvm::ffi::TensorView to, int64_t tokens, int64_t most) {
+  const auto& layout = *static_cast<const kvpool::RowLayout*>(to.data_ptr());
+  int64_t threads = 0;
+  for_latent(layout, [&]<kvpool::Latent kTo>() { threads = threads_of<kTo>(layout, tokens, most); });
+  return threads;
+}
+
 // `nope` and `rope` are bf16 with any stride between tokens (rope is empty without rotary values), `to` a RowLayout.
 void encode_rows(tvm::ffi::TensorView rows, tvm::ffi::TensorView nope, tvm::ffi::TensorView rope,
                  tvm::ffi::TensorView to, double k_scale, int64_t threads) {
@@ -27,31 +59,19 @@ void encode_rows(tvm::ffi::TensorView rows, tvm::ffi::TensorView nope, tvm::ffi:
   from_layout.latent_values = to_layout.latent_values;
   from_layout.rope_values = to_layout.rope_values;
 
-  const auto encode = [&]<kvpool::Latent kTo>() {
-    const int64_t bytes = tokens * (to_layout.row_bytes + 2 * (to_layout.latent_values + to_layout.rope_values));
-    threads = std::min(threads, bytes / kvpool::kConvertedBytesPerThread + 1);
-    kvpool::share(tokens, threads, [&](int64_t begin, int64_t end) {
+  for_latent(to_layout, [&]<kvpool::Latent kTo>() {
+    kvpool::share(tokens, threads_of<kTo>(to_layout, tokens, threads), [&](int64_t begin, int64_t end) {
       kvpool::RowLayout from = from_layout;
       for (int64_t token = begin; token < end; ++token) {
         const uint8_t* values = first_nope + token * nope_stride;
-        from.rope_offset = (first_rope + token * rope_stride) - values;
+        from.rope_offset = address(first_rope + token * rope_stride) - address(values);
         kvpool::convert_row<kvpool::Latent::kBf16, kTo>(values, from, first_row + token * row_stride, to_layout, scale);
       }
     });
-  };
-  switch (to_layout.latent) {
-    case kvpool::Latent::kE4m3:
-      return encode.operator()<kvpool::Latent::kE4m3>();
-    case kvpool::Latent::kE4m3Tiles:
-      return encode.operator()<kvpool::Latent::kE4m3Tiles>();
-    case kvpool::Latent::kE2m1:
-      return encode.operator()<kvpool::Latent::kE2m1>();
-    case kvpool::Latent::kBf16:
-      break;  // a copy, which torch makes
-  }
-  TVM_FFI_THROW(ValueError) << "no encoder for this row format";
+  });
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_rows, encode_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(encoding_threads, encoding_threads);

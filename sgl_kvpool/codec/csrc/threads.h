@@ -6,10 +6,24 @@
 #include <thread>
 #include <vector>
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 namespace kvpool {
 
-// A thread takes about 20 us to start, in which a core converts some ten rows.
-constexpr int64_t kConvertedBytesPerThread = 16 * 1024;
+// Threads for work on `bytes`, each with `bytes_per_thread` at least: at most `most`, and no more than there are cores
+// that this thread may run on, since its threads may run on the same ones.
+inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most) {
+  int64_t threads = std::min(most, bytes / bytes_per_thread + 1);
+#ifdef __linux__
+  cpu_set_t cores;
+  if (threads > 1 && sched_getaffinity(0, sizeof cores, &cores) == 0) {
+    threads = std::min<int64_t>(threads, CPU_COUNT(&cores));
+  }
+#endif
+  return threads;
+}
 
 // Calls run(begin, end) for shares of 0 to `items`, by at most `threads` threads, of which this one is the first.
 template <typename Run>

@@ -102,7 +102,7 @@ struct Work {
   // The same for all items, by several threads.
   template <typename Move>
   void share(int64_t threads, int64_t bytes_per_thread, Move&& move) const {
-    kvpool::share(items(), std::min(threads, bytes() / bytes_per_thread + 1),
+    kvpool::share(items(), kvpool::threads_for(bytes(), bytes_per_thread, threads),
                   [&](int64_t begin, int64_t end) { each(begin, end, move); });
   }
 };
@@ -126,7 +126,7 @@ void convert_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
   const float* scales = static_cast<const float*>(k_scales.data_ptr());
   const bool known = kvpool::for_formats(
       from_layout.latent, to_layout.latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
-        work.share(threads, kvpool::kConvertedBytesPerThread,
+        work.share(threads, kvpool::kConvertedBytesPerThread<kTo>,
                    [&](char* target, const char* source, const kvpool::CopyRun&, int64_t number) {
                      kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(source), from_layout,
                                                      reinterpret_cast<uint8_t*>(target), to_layout,
