@@ -189,15 +189,8 @@ def _driver(finding: Finding) -> None:
             )
 
 
-def _cpu_codec() -> str:
-    """What encodes rows on this CPU; compiled here if it never was."""
-    from sgl_kvpool.codec import compiled
-
-    try:
-        compiled.module(required=True)
-    except Exception as error:  # what a server would survive with a warning
-        return f"torch, because the C++ encoder cannot be built: {str(error).splitlines()[0]}"
-    return "C++ to encode, torch to decode"
+#: Not tried here: a damaged library in tvm-ffi's cache would end this process.
+_CPU_CODEC = "C++ to encode (torch where no compiler is), torch to decode"
 
 
 def used(device: str) -> Finding:
@@ -206,7 +199,7 @@ def used(device: str) -> Finding:
     from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, choose_arrangement
     from sgl_kvpool.sglang_plugin.rules.attention import is_chosen
 
-    finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _cpu_codec()})
+    finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _CPU_CODEC})
     try:
         asked = ARRANGEMENT.exported() or AUTO
     except ValueError:  # the probe of the plugin says so

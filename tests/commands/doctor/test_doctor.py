@@ -73,7 +73,7 @@ def test_what_would_be_used(healthy):
     if healthy["probes"]["gpu"]["facts"]["devices"]:
         assert facts["device"] == "cuda"
     else:
-        assert facts["codec"] == "C++ to encode, torch to decode"
+        assert facts["codec"] == "C++ to encode (torch where no compiler is), torch to decode"
         assert all(
             "kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
         )
