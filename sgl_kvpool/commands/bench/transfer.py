@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool import KVArrangement, MLAKVCacheLayout
+from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.commands.bench import transfer_gpu
 from sgl_kvpool.commands.bench import transfer_report as shown
 from sgl_kvpool.commands.bench.outputs import machine, replace_file, require_writable
@@ -145,6 +146,11 @@ def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, 
     other, pages, layers = own.in_layout(host_layout), CONVERTED_PAGES, 2
     device = caches(KVArrangement.LAYER_MAJOR, pages, PAGE_SIZE * own.row_bytes, layer_count=layers)
     (group,) = device.groups
+    # Rows of normal values: arithmetic on denormals, which bytes at will are, takes a CPU ten times as long.
+    values = torch.randn(pages * PAGE_SIZE, own.head_dim, generator=torch.Generator().manual_seed(0))
+    rows = encode_rows(values[:, : own.kv_lora_rank], values[:, own.kv_lora_rank :], own)
+    for layer in group.layers:
+        device.view(group, layer.runs).view(torch.uint8).copy_(rows.view(pages, 1, -1))
     memory = torch.ones(pages, layers * PAGE_SIZE * other.row_bytes, dtype=torch.uint8)
     host = host_view(memory, group, range(layers), PAGE_SIZE, other, other.tag)
     conversion = RowConversion(source=own, target=other, k_scales=(1.0,) * layers)
