@@ -190,7 +190,7 @@ def gluon_decode_kernel(
     per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     begin = split * per_split
     if SPLIT and begin >= length:
-        return  # no such part, and none that the merge looks at; without splits there is no merge, so go on
+        return  # an empty part, which the merge skips; without splits there is no merge, so go on
     end = gl.minimum(begin + per_split, length)
     ids = ids_ptr + list_index * ids_list_stride
 

@@ -275,7 +275,7 @@ def decode_kernel(
     per_split = rows_per_split(length, splits, BLOCK, min_blocks)
     begin = split * per_split
     if SPLIT and begin >= length:
-        return  # no such part, and none that the merge looks at; without splits there is no merge, so go on
+        return  # an empty part, which the merge skips; without splits there is no merge, so go on
     end = tl.minimum(begin + per_split, length)
 
     pair = tile * PAIRS + tl.arange(0, PAIRS)  # [PAIRS]

@@ -42,9 +42,9 @@ _LATENT_IDS = {
     (Encoding.E4M3, Encoding.FP32): 2,
     (Encoding.E2M1, Encoding.UE5M3): 3,
 }
+_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
 #: Classes of tensors that C++ can read.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-_ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
 
 
 def latent_id(fmt: RowFormat) -> int:
