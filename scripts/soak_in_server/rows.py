@@ -30,7 +30,7 @@ def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, h
     """
     rows = pool.kv_buffer[layer].view(torch.uint8)
     on_device = rows[pool.slot_to_row(device_slots.to(rows.device)), 0].cpu()
-    on_host = host_pool.kv_buffer[host_pages, layer].view(torch.uint8)
+    on_host = host_pool.data_refs[layer][host_pages].view(torch.uint8)
     return on_device, on_host.reshape(len(device_slots), -1)
 
 

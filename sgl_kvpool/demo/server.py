@@ -1,40 +1,24 @@
-"""A real SGLang server as a child process: started, waited for, asked over HTTP, stopped.
+"""A real SGLang server as a child process.
 
 Imports neither torch nor SGLang, so that it runs beside a server at no cost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import re
-import shlex
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import env
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
 
 __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
 
 #: Package in which SGLang finds the demo model's class.
 DEMO_MODELS = "sgl_kvpool.demo.models"
-
-
-#: Requests to this machine go to it, whatever proxy the environment names.
-_LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 #: SGLang chooses kernels by whether it sees a GPU, whatever its --device says.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -47,64 +31,6 @@ def _past_proxies() -> dict[str, str]:
     excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     value = ",".join(filter(None, (excepted, "127.0.0.1", "localhost")))
     return {"no_proxy": value, "NO_PROXY": value}
-
-
-class ServerFailed(RuntimeError):
-    """A server ended or hung.
-
-    The message's first line says what happened. The last lines of the server's log follow, unless it was
-    killed or its log could not be written.
-    """
-
-
-#: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
-_SERVER_PORTS = range(10000, 22000)
-
-#: Ports that this process has given away: nobody listens on them until their servers have loaded a model.
-_handed_out: set[int] = set()
-
-#: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
-_BIND_FAILED = "error while attempting to bind on address"
-
-#: What SGLang logs when one of its processes ended by itself, and when it kills itself and all of them.
-_PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
-_KILLS_ITSELF = "kill_process_tree called"
-
-#: More than what is left of the log's last block on a disk that is full.
-_PROBE_BYTES = 1 << 16
-
-#: Longest line of a log that is shown: SGLang prints all its arguments in one.
-_LINE_CHARACTERS = 500
-
-
-def _first_ephemeral_port() -> int:
-    """Where the kernel's own choices begin, for sockets that ask for any port and for outgoing ones."""
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32768  # Linux's default
-
-
-def free_port() -> int:
-    """A TCP port that nobody has bound now, and that nobody gets by asking for any port.
-
-    A server binds it only when its model is loaded. A port of the ephemeral range, which `bind` to port 0
-    gives, is somebody else's by then once in a while: each SGLang server asks for a dozen such ports.
-
-    Raises
-    ------
-    OSError
-        If none of a hundred candidates is free.
-    """
-    end = _first_ephemeral_port()
-    candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
-    # Where the kernel's choices leave no room, it chooses.
-    for port in random.sample(candidates, min(100, len(candidates))) or [0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            _handed_out.add(port := probe.getsockname()[1])
-            return port
-    raise OSError(f"no free TCP port found among {_SERVER_PORTS.start} to {_SERVER_PORTS[-1]}")
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:
@@ -123,7 +49,7 @@ def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 163
     ]
 
 
-class Server:
+class Server(LocalServer):
     """`python -m sglang.launch_server` with some arguments.
 
     Parameters
@@ -155,166 +81,19 @@ class Server:
     ):
         self.program = list(program)
         self.arguments = list(arguments)
-        self.port = int(self.arguments[self.arguments.index("--port") + 1])
-        self.log = Path(log)
         on_cpu = ("--device", "cpu") in zip(self.arguments, self.arguments[1:], strict=False)
-        self.environment = {
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS,
-            **(_NO_GPU if on_cpu else {}),
-            **_past_proxies(),
-            **(environment or {}),
-        }
-        self.wait_seconds = wait_seconds
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def command(self) -> list[str]:
-        """The command line."""
-        return [*self.program, *self.arguments]
-
-    @property
-    def shell_command(self) -> str:
-        """One line for a POSIX shell that starts the same server there, environment included."""
-        assignments = [f"{name}={value}" for name, value in self.environment.items()]
-        # What another shell's environment asks for would contradict the arguments, or come on top.
-        unset = [word for name in env.OPTIONS for word in ("-u", name)]
-        return shlex.join(["env", *unset, *assignments, *self.command])
-
-    def __enter__(self) -> Server:
-        # What the caller's environment asks of SGLang servers is not meant for this one.
-        inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
-        started = None
-        try:
-            # In a thread, because handlers of signals raise in the main thread only: an exception between the
-            # fork and the assignment would leave a server running that this object cannot stop.
-            with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
-                started = starter.submit(
-                    subprocess.Popen,
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**inherited, **self.environment},
-                    # Its own process group: stopping it stops the schedulers too.
-                    start_new_session=True,
-                )
-            self.process = started.result()
-            self._wait()
-        except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
-            if started is not None and started.exception() is None:
-                self.process = started.result()
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def _wait(self) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + self.wait_seconds
-        while time.monotonic() < deadline:
-            # SGLang neither ends nor tries again when its port is taken while it loads the model; who has the
-            # port may answer.
-            if _BIND_FAILED in self.log_tail():
-                raise ServerFailed(f"port {self.port} was taken while the server started:\n{self.log_tail()}")
-            try:
-                self._open("/health", timeout_seconds=5)
-                return
-            except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException):
-                self._raise_if_ended(wait_seconds=0.5)
-        raise ServerFailed(f"no answer in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
-
-    def _raise_if_ended(self, wait_seconds: float) -> None:
-        """Raise what happened to the server if it ends within this time."""
-        if self.process is None:
-            return
-        try:
-            status = self.process.wait(wait_seconds)
-        except subprocess.TimeoutExpired:
-            return
-        self._signal(signal.SIGKILL)  # what is left of its processes writes nothing more
-        try:
-            self._probe_log()
-        except OSError as error:
-            raise ServerFailed(f"{error.strerror}: the server cannot write its log {self.log}") from None
-        tail = self.log_tail()
-        found = _PROCESS_ENDED.search(tail)
-        who, itself = "the server", ""
-        if found is not None:
-            who, status = f"the server's process {found[1]}", int(found[2])
-        elif _KILLS_ITSELF in tail:
-            itself = " itself"
-        if status == -signal.SIGKILL and not itself:
-            raise ServerFailed(f"{who} ended with signal 9 (Killed; out of memory?)")
-        how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
-        raise ServerFailed(f"{who} ended{itself} with {how}:\n{tail}")
-
-    def _probe_log(self) -> None:
-        """Raise OSError if nothing more can be written to the log."""
-        with self.log.open("ab", buffering=0) as log:
-            size = log.tell()
-            try:
-                if log.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:  # some room was left
-                    log.write(bytes(_PROBE_BYTES))
-            finally:
-                with contextlib.suppress(OSError):  # of a device
-                    log.truncate(size)
-
-    def stop(self) -> None:
-        """End the server and everything it started."""
-        if self.process is None:
-            return
-        try:
-            self._signal(signal.SIGTERM)
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            pass  # killed below
-        finally:
-            # Also when the wait is interrupted, and for children that outlive the launcher.
-            self._signal(signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def log_tail(self, lines: int = 15) -> str:
-        """Last lines of the server's output, each cut at 500 characters."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 40 * _LINE_CHARACTERS))
-            last = log.read(40 * _LINE_CHARACTERS).decode(errors="replace").splitlines()[-lines:]
-        return "\n".join(
-            line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]} ..." for line in last
+        super().__init__(
+            [*self.program, *self.arguments],
+            int(self.arguments[self.arguments.index("--port") + 1]),
+            log,
+            {
+                "SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS,
+                **(_NO_GPU if on_cpu else {}),
+                **_past_proxies(),
+                **(environment or {}),
+            },
+            wait_seconds=wait_seconds,
         )
-
-    # ---------------------------------------------------------------- requests
-
-    def _open(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """Body of the answer to a request, or to a GET of a path."""
-        if isinstance(request, str):
-            request = urllib.request.Request(f"http://127.0.0.1:{self.port}{request}")
-        with _LOOPBACK.open(request, timeout=timeout_seconds) as answer:
-            return answer.read()
-
-    def _ask(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """The same; if no answer came because the server has ended or hangs, that is raised."""
-        try:
-            return self._open(request, timeout_seconds)
-        except urllib.error.HTTPError:
-            raise  # an answer
-        except TimeoutError:
-            what = f"the server gave no answer in {timeout_seconds:.0f} s; is the machine busy?"
-            raise ServerFailed(f"{what}\n{self.log_tail()}") from None
-        except (urllib.error.URLError, ConnectionError, HTTPException):
-            self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
-            raise
-
-    def get(self, path: str, timeout_seconds: float = 60) -> bytes:
-        """Body of a GET request."""
-        return self._ask(path, timeout_seconds)
 
     def info(self) -> dict[str, Any]:
         """`/server_info`."""
@@ -323,12 +102,3 @@ class Server:
     def generate(self, **fields: Any) -> Any:
         """Answer of SGLang's native `/generate` to the given fields of a request."""
         return self.post("/generate", **fields)
-
-    def post(self, path: str, **fields: Any) -> Any:
-        """Answer to a POST request of JSON fields."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(fields).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return json.loads(self._ask(request, timeout_seconds=600))

@@ -51,6 +51,10 @@ HOST_TIER = (
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
     HookPoint(
+        "sglang.srt.managers.cache_controller.HiCacheController._page_get_zero_copy",
+        ("self", "operation", "hash_values", "host_indices", "extra_info"),
+    ),
+    HookPoint(
         "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
@@ -99,6 +103,7 @@ HOST_TIER = (
             "get_page_buffer_meta": ("indices",),
             "get_size_per_token": (),
             "init_kv_buffer": (),
+            "is_stride_page_aligned": ("page_size_bytes",),
             "set_from_flat_data_page": ("index", "data_page"),
         }.items()
     ),

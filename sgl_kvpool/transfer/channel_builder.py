@@ -98,8 +98,8 @@ def build_channels(
 
     Parameters
     ----------
-    pages : Tensor [pages, page_bytes], uint8
-        Of the host, page-major.
+    pages : Tensor [pages, bytes], uint8, contiguous
+        Of the host, page-major: the rows of all layers, then whatever the tier keeps behind them.
     views : sequence of CanonicalKVCaches
         Of the pools, with one group each.
     places : sequence of sequences of int
@@ -130,7 +130,9 @@ def build_channels(
         there = TransferPlan(view, host, group.name, conversion)
         back = TransferPlan(host, view, group.name, None if conversion is None else conversion.reversed())
         plans.append((there, back))
-    return channels_of(plans, pages, pages.shape[1], request)
+    # Padding between pages stays on the host.
+    page_bytes = sum(map(len, places)) * page_size * host_rows.row_bytes
+    return channels_of(plans, pages, page_bytes, request)
 
 
 def channels_of(

@@ -51,7 +51,8 @@ def host_view(
 
     Parameters
     ----------
-    pages : Tensor [pages, page_bytes], uint8
+    pages : Tensor [pages, bytes], uint8
+        Longer than the rows, where something follows them.
     group : CanonicalGroup
         Of the device; its layers are those of the view.
     layers : sequence of int

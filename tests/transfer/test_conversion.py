@@ -18,6 +18,7 @@ from host_tier import (
     load,
     rows,
     slots,
+    stride_bytes,
 )
 
 from sgl_kvpool import MLAKVCacheLayout
@@ -225,7 +226,7 @@ def test_there_and_back_through_a_tier(no_reserve, device, host, arrangement, pa
         scale = (k_scales or {}).get(5 + number, 1.0)
         layer[...] = encode_rows(values[:, :512], values[:, 512:], own, k_scale=scale).view(layer.shape)
     tier = host_pool(pool)
-    assert tier.get_size_per_token() == LAYERS * ROW_BYTES[host]
+    assert tier.get_size_per_token() * page_size == stride_bytes(LAYERS, page_size, ROW_BYTES[host])
     assert tier.page_bytes == LAYERS * ROW_BYTES[host] * page_size
     before, guard = [layer.copy() for layer in rows(pool)], host_bytes(tier).copy()
 
@@ -277,7 +278,7 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
 
 
 def test_sizes_count_bytes_of_the_host(no_reserve):
-    """A ratio of 2 is twice the device's memory, a size in GB is filled, whatever a row has there."""
+    """A ratio of 2 is twice the device's rows, a size in GB is filled, whatever a row has there."""
     device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
     for host, row_bytes in (("same", 1152), ("fp8_block_scale", 656), ("fp4", 416), ("fp4_fp8_rope", 352)):
         pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))
@@ -285,8 +286,9 @@ def test_sizes_count_bytes_of_the_host(no_reserve):
         used = (tier.page_num - 1) * tier.page_bytes  # SGLang adds a page
         assert 2 * device_bytes - tier.page_bytes < used <= 2 * device_bytes
         tier = host_pool(pool, host_size=0.001)
-        assert 1e6 - tier.page_bytes < (tier.page_num - 1) * tier.page_bytes <= 1e6
-        assert tier.kv_buffer.nbytes == tier.page_num * 4 * LAYERS * row_bytes
+        stride = stride_bytes(LAYERS, 4, row_bytes)
+        assert 1e6 - stride < (tier.page_num - 1) * stride <= 1e6
+        assert tier.kv_buffer.nbytes == tier.page_num * stride
 
 
 def test_keys_of_stores_name_both_layouts(no_reserve):
@@ -307,13 +309,13 @@ def test_pages_of_stores_are_the_narrow_ones(no_reserve):
     tier = host_pool(pool)
     backup(tier, [2], [3])
     page = tier.get_data_page(slots([2], 4)[0])
-    assert page.nbytes == 4 * LAYERS * 416 + 16  # and the digest
+    assert page.nbytes == 2 * 4096 == -(-(4 * LAYERS * 416 + 16) // 4096) * 4096  # and the checksum
     kept = host_bytes(tier)[2].copy()
     host_bytes(tier)[2] = GUARD
     tier.set_from_flat_data_page(slots([2], 4)[0], page)
     assert np.array_equal(host_bytes(tier)[2], kept)
     addresses, sizes = tier.get_page_buffer_meta(slots([1, 2], 4))
-    assert sizes == [4 * LAYERS * 416] * 2
+    assert sizes == [stride_bytes(LAYERS, 4, 416)] * 2
     assert addresses[1] - addresses[0] == sizes[0]
 
 

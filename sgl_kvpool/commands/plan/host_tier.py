@@ -18,7 +18,8 @@ class HostBytes:
     Attributes
     ----------
     token_bytes : int
-        Rows of a token in all layers, packed drafts included, in the host's layout.
+        Rows of a token in all layers, packed drafts included, in the host's layout, with their share of the
+        page's padding and checksum.
     index_bytes : int
         Index keys of a token in all layers that have some; they lie under the pages of the rows.
     device_tokens : int

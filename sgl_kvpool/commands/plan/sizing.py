@@ -123,7 +123,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     states = configurator.mambaish_config
     tier = None
     if layout is not None and view.enable_hierarchical_cache:
-        tier = _host_tier(configurator, layout)
+        tier = _host_tier(configurator, layout, view.page_size)
     return {
         "page_size": view.page_size,
         "tokens": config.max_total_num_tokens,
@@ -259,9 +259,10 @@ def _target_layers(configurator: Any) -> int:
     return configurator.layer_info.num_effective_layers if with_rows is None else len(with_rows)
 
 
-def _host_tier(configurator: Any, layout: MLAKVCacheLayout) -> dict[str, int]:
+def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> dict[str, int]:
     """Bytes that the host keeps; fields of `host_tier.HostBytes` but the device's sizes."""
     from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.srt.host.page_format import HostPageFormat
     from sgl_kvpool.srt.host.states import padded_slot_bytes
 
     model_config = configurator.model_config
@@ -270,7 +271,9 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout) -> dict[str, int]:
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
     on_device, on_host = (0 if draft is None else draft.token_bytes(each) for each in (layout, host_layout))
     return {
-        "token_bytes": rows * host_row,
+        "token_bytes": HostPageFormat.of_rows(rows * page_size * host_row, page_size).bytes_per_token(
+            page_size
+        ),
         # What SGLang counts for a token of the device besides.
         "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
         "draft_bytes": on_host,

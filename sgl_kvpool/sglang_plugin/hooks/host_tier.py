@@ -9,8 +9,7 @@ from typing import Any
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier
-from sgl_kvpool.srt.host.page_digest import failure_kind
+from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, stores
 
 __all__ = ["install"]
 
@@ -25,6 +24,7 @@ _STOCK_TIER = "sglang-"
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
     hook_points.wrap_all(HOOKS)
+    stores.install()
     state_tier.install()
 
 
@@ -203,75 +203,6 @@ def _move_indices(original, self, host_indices, device_indices):
     return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)
 
 
-# -------------------------------------------------------------------- stores that copy
-
-
-def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
-    """Pages that could be read, from the first on; a damaged one ends them and is a miss."""
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, operation, hash_values, host_indices, extra_info)
-    keys = _keys(self, hash_values, host_indices)
-    with pool.stored_under(keys):
-        try:
-            return original(self, operation, hash_values, host_indices, extra_info)
-        except Exception as error:  # of some page of the batch: which, is found one by one
-            first = error
-        for number, (slot, key) in enumerate(keys.items()):
-            page = host_indices[number * self.page_size : (number + 1) * self.page_size]
-            try:
-                if original(self, operation, [key], page, extra_info) == 0:
-                    return number
-            except Exception as error:  # whatever a store raises, this page is a miss
-                # The store keeps it: stores do not replace a key. Once it is removed, it is written anew.
-                metrics.failed(failure_kind(error), f"page {key} of the store, host slot {slot}", error=error)
-                return number
-    metrics.failed(
-        failure_kind(first), f"{len(keys)} pages of the store, all of which were read at last", error=first
-    )
-    return len(hash_values)
-
-
-def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
-    """Pages up to the first that was lost in its backup, with their keys known to the digest meanwhile."""
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, hash_values, host_indices, extra_info)
-    with pool.stored_under(_keys(self, hash_values, host_indices)):
-        return _set_pages(original, self, hash_values, host_indices, extra_info)
-
-
-def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
-    """The same for stores that read the tier's memory."""
-    if not _ours(self.storage_host_pool):
-        return original(self, hash_values, host_indices, extra_info)
-    return _set_pages(original, self, hash_values, host_indices, extra_info)
-
-
-def _set_pages(original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any) -> bool:
-    """Store what may be stored; False if that is not all of it, or the store refused something."""
-    count = controller.storage_host_pool.pages_before_a_lost_one(host_indices)
-    if count < len(hash_values):
-        metrics.failed("page_write", f"{len(hash_values) - count} pages, the first was lost in its backup")
-    if not count:
-        return not hash_values
-    try:
-        stored = original(
-            controller, hash_values[:count], host_indices[: count * controller.page_size], extra_info
-        )
-    except Exception as error:  # SGLang logs it too, and goes on without these pages
-        metrics.failed("page_write", f"{count} pages", error=error)
-        raise
-    if not stored:
-        metrics.failed("page_write", f"{count} pages, of which the store refused one")
-    return stored and count == len(hash_values)
-
-
-def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[int, str]:
-    """Key of each page by its first host slot."""
-    return dict(zip(host_indices[:: controller.page_size].tolist(), hash_values, strict=True))
-
-
 _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
@@ -285,7 +216,4 @@ HOOKS: Mapping[str, Callable] = {
     f"{_HYBRID_CONTROLLER}.write": _write,
     f"{_HYBRID_CONTROLLER}._move_pool_indices": _move_pool_indices,
     f"{_CONTROLLER}.move_indices": _move_indices,
-    f"{_CONTROLLER}._generic_page_get": _generic_page_get,
-    f"{_CONTROLLER}._generic_page_set": _generic_page_set,
-    f"{_CONTROLLER}._page_set_zero_copy": _page_set_zero_copy,
 }

@@ -5,11 +5,12 @@ host and decoded on their way back, and everything here that counts bytes or tok
 
 A host page holds all layers, one after the other, so it is one run of bytes on a disk or on a wire: ::
 
-    kv_buffer : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
+    kv_buffer : [pages, size_bytes / itemsize]        one page: rows, padding, checksum (`page_format.py`)
+    rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
 
-SGLang calls this shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
+SGLang calls the rows' shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
 `page_first_direct`: the label stays what the server was asked for, because SGLang's controller, side pools
-and stores read it.
+and stores read it. The padding is part of the one contiguous tensor: stores register all of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
+from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, DIRECT_IO_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
 from sgl_kvpool.transfer.channel import TransferChannel
@@ -60,7 +62,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     io_backend : str
         Of --hicache-io-backend, which a GPU engine's choice depends on.
     stores_digests : bool
-        Whether pages that stores copy carry a digest. Not for a draft with a tier of its own: stores handle
+        Whether pages have room for a checksum. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
     **kwargs
         As SGLang's: `allocator_type`, `pool_label`, `host_token_capacity`.
@@ -70,7 +72,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     row_format : RowFormat
         Of a stored row.
     page_bytes : int
-        Of a page of all layers.
+        Of a page of all layers, without padding and checksum.
+    page_format : HostPageFormat
+        The same with them.
     storage_format_tag : str
         Names these bytes in the keys of stores, so that a server with others misses.
 
@@ -134,7 +138,14 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             raise ValueError(
                 f"a draft packed with its target has {min(counts)} pages, the target {counts[0]}"
             )
-        self.stores_digests = stores_digests
+        self._tokens_per_page = page_size
+        layers = sum(pool.layer_num for pool in pools)
+        content_bytes = layers * page_size * self.row_format.row_bytes
+        self.page_format = (
+            HostPageFormat.of_rows(content_bytes, page_size)
+            if stores_digests
+            else HostPageFormat.bare(content_bytes)
+        )
         self._sized_by_ratio = not host_size
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
@@ -176,20 +187,24 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         if self.row_format != self._device_rows:
             # The base class has taken both from the device pool.
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
-        shape = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
+        fmt = self.page_format
+        shape = (self.page_num, fmt.size_bytes // self.dtype.itemsize)
         buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
+        if fmt.has_checksum:
+            # Stores get the padding too, and it must not be what the memory held before.
+            buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self._pieces = memory.pin(buffer, self.page_size * self.layout_dim) if self.pin_memory else None
+        self._pieces = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
         self.pin_memory: bool = self._pieces is not None
         return buffer
 
     def _initialize_transfer_views(self) -> None:
         self.can_use_jit = False
-        self.data_refs = list(self.kv_buffer.unbind(1))
+        self._pages = self.kv_buffer.view(torch.uint8)  # [pages, size_bytes]
+        self.data_refs = list(self._rows().unbind(1))
         self.data_ptrs = None  # no kernel of SGLang's moves these rows
         self._init_write_back_staging_buffers()
-        self._pages = self.kv_buffer.view(self.page_num, -1).view(torch.uint8)  # [pages, page_bytes]
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
         firsts = range(self.target_layer_num, self.layer_num)
         places = [range(self.target_layer_num), *(range(first, first + 1) for first in firsts)]
@@ -206,7 +221,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
             "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "
-            "engine %s, runs of %s bytes%s",
+            "engine %s, runs of %s bytes%s, %d bytes from page to page",
             self.page_num,
             self.page_size,
             self.page_bytes,
@@ -217,6 +232,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._channels.engines,
             " and ".join(map(str, self._channels.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
+            self.page_format.size_bytes,
         )
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:
@@ -228,7 +244,12 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         return [(channels[draft], 0) if draft > 0 else (channels[0], host_layer)]
 
     def _page_view(self, page: int) -> torch.Tensor:
-        return self.kv_buffer[page].unsqueeze(0)
+        return self.kv_buffer[page]
+
+    def _rows(self) -> torch.Tensor:
+        """Rows of all pages, `[pages, layers, page_size, 1, row]`, a view."""
+        dims = (self.page_num, self.layer_num, self.page_size, 1, self.kv_cache_dim)
+        return self.kv_buffer[:, : self.page_bytes // self.dtype.itemsize].view(dims)
 
     def _init_write_back_staging_buffers(self) -> None:
         self.staging_page_capacity = 0
@@ -238,8 +259,14 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Address, size and page size in bytes of the one buffer."""
-        return [self.kv_buffer.data_ptr()], [self.kv_buffer.nbytes], [self.page_bytes]
+        return [self.kv_buffer.data_ptr()], [self.kv_buffer.nbytes], [self.page_format.size_bytes]
 
     def get_size_per_token(self) -> int:
-        """Bytes of a token in all layers."""
-        return self.layer_num * self.row_format.row_bytes
+        """Bytes of a token in all layers, with its share of padding and checksum."""
+        # SGLang asks for it, too, before it knows the size of a page.
+        return self.page_format.bytes_per_token(self._tokens_per_page)
+
+    def is_stride_page_aligned(self, page_size_bytes: int = DIRECT_IO_BYTES) -> bool:
+        """Whether addresses and sizes of all pages are multiples, as O_DIRECT wants them."""
+        numbers = (self.kv_buffer.data_ptr(), self.page_format.size_bytes)
+        return not any(number % page_size_bytes for number in numbers)

@@ -19,7 +19,7 @@ class TierShares:
     Attributes
     ----------
     rows : int
-        In the host's layout, packed drafts included.
+        In the host's layout, packed drafts, padding and checksums included.
     index_keys : int
         Of models with sparse attention; they are kept under the pages of the rows.
     states : int
@@ -48,6 +48,7 @@ class TierShares:
             Pools of the drafts that are packed with them. Rows as for the target: SGLang lists a draft of a
             hybrid model by its hybrid pool.
         """
+        from sgl_kvpool.srt.host.page_format import HostPageFormat
         from sgl_kvpool.srt.host.state_view import StateView
         from sgl_kvpool.srt.host.states import state_slot_bytes
 
@@ -55,14 +56,15 @@ class TierShares:
         pools = [rows_declared(decls) for decls in declared]
         rows = pools[0]
         host_row = rows.row_format.in_layout(rows.host_tier.host_layout(rows.kv_cache_layout)).row_bytes
-        cells = _capacity(rows) * sum(pool.layer_num for pool in pools)
+        layers = sum(pool.layer_num for pool in pools)
+        page = HostPageFormat.of_rows(layers * rows.page_size * host_row, rows.page_size)
         index_bytes = sum(_beside_rows(decl) for decls in declared for decl in decls if not decl.is_primary)
         slot_bytes = state_slot_bytes(StateView.of((states, *state_drafts)))
         return cls(
-            rows=cells * host_row,
+            rows=_capacity(rows) * page.bytes_per_token(rows.page_size),
             index_keys=_capacity(rows) * index_bytes,
             states=_capacity(states) * slot_bytes,
-            device_rows=cells * rows.row_format.row_bytes,
+            device_rows=_capacity(rows) * layers * rows.row_format.row_bytes,
         )
 
     def split(self, size: float) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
+from sgl_kvpool.srt.host.page_format import HostPageFormat
 from sgl_kvpool.srt.host.state_view import StateView
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.channel_builder import EngineRequest, channels_of
@@ -110,7 +111,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._device_views = [self._view.caches]
         self._slot_bytes = state_slot_bytes(self._view)
         self.storage_format_tag = self._view.tag
-        self.stores_digests = True
+        self.page_format = HostPageFormat.of_copied_states(self._view.group.bytes_per_page)
         infos = [pool.get_device_pool_infos()[0].buffer_info for pool in pools]
         device = infos[0].temporal.device
         capacity = mamba_pool.host_capacity_tokens

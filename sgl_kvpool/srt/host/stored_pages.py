@@ -12,13 +12,14 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.host import page_digest
+from sgl_kvpool.srt.host.page_format import HostPageFormat
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import k_scales_digest
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 
 #: Of what `storage_format_tag` names: counted up when stored pages change in another way than rows do.
-PAGE_FORMAT_VERSION = 1
+PAGE_FORMAT_VERSION = 2
 
 
 def storage_format_tag(
@@ -56,19 +57,20 @@ class StoredPagesPool(HostKVCache):
     Attributes
     ----------
     storage_format_tag : str
-    stores_digests : bool
-        Whether pages that stores copy carry a digest.
+    page_format : HostPageFormat
+        Of what stores keep.
     stored_dtype : torch.dtype
         Of what stores that copy are given.
     page_bytes : int
-        Of a page of all layers.
+        Of a page of all layers, without padding and checksum.
     """
 
     storage_format_tag: str
-    stores_digests: bool
+    page_format: HostPageFormat
     #: `stored_under`: SGLang stores and fetches on threads of their own.
     _key_of = threading.local()
-    _pages: torch.Tensor  # [pages, page_bytes] uint8
+    #: [pages, size_bytes] uint8 of rows, which lie as they are stored; [slots, content_bytes] of states.
+    _pages: torch.Tensor
     #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
     _lost: np.ndarray
 
@@ -78,17 +80,13 @@ class StoredPagesPool(HostKVCache):
         return self.dtype
 
     def _page_view(self, page: int) -> torch.Tensor:
-        """A page in the shape that SGLang's own pool of this kind has it in, a view."""
+        """A page that stores without copies write to and read from, a view."""
         raise NotImplementedError
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of all layers."""
-        return self._pages.shape[1]
-
-    @property
-    def _stored_bytes(self) -> int:
-        return self.page_bytes + (page_digest.DIGEST_BYTES if self.stores_digests else 0)
+        """Bytes of a page of all layers, without padding and checksum."""
+        return self.page_format.content_bytes
 
     @contextmanager
     def stored_under(self, keys: Mapping[int, str]) -> Iterator[None]:
@@ -125,6 +123,38 @@ class StoredPagesPool(HostKVCache):
         lost = np.flatnonzero(self._lost[self.first_pages_of(slots)])
         return int(lost[0]) if len(lost) else len(slots) // self.page_size
 
+    def seal_pages(self, slots: torch.Tensor) -> None:
+        """Write checksums of pages, under the keys of `stored_under`, into them: for stores without copies.
+
+        Parameters
+        ----------
+        slots : Tensor [tokens], int64
+            Of whole pages of rows, which nobody writes meanwhile.
+        """
+        page_digest.seal_all(*self._pages_and_keys(slots))
+
+    def first_damaged(self, slots: torch.Tensor) -> tuple[int, str] | None:
+        """Which page that a store without copies has written is not what was stored under its key.
+
+        Parameters
+        ----------
+        slots : Tensor [tokens], int64
+            Of whole pages of rows.
+
+        Returns
+        -------
+        (int, str) or None
+            Place of the first in the list, and what is wrong with it; None if all are whole.
+        """
+        return page_digest.first_damage(*self._pages_and_keys(slots))
+
+    def _pages_and_keys(self, slots: torch.Tensor) -> tuple[list[np.ndarray], str, list[str]]:
+        """Arguments of `page_digest`'s functions of several pages."""
+        raw = self._pages.numpy()
+        pages = [raw[page] for page in self.first_pages_of(slots)]
+        keys = [self._key(slot) for slot in slots[:: self.page_size].tolist()]
+        return pages, self.storage_format_tag, keys
+
     def get_data_page(self, index, flat: bool = True) -> torch.Tensor:
         """A page for a store.
 
@@ -133,8 +163,8 @@ class StoredPagesPool(HostKVCache):
         index : int
             First slot of the page.
         flat : bool
-            True: a copy of its bytes, and their digest if `stores_digests`, `[bytes / itemsize]`. False: a
-            view (of rows `[1, layers, page_size, 1, row]`), which zero-copy stores write to and read from.
+            True: a copy of it, `[copied_bytes / itemsize]`, with a checksum if the format has one. False: a
+            view, of rows `[size_bytes / itemsize]`, which zero-copy stores write to and read from.
 
         Raises
         ------
@@ -149,16 +179,16 @@ class StoredPagesPool(HostKVCache):
             return self._page_view(page)
         if self._lost[page]:
             raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
-        raw = self._pages[page].numpy()
-        if self.stores_digests:
-            raw = page_digest.with_digest(raw, self.storage_format_tag, self._key(slot))
-        else:
-            raw = raw.copy()
-        return torch.from_numpy(raw).view(self.stored_dtype)
+        copied: np.ndarray = np.zeros(self.page_format.copied_bytes, dtype=np.uint8)
+        copied[: self._pages.shape[1]] = self._pages[page].numpy()
+        if self.page_format.has_checksum:
+            sealed = copied[: self.page_format.size_bytes]
+            page_digest.seal(sealed, self.storage_format_tag, self._key(slot))
+        return torch.from_numpy(copied).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """Memory that takes what `get_data_page` gave a store, `[bytes / itemsize]`."""
-        return torch.zeros(self._stored_bytes, dtype=torch.uint8).view(self.stored_dtype)
+        return torch.zeros(self.page_format.copied_bytes, dtype=torch.uint8).view(self.stored_dtype)
 
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
         """Take a page back from a store, or nothing of it.
@@ -173,11 +203,16 @@ class StoredPagesPool(HostKVCache):
         slot = int(index)
         (page,) = self.first_pages_of(torch.tensor([slot]))
         stored = data_page.contiguous().view(-1).view(torch.uint8).numpy()
-        if self.stores_digests:
-            stored = page_digest.verified(stored, self.page_bytes, self.storage_format_tag, self._key(slot))
-        elif len(stored) != self.page_bytes:
-            raise page_digest.DamagedPage(f"{len(stored)} bytes instead of {self.page_bytes}")
-        self._pages[page].copy_(torch.from_numpy(stored))
+        fmt = self.page_format
+        if len(stored) != fmt.copied_bytes:
+            raise page_digest.DamagedPage(f"{len(stored)} bytes instead of {fmt.copied_bytes}")
+        if fmt.has_checksum:
+            problem = page_digest.damage(stored[: fmt.size_bytes], self.storage_format_tag, self._key(slot))
+            if problem is None and stored[fmt.size_bytes :].any():
+                problem = "what follows it is not empty"
+            if problem is not None:
+                raise page_digest.DamagedPage(problem)
+        self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
         self._lost[page] = False
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -193,5 +228,5 @@ class StoredPagesPool(HostKVCache):
         if len(indices) % self.page_size:
             raise ValueError(f"{len(indices)} slots are no whole number of pages of {self.page_size}")
         pages = self.first_pages_of(indices)
-        addresses = self._pages.data_ptr() + pages * self.page_bytes
-        return addresses.tolist(), [self.page_bytes] * len(pages)
+        addresses = self._pages.data_ptr() + pages * self.page_format.size_bytes
+        return addresses.tolist(), [self.page_format.size_bytes] * len(pages)

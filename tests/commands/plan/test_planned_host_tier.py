@@ -3,7 +3,7 @@
 import hybrid_tier
 import pytest
 from dsa_pools import dsa_pool
-from host_tier import ROW_BYTES, device_pool
+from host_tier import ROW_BYTES, device_pool, stride_bytes
 
 from sgl_kvpool.commands.plan.host_tier import HostBytes, host_tokens, largest_whole_gb
 
@@ -32,7 +32,8 @@ def test_rows(layout, host, page_size, size_gb):
 
     options = HostTierOptions(layout="same" if host == layout else host)
     pool = device_pool(layout, page_size=page_size, host_tier=options)
-    held = HostBytes(token_bytes=3 * ROW_BYTES[host], index_bytes=0, device_tokens=pool.size)
+    token_bytes = stride_bytes(3, page_size, ROW_BYTES[host]) // page_size
+    held = HostBytes(token_bytes=token_bytes, index_bytes=0, device_tokens=pool.size)
     found = host_tokens(held, size_gb, page_size)
     tier = tier_of(pool, size_gb, page_size)
     assert (found.tokens, found.slots) == (tier.size, 0)
@@ -42,14 +43,15 @@ def test_rows(layout, host, page_size, size_gb):
 def test_index_keys_come_on_top():
     """SGLang sizes the rows, and keeps index keys for as many tokens."""
     pool = dsa_pool("fp4")
+    token_bytes = stride_bytes(pool.layer_num, 64, 416) // 64
     held = HostBytes(
-        token_bytes=pool.layer_num * 416,
+        token_bytes=token_bytes,
         index_bytes=pool.layer_num * INDEX_BYTES,
         device_tokens=pool.size,
     )
     found = host_tokens(held, 0.002, 64)
     assert found.tokens == tier_of(pool, 0.002, 64).size
-    assert found.total_bytes == found.tokens * pool.layer_num * (416 + INDEX_BYTES)
+    assert found.total_bytes == found.tokens * (token_bytes + pool.layer_num * INDEX_BYTES)
 
 
 @pytest.mark.parametrize("size_gb", [0.0011, 0.004])

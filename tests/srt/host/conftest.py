@@ -77,6 +77,27 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def direct(controller_of):
+    """`direct(layout, page_size=)`: a controller over a `MemoryStore` of direct_stores.py."""
+    from direct_stores import MemoryStore, tier_of
+    from host_tier import device_pool
+
+    undo = []
+
+    def build(layout, page_size=4, store=None, whole_batches=False, **extra):
+        controller = controller_of(device_pool(layout, page_size=page_size, pages=9, **extra))
+        store = store or MemoryStore(tier_of(controller), whole_batches)
+        store.tier = tier_of(controller)
+        controller.storage_backend, controller.storage_host_pool = store, tier_of(controller)
+        undo.append(controller)
+        return controller
+
+    yield build
+    for controller in undo:
+        controller.storage_backend = None
+
+
+@pytest.fixture
 def kernels(monkeypatch):
     """SGLang's CUDA kernels that its pool of index keys calls, by memmove; the names of those that were."""
     from sglang.srt.mem_cache.pool_host import common

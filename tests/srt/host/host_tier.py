@@ -1,6 +1,7 @@
 """Host tiers of small real pools, and the bytes of both by numpy alone."""
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def host_pool(pool, label="page_first", ratio=1.5, host_size=0, **extra):
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     tier = HierarchicalMLAHostPool(pool, ratio, host_size, pool.page_size, label, **extra)
-    host_bytes(tier)[...] = GUARD
+    page_memory(tier)[...] = GUARD
     return tier
 
 
@@ -60,8 +61,25 @@ def rows(pool):
 
 def host_bytes(tier):
     """`[pages, layers, page_size, row_bytes]` of a host tier, through no view of ours."""
+    whole, rows_bytes = page_memory(tier), tier.layer_num * tier.page_size * tier.row_format.row_bytes
+    return whole[:, :rows_bytes].reshape(tier.page_num, tier.layer_num, tier.page_size, -1)
+
+
+def page_memory(tier):
+    """`[pages, bytes]` of a host tier, all that lies between the beginnings of two pages."""
     raw = tier.kv_buffer.view(-1).view(torch.uint8).numpy()
-    return raw.reshape(tier.page_num, tier.layer_num, tier.page_size, -1)
+    return raw.reshape(tier.page_num, -1)
+
+
+def stride_bytes(layers, page_size, row_bytes):
+    """From one page to the next, as docs/transfer.md says: 4096 where that costs 3 % at most."""
+    rows_bytes = layers * page_size * row_bytes
+
+    def up(multiple):
+        return -(-(rows_bytes + 16) // multiple) * multiple
+
+    aligned = up(math.lcm(4096, page_size))
+    return aligned if aligned * 100 <= rows_bytes * 103 else up(math.lcm(16, page_size))
 
 
 def fill(pool, seed=0):

@@ -12,6 +12,7 @@ from host_tier import (
     LABELS,
     LAYERS,
     LAYOUTS,
+    ROW_BYTES,
     START,
     backup,
     device_pool,
@@ -58,7 +59,7 @@ def test_backed_up_and_loaded_elsewhere(controller_of, counting, layout, arrange
         expected = np.full_like(before[layer], GUARD)
         expected[pages(found)] = before[layer][pages(taken)]
         assert np.array_equal(rows(pool)[layer], expected)
-    moved = 12 * tier_of(controller).size_per_token
+    moved = 12 * LAYERS * ROW_BYTES[layout]  # padding and checksums stay on the host
     assert total() == {direction: value + moved for direction, value in counted.items()}
 
 
@@ -248,7 +249,7 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
         tier.get_data_page(int(lost[4]))
     # Stores that fetch without a copy are shown where to write to.
     assert len(tier.get_page_buffer_meta(lost)[0]) == 2
-    assert tier.get_page_buffer_element_size() == tier.page_bytes
+    assert tier.get_page_buffer_element_size() == tier.page_format.size_bytes
     # A load that did not ask the controller (SGLang restores retracted requests so) stops the server.
     with pytest.raises(RuntimeError, match="lost in its backup is to be loaded"):
         tier.load_to_device_per_layer(None, lost, slots([3, 5], 4), 0, "kernel")

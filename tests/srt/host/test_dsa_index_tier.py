@@ -24,7 +24,7 @@ from dsa_pools import (
     row_bytes,
     rows,
 )
-from host_tier import LABELS, host_pool, slots
+from host_tier import LABELS, host_pool, slots, stride_bytes
 from test_dsa_tier import BIG, IO_BACKENDS, SHARED, pages_of
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
@@ -173,7 +173,7 @@ def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
     was_rows, was_index = fill(pool)
     taken = controller.mem_pool_device_allocator.alloc(2 * PAGE)
     kept = controller.write(taken, node_id=1, extra_pools=beside())
-    moved = 2 * PAGE * (LAYERS * row_bytes(layout) + 2 * INDEX_BYTES)
+    moved = 2 * (stride_bytes(LAYERS, PAGE, row_bytes(layout)) + PAGE * 2 * INDEX_BYTES)
     assert controller.ack_write_queue[0].num_bytes == moved
     guard(pool)
     found = controller.load(kept, node_id=1, extra_pools=beside())

@@ -17,7 +17,7 @@ from dsa_pools import (
     rows,
     values,
 )
-from host_tier import LABELS, host_bytes, host_pool, slots
+from host_tier import LABELS, host_bytes, host_pool, slots, stride_bytes
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
 
@@ -54,7 +54,7 @@ def test_rows_there_and_back(layout, rank, rope, label):
     tier = host_pool(pool, label)
     row = row_bytes(layout, rank, rope)
     assert tier.page_bytes == LAYERS * PAGE * row
-    assert tier.get_size_per_token() == LAYERS * row
+    assert tier.get_size_per_token() == stride_bytes(LAYERS, PAGE, row) // PAGE
     move(tier, "backup", [5, 0, 3], [2, 4, 1])
     expected = np.full((tier.page_num, LAYERS, PAGE, row), GUARD, dtype=np.uint8)
     for index, part in enumerate(was):
@@ -144,7 +144,7 @@ def test_stored_pages_are_named_after_their_bytes():
 
     tags = {case: tag(dsa_pool(*case)) for case in CASES}
     for (layout, rank, rope), found in tags.items():
-        name = f"{layout}-r{rank}-p{rope}-b{row_bytes(layout, rank, rope)}-v1-host_{layout}-l2.3.0-t64-s1"
+        name = f"{layout}-r{rank}-p{rope}-b{row_bytes(layout, rank, rope)}-v1-host_{layout}-l2.3.0-t64-s2"
         assert found == name
         dense = device_pool(layout, page_size=PAGE, start_layer=2, kv_lora_rank=rank, qk_rope_head_dim=rope)
         assert (tag(dense) == found) == ((layout, rank) != ("fp8_block_scale", 256))

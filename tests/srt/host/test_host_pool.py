@@ -20,8 +20,10 @@ from host_tier import (
     host_pool,
     load,
     memory,
+    page_memory,
     rows,
     slots,
+    stride_bytes,
 )
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
@@ -72,6 +74,7 @@ def test_round_trip(margins, layout, arrangement, page_size, label):
         back[[4, 1]] = before[layer][[1, 2]]
         assert np.array_equal(rows(pool)[layer], back)
     assert np.array_equal(host_bytes(tier), expected)
+    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # padding and the checksum's place
     assert margins()
 
 
@@ -197,7 +200,7 @@ def test_clear_forgets_everything():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ratio_and_size_count_the_layouts_bytes(layout):
-    token_bytes = LAYERS * ROW_BYTES[layout]
+    token_bytes = stride_bytes(LAYERS, 4, ROW_BYTES[layout]) // 4
     by_ratio = host_pool(device_pool(layout), ratio=3)
     assert by_ratio.size_per_token == token_bytes
     assert by_ratio.page_num == 3 * (PAGES - 1) * 4 // 4 + 1  # SGLang adds a page
@@ -227,7 +230,7 @@ def test_memory_is_plain_without_a_gpu():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_pointer_per_page(layout, label):
     tier = host_pool(device_pool(layout, page_size=2), label)
-    page_bytes = 2 * LAYERS * ROW_BYTES[layout]
+    page_bytes = stride_bytes(LAYERS, 2, ROW_BYTES[layout])
     addresses, sizes = tier.get_page_buffer_meta(slots([3, 0, 4], 2))
     begin = tier.kv_buffer.data_ptr()
     assert addresses == [begin + page * page_bytes for page in (3, 0, 4)]
@@ -253,7 +256,12 @@ def test_data_pages_are_the_pages_bytes(layout, page_size):
     page = tier.get_data_page(3 * page_size)
     assert page.dtype == tier.dtype
     raw = page.view(torch.uint8).numpy()
-    assert np.array_equal(raw[:-16], host_bytes(tier)[3].ravel())
+    size_bytes = stride_bytes(LAYERS, page_size, ROW_BYTES[layout])
+    assert len(raw) == -(-size_bytes // 4096) * 4096
+    assert np.array_equal(raw[: size_bytes - 16], page_memory(tier)[3, :-16])
+    assert np.array_equal(raw[: tier.page_bytes], host_bytes(tier)[3].ravel())
+    assert not raw[size_bytes:].any()
+    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # the checksum is the copy's alone
     into = tier.get_dummy_flat_data_page()
     assert (into.dtype, into.shape) == (page.dtype, page.shape)
 
@@ -265,9 +273,10 @@ def test_data_pages_are_the_pages_bytes(layout, page_size):
 
     # Stores that copy nothing read and write through a view.
     view = tier.get_data_page(torch.tensor(2 * page_size), flat=False)
-    assert view.shape == (1, LAYERS, page_size, 1, tier.kv_cache_dim)
+    assert view.nbytes == size_bytes
     view.view(torch.uint8).fill_(7)
-    assert (host_bytes(tier)[2] == 7).all()
+    assert (page_memory(tier)[2] == 7).all()
+    assert np.array_equal(host_bytes(tier)[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
     for bad in (tier.size, -page_size, *([1] if page_size > 1 else [])):
         with pytest.raises(IndexError, match="no page of"):
             tier.get_data_page(bad)

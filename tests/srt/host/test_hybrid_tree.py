@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from host_tier import ARRANGEMENTS, LABELS, LAYOUTS
+from host_tier import ARRANGEMENTS, LABELS, LAYOUTS, stride_bytes
 from hybrid_tier import STATES, Request
 from test_controller import Broken, torch_too
 
@@ -168,7 +168,7 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
     taken = rows.size * rows.size_per_token + states.size * states.size_per_token
     assert abs(taken - 1e9) < rows.size_per_token + states.size_per_token
     assert rows.size / 32 == pytest.approx(states.size / 6, rel=1e-3)
-    assert rows.size_per_token == 2 * {"same": 1152, "fp4": 416}[host]
+    assert rows.size_per_token == stride_bytes(2, 1, {"same": 1152, "fp4": 416}[host])
 
 
 @pytest.mark.parametrize("drafts", [(), ("hybrid",), ("plain", "plain")])
@@ -184,7 +184,7 @@ def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse,
     )  # fmt: skip
     rows, states = model.tiers
     layers = 2 + len(drafts)
-    token = layers * ({"same": 1152, "fp4": 416}[host] + (132 if sparse else 0))
+    token = stride_bytes(layers, 64, {"same": 1152, "fp4": 416}[host]) // 64 + layers * (132 if sparse else 0)
     slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
     assert abs(rows.size * token + states.size * slot - 1e9) < 64 * token + slot
     assert abs(rows.size / (32 * 64) - states.size / 6) < 1 / 32 + 1 / 6  # a page and a slot

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_tier import ARRANGEMENTS, GUARD, LABELS, LAYOUTS, device_pool, fill, host_bytes, slots
+from host_tier import (
+    ARRANGEMENTS,
+    GUARD,
+    LABELS,
+    LAYERS,
+    LAYOUTS,
+    ROW_BYTES,
+    device_pool,
+    fill,
+    host_bytes,
+    slots,
+    stride_bytes,
+)
 
 KEYS = [f"{n}" * 64 for n in range(4)]
 PAGE_SIZE = 4
@@ -114,7 +126,8 @@ def truncate(path, others):
 
 
 def lengthen(path, others):
-    path.write_bytes(path.read_bytes()[:-20] + bytes(40))
+    raw = path.read_bytes()
+    path.write_bytes(raw[:100] + bytes(20) + raw[100:])
 
 
 def empty(path, others):
@@ -127,8 +140,21 @@ def flip_a_bit(path, others):
     path.write_bytes(raw)
 
 
+def _size_bytes(path):
+    """Of the page in a file of LAYERS layers, whose copy is longer."""
+    (layout,) = (name for name in ("bf16", "fp4") if f"-{name}-" in path.name)
+    return stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout])
+
+
 def flip_a_bit_of_the_digest(path, others):
     raw = bytearray(path.read_bytes())
+    raw[_size_bytes(path) - 1] ^= 1
+    path.write_bytes(raw)
+
+
+def flip_a_bit_behind_the_page(path, others):
+    raw = bytearray(path.read_bytes())
+    assert len(raw) > _size_bytes(path)
     raw[-1] ^= 1
     path.write_bytes(raw)
 
@@ -160,6 +186,7 @@ DAMAGE = {
     empty: "page_read",
     flip_a_bit: "page_digest",
     flip_a_bit_of_the_digest: "page_digest",
+    flip_a_bit_behind_the_page: "page_digest",
     foreign_of_equal_length: "page_digest",
     page_of_another_key: "page_digest",
     zeros: "page_digest",
@@ -218,7 +245,7 @@ def test_a_page_of_another_format_under_our_name(controller_of, store, failures)
     stored = files(store)["0"]
     ours = controller_of(device_pool("bf16", pages=9), store=store)
     name = stored.name.replace(tier_of(first).storage_format_tag, tier_of(ours).storage_format_tag)
-    expected_bytes = tier_of(ours).page_bytes + 16
+    expected_bytes = tier_of(ours).page_format.copied_bytes
     stored.with_name(name).write_bytes(stored.read_bytes().ljust(expected_bytes, b"\0"))
     assert get(ours, [3], KEYS[:1])[0] == 0
     assert failures() == {"page_digest": 1}
@@ -280,7 +307,8 @@ def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failu
 
 def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, store, failures):
     controller = controller_of(device_pool("fp4", pages=9), store=store)
-    wanted, shown = filled(controller), []
+    shown = []
+    filled(controller)
 
     class Direct:
         """A store without copies: it is given keys and slots, and asks the tier for addresses."""
@@ -298,7 +326,7 @@ def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, stor
     finally:
         controller.storage_backend = file_store
     begin = tier_of(controller).kv_buffer.data_ptr()
-    addresses = [begin + page * wanted[0].nbytes for page in (2, 5, 1)]
+    addresses = [begin + page * stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES["fp4"]) for page in (2, 5, 1)]
     assert shown == [(KEYS[:3], addresses), (KEYS[:1], addresses[:1])]
     assert failures() == {"page_write": 2}
 
@@ -362,15 +390,16 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
     filled(controller)
     put(controller, [0])
     (name,) = os.listdir(store)
-    pattern = r"0{64}_a-b-fp8_block_scale-r512-p64-b656-v1-host_fp8_block_scale-l5\.3\.0-t4-s1\.bin"
+    pattern = r"0{64}_a-b-fp8_block_scale-r512-p64-b656-v1-host_fp8_block_scale-l5\.3\.0-t4-s2\.bin"
     assert re.fullmatch(pattern, name)
 
 
 def test_digests_do_not_slow_a_store_down(controller_of, store):
     """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
-    from sgl_kvpool.srt.host.page_digest import verified, with_digest
+    from sgl_kvpool.srt.host.page_digest import damage, seal
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
     began = time.perf_counter()
-    verified(with_digest(page, "tag", "key"), len(page), "tag", "key")
+    seal(page, "tag", "key")
+    assert damage(page, "tag", "key") is None
     assert time.perf_counter() - began < 1.0

@@ -1,0 +1,84 @@
+"""Bytes of a host page: rows, padding, checksum. A leaf module: the arithmetic that tier and `plan` share.
+
+A host page of format version 2 is one run of bytes that stores may read and write where it lies: ::
+
+    [rows of all layers | padding | checksum]     size_bytes in all, the checksum is the last of them
+
+`size_bytes` is also the distance of one page to the next. It is a multiple of 4096 where that costs little,
+so that stores which open files with O_DIRECT (NIXL's default) move pages without a copy. Where it would cost
+more, pages lie close together and copies for such stores are as long as the next multiple.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["CHECKSUM_BYTES", "DIRECT_IO_BYTES", "HostPageFormat"]
+
+#: XXH3-128.
+CHECKSUM_BYTES = 16
+#: What O_DIRECT wants addresses and sizes to be multiples of, on every file system that SGLang names.
+DIRECT_IO_BYTES = 4096
+#: What pages begin at multiples of at least: enough for every dtype, and for the widest words of kernels.
+_ALIGNMENT_BYTES = 16
+#: Share of the rows that padding to `DIRECT_IO_BYTES` may cost.
+_MAX_PADDING = 0.03
+
+
+def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
+    return -(-size_bytes // multiple_bytes) * multiple_bytes
+
+
+@dataclass(frozen=True)
+class HostPageFormat:
+    """Sizes of a page.
+
+    Attributes
+    ----------
+    content_bytes : int
+        Of what the page is for: rows of all layers, or the states of a slot.
+    size_bytes : int
+        With padding and checksum.
+    copied_bytes : int
+        Of a copy for a store: the page, and zeros behind it.
+    has_checksum : bool
+    """
+
+    content_bytes: int
+    size_bytes: int
+    copied_bytes: int
+    has_checksum: bool = True
+
+    @classmethod
+    def of_rows(cls, content_bytes: int, page_size: int) -> HostPageFormat:
+        """Format of a page of rows.
+
+        Parameters
+        ----------
+        content_bytes : int
+            Rows of `page_size` tokens in all layers.
+        page_size : int
+            Tokens. The page is a whole number of bytes per token, because SGLang and its stores count so.
+        """
+        sealed_bytes = content_bytes + CHECKSUM_BYTES
+        aligned_bytes = _rounded_up(sealed_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
+        close_bytes = _rounded_up(sealed_bytes, math.lcm(_ALIGNMENT_BYTES, page_size))
+        costs_little = aligned_bytes - content_bytes <= _MAX_PADDING * content_bytes
+        size_bytes = aligned_bytes if costs_little else close_bytes
+        return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
+
+    @classmethod
+    def of_copied_states(cls, content_bytes: int) -> HostPageFormat:
+        """Format of a copy of a state slot; on the host, slots of states have no checksum."""
+        size_bytes = _rounded_up(content_bytes + CHECKSUM_BYTES, _ALIGNMENT_BYTES)
+        return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
+
+    @classmethod
+    def bare(cls, content_bytes: int) -> HostPageFormat:
+        """Format of a page in SGLang's own size: nothing but its content."""
+        return cls(content_bytes, content_bytes, content_bytes, has_checksum=False)
+
+    def bytes_per_token(self, page_size: int) -> int:
+        """Of a token in all layers, with its share of padding and checksum."""
+        return self.size_bytes // page_size

@@ -1,0 +1,211 @@
+"""Stores that read and write the tier's memory: checksums inside the pages, bad pages, failed reads."""
+
+import itertools
+
+import numpy as np
+import pytest
+from direct_stores import GOT, KEYS, PUT, Operation, filled, get, put, tier_of
+from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, page_memory, slots, stride_bytes
+
+#: Layouts with rows of unlike sizes, and page sizes of which 61 divides nothing.
+CASES = list(itertools.product(["bf16", "fp4"], [1, 2, 61, 64]))
+
+
+# -------------------------------------------------------------------- whole pages
+
+
+@pytest.mark.parametrize(("layout", "page_size"), CASES)
+def test_round_trip(direct, layout, page_size):
+    """A checksum at the end of what is stored; no other byte of the tier changes on either way."""
+    first = direct(layout, page_size)
+    was = filled(tier_of(first))
+    assert put(first)
+    size = stride_bytes(LAYERS, page_size, ROW_BYTES[layout])
+    assert was.shape[1] == size
+    sealed = page_memory(tier_of(first)).copy()
+    assert np.array_equal(sealed[:, :-16], was[:, :-16])
+    untouched = np.delete(sealed[:, -16:], PUT, axis=0)
+    assert (untouched == GUARD).all()
+    assert (sealed[PUT, -16:] != GUARD).any(axis=1).all()
+    assert [len(page) for page in first.storage_backend.pages.values()] == [size] * 4
+
+    again = direct(layout, page_size, store=first.storage_backend)
+    hits, memory = get(again)
+    assert hits == 4
+    assert np.array_equal(memory[GOT], sealed[PUT])
+    assert (np.delete(memory, GOT, axis=0) == GUARD).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stores_register(direct, layout):
+    """One contiguous tensor, padding included, and sizes that SGLang's stores derive from tokens."""
+    tier = tier_of(direct(layout, 64))
+    size = stride_bytes(LAYERS, 64, ROW_BYTES[layout])
+    assert tier.kv_buffer.is_contiguous()
+    assert tier.kv_buffer.numel() * tier.kv_buffer.element_size() == tier.page_num * size
+    assert tier.get_ksize_per_token() * 64 == tier.size_per_token * 64 == size
+    assert tier.get_page_buffer_element_size() == size
+    aligned = tier.kv_buffer.data_ptr() % 4096 == 0 and size % 4096 == 0
+    assert tier.is_stride_page_aligned(4096) == aligned
+    assert tier.is_stride_page_aligned(16)
+    assert tier.get_dummy_flat_data_page().nbytes % 4096 == 0
+
+
+def test_padding_holds_nothing_of_others(direct, monkeypatch):
+    """Stores get it, so it must not be what the memory held before."""
+    from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
+
+    allocate = HostTensorAllocator.allocate
+    monkeypatch.setattr(HostTensorAllocator, "allocate", lambda *args, **kw: allocate(*args, **kw).fill_(7))
+    tier = tier_of(direct("fp4", 64))
+    assert page_memory(tier)[:, : tier.page_bytes].any()
+    assert not page_memory(tier)[:, tier.page_bytes : -16].any()
+
+
+# -------------------------------------------------------------------- pages that are not what was stored
+
+
+def cut_and_filled_up(page):
+    return page[: len(page) // 2].ljust(len(page), b"\0")
+
+
+def flip_a_row(page):
+    return bytes([page[0] ^ 1]) + page[1:]
+
+
+def flip_the_padding(page):
+    return page[:-17] + bytes([page[-17] ^ 1]) + page[-16:]
+
+
+def flip_the_checksum(page):
+    return page[:-1] + bytes([page[-1] ^ 1])
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
+@pytest.mark.parametrize(
+    "change",
+    [cut_and_filled_up, flip_a_row, flip_the_padding, flip_the_checksum, lambda page: bytes(len(page))],
+    ids=["cut", "row", "padding", "checksum", "zeros"],
+)
+def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, change, layout, whole_batches):
+    controller = direct(layout, 64, whole_batches=whole_batches)
+    filled(tier_of(controller))
+    assert put(controller)
+    store, sealed = controller.storage_backend, page_memory(tier_of(controller)).copy()
+    store.pages[KEYS[2]] = change(store.pages[KEYS[2]])
+    hits, memory = get(controller)
+    assert hits == 2
+    assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
+    assert failures() == {"page_digest": 1}
+    assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
+    assert get(controller, [4], [KEYS[3]])[0] == 1
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+def test_a_page_under_another_key(direct, failures, page_size):
+    controller = direct("fp4", page_size)
+    filled(tier_of(controller))
+    assert put(controller)
+    pages = controller.storage_backend.pages
+    pages[KEYS[1]], pages[KEYS[2]] = pages[KEYS[2]], pages[KEYS[1]]
+    assert get(controller)[0] == 1
+    assert failures() == {"page_digest": 1}
+
+
+def test_a_page_of_another_format(direct, failures):
+    """Rows of the same size with other k_scales: nothing but the tag says so."""
+    first = direct("fp8", 64)
+    filled(tier_of(first))
+    assert put(first)
+    other = direct("fp8", 64, store=first.storage_backend, k_scales={5: 0.5})
+    assert get(other)[0] == 0
+    assert failures() == {"page_digest": 1}
+
+
+def test_a_store_that_writes_nothing(direct, failures):
+    """It says that all is well; what a page held before was sealed under another key, or not at all."""
+    controller = direct("fp4", 64)
+    filled(tier_of(controller))
+    assert put(controller)
+    store = controller.storage_backend
+    store.batch_get_v1 = lambda keys, *args: [True] * len(keys)
+    assert controller._page_get_zero_copy(Operation(), KEYS[1:2], slots([3], 64)) == 0
+    assert get(controller)[0] == 0
+    assert failures() == {"page_digest": 2}
+
+
+# -------------------------------------------------------------------- reads that fail
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_a_failed_read_is_counted(direct, failures, caplog, whole_batches):
+    controller = direct("fp4", 64, whole_batches=whole_batches)
+    filled(tier_of(controller))
+    assert put(controller)
+    sealed = page_memory(tier_of(controller)).copy()
+    controller.storage_backend.broken.add(KEYS[2])
+    hits, memory = get(controller)
+    assert hits == 2
+    assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
+    assert failures() == {"page_read": 1}
+    assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
+    # All at once, and where that fails as a whole one by one, up to the bad page.
+    assert controller.storage_backend.calls == (4 if whole_batches else 1)
+
+
+def test_a_store_that_is_gone(direct, failures):
+    """Two attempts, however long the list."""
+    controller = direct("fp4", 64)
+    filled(tier_of(controller))
+    assert put(controller)
+    store = controller.storage_backend
+    store.broken.update(KEYS)
+    assert get(controller)[0] == 0
+    assert (store.calls, failures()) == (2, {"page_read": 1})
+
+    def raises(*args):
+        raise OSError(5, "gone on purpose")
+
+    store.batch_get_v1 = raises
+    assert get(controller)[0] == 0
+    assert failures() == {"page_read": 2}
+
+
+@pytest.mark.parametrize("way", ["raises", "refuses"])
+def test_a_store_that_fails_once(direct, failures, caplog, way):
+    controller = direct("fp4", 64)
+    filled(tier_of(controller))
+    assert put(controller)
+    sealed, store = page_memory(tier_of(controller)).copy(), controller.storage_backend
+    read = store.batch_get_v1
+
+    def flaky(keys, *args):
+        store.batch_get_v1 = read
+        if way == "raises":
+            raise OSError(5, "flaky on purpose")
+        return [False] * len(keys)
+
+    store.batch_get_v1 = flaky
+    hits, memory = get(controller)
+    assert hits == 4
+    assert np.array_equal(memory[GOT], sealed[PUT])
+    assert failures() == {"page_read": 1}
+    assert "all of which were read at last" in caplog.text
+
+
+def test_a_lost_page_is_not_sealed(direct, failures):
+    controller = direct("fp4", 64)
+    filled(tier_of(controller))
+    tier_of(controller)._lost[4] = True
+    assert not put(controller)
+    assert list(controller.storage_backend.pages) == KEYS[:2]
+    assert (page_memory(tier_of(controller))[[4, 0], -16:] == GUARD).all()
+    assert failures() == {"page_write": 1}
+
+
+def test_an_empty_list(direct, failures):
+    controller = direct("fp4")
+    assert get(controller, [], [])[0] == 0
+    assert put(controller, [])
+    assert failures() == {}
