@@ -17,7 +17,7 @@ from soak_in_server.rows import inward_equal, outward_equal, rows_of
 __all__ = ["report", "watch"]
 
 _counts: dict[str, Any] = {"backed_up_pages": 0, "loaded_pages": 0, "wrong_pages": 0, "problems": []}
-#: Digest of what a host page held after its backup, or when a store had filled it; by page.
+#: Digest of the rows that a host page held after its backup, or when a store had filled it; by page.
 _digests: dict[int, bytes] = {}
 
 
@@ -33,7 +33,8 @@ def _wrong(what: str, pages: torch.Tensor) -> None:
 
 
 def _digest(host_pool: Any, page: int) -> bytes:
-    raw = host_pool.kv_buffer[page].reshape(-1).view(torch.uint8)
+    # Of the rows: a store may write a checksum behind them.
+    raw = host_pool.kv_buffer[page].view(torch.uint8)[: host_pool.page_bytes]
     return hashlib.blake2b(raw.numpy(), digest_size=16).digest()
 
 

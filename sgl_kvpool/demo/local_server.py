@@ -42,7 +42,7 @@ class ServerFailed(RuntimeError):
 #: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
 _SERVER_PORTS = range(10000, 22000)
 
-#: Ports that this process has given away: nobody listens on them until their servers have loaded a model.
+#: Ports that this process has chosen. SGLang binds its port only after it has loaded the model.
 _handed_out: set[int] = set()
 
 #: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
@@ -68,7 +68,7 @@ def _first_ephemeral_port() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nobody has bound now, and that nobody gets by asking for any port.
+    """A free TCP port below the ephemeral range, so that the kernel gives it to no other process.
 
     A server binds it only when its model is loaded. A port of the ephemeral range, which `bind` to port 0
     gives, is somebody else's by then once in a while: each SGLang server asks for a dozen such ports.

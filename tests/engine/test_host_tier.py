@@ -117,10 +117,10 @@ def test_a_damaged_file_costs_what_follows_it(record, layout, name):
     whole, damaged = before["host_tier"]["fillers"][0], after["host_tier"]["fillers"][0]
     assert cached(damaged) == {"device": 0, "host": 0, "storage": DAMAGED_PAGE * PAGE_SIZE}
     assert damaged["output_ids"] == whole["output_ids"]
-    kind = "page_read" if layout == "bf16" else "page_digest"
+    kind = "page_read" if layout == "bf16" else "page_checksum"
     assert metric(after, "sgl_kvpool_failures_total", kind=kind) == 1
     assert metric(before, "sgl_kvpool_failures_total", kind=kind) == 0
-    reason = {"bf16": "Short read"}.get(layout, "its digest is not that of its bytes, format and key")
+    reason = {"bf16": "Short read"}.get(layout, "its checksum is not that of its bytes, format and key")
     assert reason in after["log"]
     # The others came from the store whole.
     for answer in after["host_tier"]["fillers"][1:]:

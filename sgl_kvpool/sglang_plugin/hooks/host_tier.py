@@ -10,6 +10,7 @@ from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, stores
+from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
 
 __all__ = ["install"]
 
@@ -83,7 +84,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     from sglang.srt.runtime_context import get_memory
 
     return HierarchicalMLAHostPool(
-        pool, host_size=0, io_backend=get_memory().hicache_io_backend, stores_digests=False, **kwargs
+        pool, host_size=0, io_backend=get_memory().hicache_io_backend, with_checksum=False, **kwargs
     )
 
 
@@ -91,14 +92,14 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
     """Refuse a model's name that is too long for the names of files; have SGLang's hash ready."""
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
-    if _ours(pool) or tag.startswith(_STOCK_TIER):
+    if is_ours(pool) or tag.startswith(_STOCK_TIER):
         name_bytes = _KEY_BYTES + len(os.fsencode(f"{model_name}-{tag}"))
         if storage_backend == "file" and name_bytes > _NAME_BYTES:
             raise Refusal(
                 f"--hicache-storage-backend file names its files after the model, and {model_name!r} makes "
                 f"names of {name_bytes} bytes, {_NAME_BYTES} at most; give a shorter --served-model-name"
             )
-    if not _ours(pool):
+    if not is_ours(pool):
         return original(self, storage_backend, *args, model_name=model_name, **kwargs)
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -111,12 +112,6 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
 
 
 # -------------------------------------------------------------------- before anything is queued
-
-
-def _ours(host_pool: Any) -> bool:
-    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-
-    return isinstance(host_pool, HierarchicalMLAHostPool)
 
 
 def _moved_by_us(host_pool: Any) -> bool:
@@ -143,7 +138,7 @@ def _load(
     """
     pool = self.mem_pool_host.anchor_entry.host_pool
     arguments = (host_indices, priority, node_id, extra_pools)
-    if not _ours(pool):
+    if not is_ours(pool):
         return original(self, *arguments, device_indices=device_indices, **kwargs)
     problem = pool.slots_problem(host_indices) or state_tier.host_problem(self, extra_pools)
     for tier in _tiers_of_drafts(self):
@@ -175,13 +170,13 @@ def _tiers_of_drafts(controller: Any) -> list[Any]:
     """Our tiers beside the target's, which a load of its slots reads too."""
     group = controller.mem_pool_host
     pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
-    return [pool for pool in pools if _ours(pool)]
+    return [pool for pool in pools if is_ours(pool)]
 
 
 def _write(original, self, device_indices, priority=None, node_id=-1, extra_pools=None, **kwargs):
     """Queue a backup if its lists are good, rows' and states'; None leaves the node not backed up."""
     pool = self.mem_pool_host.anchor_entry.host_pool
-    if _ours(pool):
+    if is_ours(pool):
         problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
         if problem is not None:
             metrics.failed("backup_pages", problem)
@@ -198,7 +193,7 @@ def _move_pool_indices(original, self, host_pool, host_indices, device_indices, 
 
 def _move_indices(original, self, host_indices, device_indices):
     """The same for controllers of a single pool, which decode servers offload with."""
-    if not _ours(self.mem_pool_host):
+    if not is_ours(self.mem_pool_host):
         return original(self, host_indices, device_indices)
     return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)
 

@@ -197,7 +197,7 @@ def _check_model(server_args):
         view = resolving_view(server_args)
         sized = view.page_size is not None or keeps_states_by_token(model_config, view)
         if host_tier_rules.has_host_tier(view) and not sized:
-            # SGLang's default is 1 with most backends: host pages of a row, a key and a digest for each.
+            # SGLang's default is 1 with most backends: host pages of a row, a key and a checksum for each.
             declared["page_size"] = host_tier_page_size(model_config, view)
     # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
     declare_resolution(server_args, _SOURCE, **declared)

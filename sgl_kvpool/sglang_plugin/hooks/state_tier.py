@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.srt.host.page_digest import failure_kind
+from sgl_kvpool.srt.host.page_checksum import failure_kind
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.host.shares import TierShares

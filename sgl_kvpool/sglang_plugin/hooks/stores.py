@@ -12,9 +12,9 @@ from typing import Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.srt.host.page_digest import failure_kind
+from sgl_kvpool.srt.host.page_checksum import failure_kind
 
-__all__ = ["install"]
+__all__ = ["install", "is_ours"]
 
 
 def install() -> None:
@@ -22,7 +22,8 @@ def install() -> None:
     hook_points.wrap_all(HOOKS)
 
 
-def _ours(host_pool: Any) -> bool:
+def is_ours(host_pool: Any) -> bool:
+    """Whether a host pool holds rows of ours."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     return isinstance(host_pool, HierarchicalMLAHostPool)
@@ -33,72 +34,71 @@ def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[in
     return dict(zip(host_indices[:: controller.page_size].tolist(), hash_values, strict=True))
 
 
-def _failed_page(kind: str, key: str, slot: int, *, error: Exception | None = None, what: str = "") -> None:
-    """Count a page that is a miss. The store keeps it: stores do not replace a key."""
-    metrics.failed(kind, f"page {key} of the store, host slot {slot}{what}", error=error)
-
-
 # -------------------------------------------------------------------- fetching
 
 
 def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
     """Pages that could be read, from the first on; a damaged one ends them and is a miss."""
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, operation, hash_values, host_indices, extra_info)
-    keys = _keys(self, hash_values, host_indices)
-
-    def read(hashes: list[str], slots: Any) -> int:
-        return original(self, operation, hashes, slots, extra_info)
-
-    with pool.stored_under(keys):
-        try:
-            return read(hash_values, host_indices)
-        except Exception as error:  # of some page of the batch: which, is found one by one
-            first = error
-        # A page that is not there is an ordinary miss, here as in SGLang.
-        count, problem = _one_by_one(self.page_size, keys, host_indices, read)
-    if count == len(keys):
-        _read_at_last(len(keys), first)
-    elif problem is not None:
-        _failed_page(failure_kind(problem), hash_values[count], list(keys)[count], error=problem)
-    return count
+    return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=False)
 
 
 def _page_get_zero_copy(original, self, operation, hash_values, host_indices, extra_info=None):
-    """The same for stores that write the tier's memory: what they have written is verified behind them.
+    """The same for stores that write the tier's memory: what they have written is verified afterwards.
 
     Such stores may fail as a whole where one page is bad (NIXL). SGLang asks for pages that the store said it
     has, so one that does not come could not be read.
     """
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, operation, hash_values, host_indices, extra_info)
-    keys = _keys(self, hash_values, host_indices)
+    return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=True)
+
+
+def _get_pages(
+    original,
+    controller: Any,
+    operation: Any,
+    hash_values: list[str],
+    host_indices: Any,
+    extra_info: Any,
+    *,
+    in_place: bool,
+) -> int:
+    """How many pages of a list came whole, from the first on; the page after them is counted as a failure.
+
+    A page that a store which copies does not have is an ordinary miss, here as in SGLang.
+    """
+    pool = controller.storage_host_pool
+    if not is_ours(pool):
+        return original(controller, operation, hash_values, host_indices, extra_info)
+    keys = _keys(controller, hash_values, host_indices)
 
     def read(hashes: list[str], slots: Any) -> int:
-        return original(self, operation, hashes, slots, extra_info)
+        return original(controller, operation, hashes, slots, extra_info)
 
     first: Exception | None = None
     problem: Exception | None = None
+    bad: tuple[int, str] | None = None
     with pool.stored_under(keys):
         try:
             count = read(hash_values, host_indices)
-        except Exception as error:  # of some page of the batch, as above
+        except Exception as error:  # of some page of the batch: which, is found one by one
             first, count = error, 0
-        retried = bool(keys) and not count
+        retried = first is not None or (in_place and bool(keys) and not count)
         if retried:
-            count, problem = _one_by_one(self.page_size, keys, host_indices, read)
-        bad = pool.first_damaged(host_indices[: count * self.page_size])
-    slots = list(keys)
+            count, problem = _one_by_one(controller.page_size, keys, host_indices, read)
+        if in_place:
+            bad = pool.first_damaged(host_indices[: count * controller.page_size])
+    kind, what = "page_read" if problem is None else failure_kind(problem), ""
     if bad is not None:
-        count, what = bad
-        _failed_page("page_digest", hash_values[count], slots[count], what=f": {what}")
-    elif count < len(keys):
-        kind = "page_read" if problem is None else failure_kind(problem)
-        _failed_page(kind, hash_values[count], slots[count], error=problem)
-    elif retried:
-        _read_at_last(count, first)
+        count, kind, problem, what = bad[0], "page_checksum", None, f": {bad[1]}"
+    elif count == len(keys):
+        if retried:
+            kind = "page_read" if first is None else failure_kind(first)
+            metrics.failed(kind, f"{count} pages of the store, all of which were read at last", error=first)
+        return count
+    elif problem is None and not in_place:
+        return count
+    # The store keeps the page: stores do not replace a key.
+    page = f"page {hash_values[count]} of the store, host slot {list(keys)[count]}{what}"
+    metrics.failed(kind, page, error=problem)
     return count
 
 
@@ -115,52 +115,37 @@ def _one_by_one(
     return len(keys), None
 
 
-def _read_at_last(count: int, first: Exception | None) -> None:
-    """Count a batch that failed as a whole, and of which every page could be read then."""
-    kind = "page_read" if first is None else failure_kind(first)
-    metrics.failed(kind, f"{count} pages of the store, all of which were read at last", error=first)
-
-
 # -------------------------------------------------------------------- storing
 
 
 def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
-    """Pages up to the first that was lost in its backup, with their keys known to the digest meanwhile."""
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, hash_values, host_indices, extra_info)
-    with pool.stored_under(_keys(self, hash_values, host_indices)):
-        return _set_pages(original, self, hash_values, host_indices, extra_info)
+    """Pages up to the first that was lost in its backup."""
+    return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=False)
 
 
 def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
     """The same for stores that read the tier's memory, where the checksums are written first."""
-    pool = self.storage_host_pool
-    if not _ours(pool):
-        return original(self, hash_values, host_indices, extra_info)
-    with pool.stored_under(_keys(self, hash_values, host_indices)):
-        return _set_pages(original, self, hash_values, host_indices, extra_info, seal=pool.seal_pages)
+    return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=True)
 
 
 def _set_pages(
-    original,
-    controller: Any,
-    hash_values: list[str],
-    host_indices: Any,
-    extra_info: Any,
-    seal: Callable[[Any], None] | None = None,
+    original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any, *, in_place: bool
 ) -> bool:
     """Store what may be stored; False if that is not all of it, or the store refused something."""
-    count = controller.storage_host_pool.pages_before_a_lost_one(host_indices)
+    pool = controller.storage_host_pool
+    if not is_ours(pool):
+        return original(controller, hash_values, host_indices, extra_info)
+    count = pool.pages_before_a_lost_one(host_indices)
     if count < len(hash_values):
         metrics.failed("page_write", f"{len(hash_values) - count} pages, the first was lost in its backup")
     if not count:
         return not hash_values
     slots = host_indices[: count * controller.page_size]
     try:
-        if seal is not None:
-            seal(slots)
-        stored = original(controller, hash_values[:count], slots, extra_info)
+        with pool.stored_under(_keys(controller, hash_values, host_indices)):
+            if in_place:
+                pool.seal_pages(slots)
+            stored = original(controller, hash_values[:count], slots, extra_info)
     except Exception as error:  # SGLang logs it too, and goes on without these pages
         metrics.failed("page_write", f"{count} pages", error=error)
         raise

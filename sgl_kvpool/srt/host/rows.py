@@ -61,7 +61,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
     io_backend : str
         Of --hicache-io-backend, which a GPU engine's choice depends on.
-    stores_digests : bool
+    with_checksum : bool
         Whether pages have room for a checksum. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
     **kwargs
@@ -99,7 +99,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
         io_backend: str = "kernel",
-        stores_digests: bool = True,
+        with_checksum: bool = True,
         **kwargs,
     ) -> None:
         pools = (kv_pool, *draft_pools)
@@ -143,7 +143,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         content_bytes = layers * page_size * self.row_format.row_bytes
         self.page_format = (
             HostPageFormat.of_rows(content_bytes, page_size)
-            if stores_digests
+            if with_checksum
             else HostPageFormat.bare(content_bytes)
         )
         self._sized_by_ratio = not host_size

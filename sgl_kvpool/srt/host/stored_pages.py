@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.layout import MLAKVCacheLayout
-from sgl_kvpool.srt.host import page_digest
+from sgl_kvpool.srt.host import page_checksum
 from sgl_kvpool.srt.host.page_format import HostPageFormat
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import k_scales_digest
@@ -129,9 +129,9 @@ class StoredPagesPool(HostKVCache):
         Parameters
         ----------
         slots : Tensor [tokens], int64
-            Of whole pages of rows, which nobody writes meanwhile.
+            Of whole pages of rows. No other thread may write to them during the call.
         """
-        page_digest.seal_all(*self._pages_and_keys(slots))
+        page_checksum.seal_all(*self._pages_and_keys(slots))
 
     def first_damaged(self, slots: torch.Tensor) -> tuple[int, str] | None:
         """Which page that a store without copies has written is not what was stored under its key.
@@ -146,10 +146,10 @@ class StoredPagesPool(HostKVCache):
         (int, str) or None
             Place of the first in the list, and what is wrong with it; None if all are whole.
         """
-        return page_digest.first_damage(*self._pages_and_keys(slots))
+        return page_checksum.first_damage(*self._pages_and_keys(slots))
 
     def _pages_and_keys(self, slots: torch.Tensor) -> tuple[list[np.ndarray], str, list[str]]:
-        """Arguments of `page_digest`'s functions of several pages."""
+        """Arguments of `page_checksum`'s functions of several pages."""
         raw = self._pages.numpy()
         pages = [raw[page] for page in self.first_pages_of(slots)]
         keys = [self._key(slot) for slot in slots[:: self.page_size].tolist()]
@@ -183,7 +183,7 @@ class StoredPagesPool(HostKVCache):
         copied[: self._pages.shape[1]] = self._pages[page].numpy()
         if self.page_format.has_checksum:
             sealed = copied[: self.page_format.size_bytes]
-            page_digest.seal(sealed, self.storage_format_tag, self._key(slot))
+            page_checksum.seal(sealed, self.storage_format_tag, self._key(slot))
         return torch.from_numpy(copied).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
@@ -205,13 +205,13 @@ class StoredPagesPool(HostKVCache):
         stored = data_page.contiguous().view(-1).view(torch.uint8).numpy()
         fmt = self.page_format
         if len(stored) != fmt.copied_bytes:
-            raise page_digest.DamagedPage(f"{len(stored)} bytes instead of {fmt.copied_bytes}")
+            raise page_checksum.DamagedPage(f"{len(stored)} bytes instead of {fmt.copied_bytes}")
         if fmt.has_checksum:
-            problem = page_digest.damage(stored[: fmt.size_bytes], self.storage_format_tag, self._key(slot))
+            problem = page_checksum.damage(stored[: fmt.size_bytes], self.storage_format_tag, self._key(slot))
             if problem is None and stored[fmt.size_bytes :].any():
                 problem = "what follows it is not empty"
             if problem is not None:
-                raise page_digest.DamagedPage(problem)
+                raise page_checksum.DamagedPage(problem)
         self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
         self._lost[page] = False
 

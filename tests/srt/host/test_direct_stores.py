@@ -97,7 +97,7 @@ def test_a_damaged_page_ends_the_prefix(direct, failures, caplog, change, layout
     hits, memory = get(controller)
     assert hits == 2
     assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
-    assert failures() == {"page_digest": 1}
+    assert failures() == {"page_checksum": 1}
     assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
     assert get(controller, [4], [KEYS[3]])[0] == 1
 
@@ -110,7 +110,7 @@ def test_a_page_under_another_key(direct, failures, page_size):
     pages = controller.storage_backend.pages
     pages[KEYS[1]], pages[KEYS[2]] = pages[KEYS[2]], pages[KEYS[1]]
     assert get(controller)[0] == 1
-    assert failures() == {"page_digest": 1}
+    assert failures() == {"page_checksum": 1}
 
 
 def test_a_page_of_another_format(direct, failures):
@@ -120,7 +120,7 @@ def test_a_page_of_another_format(direct, failures):
     assert put(first)
     other = direct("fp8", 64, store=first.storage_backend, k_scales={5: 0.5})
     assert get(other)[0] == 0
-    assert failures() == {"page_digest": 1}
+    assert failures() == {"page_checksum": 1}
 
 
 def test_a_store_that_writes_nothing(direct, failures):
@@ -132,7 +132,7 @@ def test_a_store_that_writes_nothing(direct, failures):
     store.batch_get_v1 = lambda keys, *args: [True] * len(keys)
     assert controller._page_get_zero_copy(Operation(), KEYS[1:2], slots([3], 64)) == 0
     assert get(controller)[0] == 0
-    assert failures() == {"page_digest": 2}
+    assert failures() == {"page_checksum": 2}
 
 
 # -------------------------------------------------------------------- reads that fail

@@ -150,11 +150,11 @@ def test_stored_pages_are_named_after_their_bytes():
         assert (tag(dense) == found) == ((layout, rank) != ("fp8_block_scale", 256))
 
 
-def test_digests_tell_pages_apart():
+def test_checksums_tell_pages_apart():
     """Of stores that copy: a page of a dense pool's rows is none of ours."""
     from host_tier import device_pool
 
-    from sgl_kvpool.srt.host.page_digest import DamagedPage
+    from sgl_kvpool.srt.host.page_checksum import DamagedPage
 
     ours = host_pool(dsa_pool("fp8_block_scale", 256, 0))
     host_bytes(ours)[1] = np.random.default_rng(0).integers(0, 256, ours.page_bytes).reshape(LAYERS, PAGE, -1)

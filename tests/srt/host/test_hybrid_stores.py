@@ -85,7 +85,7 @@ def of_another_key(path):
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"), [(cut, "page_read"), (flip, "page_digest"), (of_another_key, "page_digest")]
+    ("change", "kind"), [(cut, "page_read"), (flip, "page_checksum"), (of_another_key, "page_checksum")]
 )
 def test_a_damaged_state_is_a_miss_of_its_prefix(hybrid_of, store, failures, change, kind):
     short, longer = prompt(8), prompt(16)
@@ -119,7 +119,7 @@ def test_damaged_rows_are_a_miss_of_their_state(hybrid_of, store, failures):
     again = hybrid_of(page_size=4, store=store)
     fetch(again, longer)
     again.check(longer, 0)
-    assert failures() == {"page_digest": 1}
+    assert failures() == {"page_checksum": 1}
     assert [tier.available_size() for tier in again.tiers] == [tier.size for tier in again.tiers]
 
 

@@ -92,9 +92,9 @@ def test_a_bad_nixl_file_is_a_miss(nixl_of, failures, layout, direct_io, damage)
     assert hits == 2
     assert np.array_equal(memory[[0, 5], :-16], was[[3, 1], :-16])
     assert list(failures().values()) == [1]
-    assert failures().keys() <= {"page_read", "page_digest"}
+    assert failures().keys() <= {"page_read", "page_checksum"}
     if damage in ("cut and filled up", "of another key"):
-        assert failures() == {"page_digest": 1}
+        assert failures() == {"page_checksum": 1}
 
 
 @pytest.mark.parametrize("ways", [(True, False), (False, True)])

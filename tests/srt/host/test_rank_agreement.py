@@ -80,7 +80,7 @@ def test_slots_of_one_allocator_that_are_none_are_given_back_by_neither(seen):
     assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
 
 
-@pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_digest")])
+@pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_checksum")])
 def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
     """SGLang agrees on what was fetched (`_reduce_prefetch_ack`), if our hooks count rightly on each."""
     lengths, one, other = agreed(seen[f"unreadable-{which}"])

@@ -212,7 +212,7 @@ def test_what_is_not_carried_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("kind", STATES)
 def test_stores_get_the_order_of_sglang(kind):
-    """Copied pages are SGLang's bytes and a digest; stores without copies get one address per component."""
+    """Copied pages are SGLang's bytes and a checksum; stores without copies get one address per component."""
     import ctypes
 
     pool = state_pool(kind)
@@ -250,7 +250,7 @@ def test_stores_get_the_order_of_sglang(kind):
 
 
 def test_pages_that_are_not_what_was_stored():
-    from sgl_kvpool.srt.host.page_digest import DamagedPage
+    from sgl_kvpool.srt.host.page_checksum import DamagedPage
 
     pool = state_pool()
     fill_states(pool)

@@ -146,7 +146,7 @@ def _size_bytes(path):
     return stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout])
 
 
-def flip_a_bit_of_the_digest(path, others):
+def flip_a_bit_of_the_checksum(path, others):
     raw = bytearray(path.read_bytes())
     raw[_size_bytes(path) - 1] ^= 1
     path.write_bytes(raw)
@@ -182,14 +182,14 @@ def gone(path, others):
 
 DAMAGE = {
     truncate: "page_read",
-    lengthen: "page_digest",
+    lengthen: "page_checksum",
     empty: "page_read",
-    flip_a_bit: "page_digest",
-    flip_a_bit_of_the_digest: "page_digest",
-    flip_a_bit_behind_the_page: "page_digest",
-    foreign_of_equal_length: "page_digest",
-    page_of_another_key: "page_digest",
-    zeros: "page_digest",
+    flip_a_bit: "page_checksum",
+    flip_a_bit_of_the_checksum: "page_checksum",
+    flip_a_bit_behind_the_page: "page_checksum",
+    foreign_of_equal_length: "page_checksum",
+    page_of_another_key: "page_checksum",
+    zeros: "page_checksum",
     a_folder: "page_read",
     gone: None,  # an ordinary miss
 }
@@ -248,7 +248,7 @@ def test_a_page_of_another_format_under_our_name(controller_of, store, failures)
     expected_bytes = tier_of(ours).page_format.copied_bytes
     stored.with_name(name).write_bytes(stored.read_bytes().ljust(expected_bytes, b"\0"))
     assert get(ours, [3], KEYS[:1])[0] == 0
-    assert failures() == {"page_digest": 1}
+    assert failures() == {"page_checksum": 1}
 
 
 # ------------------------------------------------------------------ stores that cannot be written
@@ -394,9 +394,9 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
     assert re.fullmatch(pattern, name)
 
 
-def test_digests_do_not_slow_a_store_down(controller_of, store):
+def test_checksums_do_not_slow_a_store_down(controller_of, store):
     """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
-    from sgl_kvpool.srt.host.page_digest import damage, seal
+    from sgl_kvpool.srt.host.page_checksum import damage, seal
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
     began = time.perf_counter()

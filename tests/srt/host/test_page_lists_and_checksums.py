@@ -1,4 +1,4 @@
-"""Lists of slots against a search by hand, and digests of pages."""
+"""Lists of slots against a search by hand, and checksums of pages."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.page_digest import damage, digest, first_damage, seal, seal_all
+from sgl_kvpool.srt.host.page_checksum import checksum, damage, first_damage, seal, seal_all
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
 from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
@@ -86,7 +86,7 @@ def test_nothing_else_is(page, data):
 
 def test_the_checksum_is_xxh3():
     """Written down once more, so that stored pages stay readable by later releases."""
-    found = digest(np.arange(200, dtype=np.uint8), "fp4", "k")
+    found = checksum(np.arange(200, dtype=np.uint8), "fp4", "k")
     seed = xxhash.xxh3_64_intdigest(b"3 1 fp4k")
     assert found == xxhash.xxh3_128(bytes(range(200)), seed=seed).digest()
     assert found.hex() == "fadf6ae6672f845930246af74ec80097"
@@ -103,7 +103,7 @@ def test_the_first_damaged_of_several(page_bytes):
     pages[6, 5] ^= 1
     pages[3, -1] ^= 1
     place, what = first_damage(list(pages), "tag", keys)
-    assert (place, what) == (3, "its digest is not that of its bytes, format and key")
+    assert (place, what) == (3, "its checksum is not that of its bytes, format and key")
     with pytest.raises(ValueError, match="9 pages for 8 keys"):
         first_damage(list(pages), "tag", keys[1:])
 

@@ -18,13 +18,13 @@ import xxhash
 
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES
 
-__all__ = ["DamagedPage", "damage", "digest", "failure_kind", "first_damage", "seal", "seal_all"]
+__all__ = ["DamagedPage", "checksum", "damage", "failure_kind", "first_damage", "seal", "seal_all"]
 
 #: Threads of a process that make checksums: four read faster than a network or a disk delivers.
 _THREADS = 4
 #: Bytes of a page from which threads are worth it. xxhash keeps the GIL for short inputs.
 _THREADED_BYTES = 1 << 18
-_DAMAGED = "its digest is not that of its bytes, format and key"
+_DAMAGED = "its checksum is not that of its bytes, format and key"
 
 
 class DamagedPage(ValueError):
@@ -33,10 +33,10 @@ class DamagedPage(ValueError):
 
 def failure_kind(error: Exception) -> str:
     """Kind, of `sgl_kvpool.metrics.FAILURES`, of a page of a store that could not be read."""
-    return "page_digest" if isinstance(error, DamagedPage) else "page_read"
+    return "page_checksum" if isinstance(error, DamagedPage) else "page_read"
 
 
-def digest(content: np.ndarray, tag: str, key: str = "") -> bytes:
+def checksum(content: np.ndarray, tag: str, key: str = "") -> bytes:
     """Checksum of a page's bytes.
 
     Parameters
@@ -65,16 +65,16 @@ def seal(page: np.ndarray, tag: str, key: str = "") -> None:
     ----------
     page : ndarray [size_bytes], uint8, contiguous
     tag, key : str
-        As `digest`.
+        As `checksum`.
     """
-    page[-CHECKSUM_BYTES:] = np.frombuffer(digest(page[:-CHECKSUM_BYTES], tag, key), dtype=np.uint8)
+    page[-CHECKSUM_BYTES:] = np.frombuffer(checksum(page[:-CHECKSUM_BYTES], tag, key), dtype=np.uint8)
 
 
 def damage(page: np.ndarray, tag: str, key: str = "") -> str | None:
     """What is wrong with a page that `seal` was called for; None if nothing is. Parameters as `seal`."""
     if len(page) < CHECKSUM_BYTES:
         return f"{len(page)} bytes are no page"
-    whole = page[-CHECKSUM_BYTES:].tobytes() == digest(page[:-CHECKSUM_BYTES], tag, key)
+    whole = page[-CHECKSUM_BYTES:].tobytes() == checksum(page[:-CHECKSUM_BYTES], tag, key)
     return None if whole else _DAMAGED
 
 
