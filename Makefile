@@ -14,7 +14,7 @@ usable:
 # With bytecode: where PYTHONDONTWRITEBYTECODE is set, each of a server's processes would compile SGLang and torch
 # anew, for 20 s.
 $(STAMP): pyproject.toml constraints.txt | usable
-	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.4 GB to download, 11 GB on disk.'
+	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.6 GB to download, 12 GB on disk.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev,distributed]'

@@ -90,7 +90,7 @@ def checkout(installed):
 
 def test_an_installation_says_how_much_it_is_and_shows_what_it_does(installed):
     _, printed = installed
-    assert "4.4 GB to download, 11 GB on disk" in printed
+    assert "4.6 GB to download, 12 GB on disk" in printed
     assert " + nothing==1" in printed
 
 

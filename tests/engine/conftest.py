@@ -21,6 +21,7 @@ import ranked_servers
 import regression_run
 import smollm2_server
 import soak_runs
+import store_servers
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -299,11 +300,12 @@ JOBS = {
     **hybrid_servers.JOBS,
     **ranked_servers.JOBS,
     **soak_runs.JOBS,
+    **store_servers.JOBS,
 }
 
 
 #: Those that serve a model of the demo; for the others one is trained.
-DEMO_MODELS = {"demo", "killed", "printed", "smollm2"}
+DEMO_MODELS = {"demo", "killed", "printed", "smollm2", *store_servers.JOBS}
 
 
 @pytest.fixture(scope="session")

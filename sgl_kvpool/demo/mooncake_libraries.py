@@ -1,0 +1,103 @@
+"""Shared libraries that Mooncake's programs ask for by name, where the system does not have them.
+
+Mooncake's wheel expects libibverbs, libnuma and libcurl of the system. NIXL's wheel brings all three under
+names of its own. Links to those, in the user's cache, make Mooncake start without root and without a package
+of the distribution. In a shell: ::
+
+    export LD_LIBRARY_PATH=$(python -m sgl_kvpool.demo.mooncake_libraries)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["library_path"]
+
+_WANTED = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
+_PACKAGE = "nixl_cu13"
+
+
+def library_path() -> str:
+    """Value of LD_LIBRARY_PATH for Mooncake's programs, and for servers that use Mooncake.
+
+    Returns
+    -------
+    str
+        This process's; where a library is missing, folders of the links and of NIXL's libraries before it.
+
+    Raises
+    ------
+    ValueError
+        A library is missing, and NIXL's wheel does not have it either.
+    OSError
+        The links cannot be written.
+    """
+    given = os.environ.get("LD_LIBRARY_PATH", "")
+    missing = [name for name in _WANTED if not _loads(name)]
+    if not missing:
+        return given
+    libraries = _nixl_libraries()
+    found = {name: _in_wheel(libraries, name) for name in missing}
+    absent = [name for name, path in found.items() if path is None]
+    if absent:
+        raise ValueError(
+            f"Mooncake needs {', '.join(absent)}, which neither this machine has nor {_PACKAGE} brings; "
+            "install sgl-kvpool[distributed], or libibverbs1, libnuma1 and libcurl4 of the system"
+        )
+    # Of this environment: another one may have another NIXL, or be gone tomorrow.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
+    links = cache / f"libraries-{hashlib.sha256(str(libraries).encode()).hexdigest()[:16]}"
+    links.mkdir(parents=True, exist_ok=True)
+    for name, path in found.items():
+        _link(links / name, path)
+    return os.pathsep.join(filter(None, (str(links), str(libraries), given)))
+
+
+def _loads(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def _nixl_libraries() -> Path | None:
+    """Folder of the libraries in NIXL's wheel; None without that package."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent.with_name(f"{_PACKAGE}.libs")
+
+
+def _in_wheel(libraries: Path | None, name: str) -> Path | None:
+    """The library that the wheel has renamed: `libnuma.so.1` is `libnuma-<hash>.so.1.0.0` there."""
+    stem, _, version = name.partition(".so.")
+    found = [] if libraries is None else sorted(libraries.glob(f"{stem}-*.so.{version}*"))
+    return found[0] if found else None
+
+
+def _link(link: Path, target: Path | None) -> None:
+    """Make a link, or let it be if it is there; safe beside other processes that do the same."""
+    assert target is not None
+    if link.is_symlink() and Path(os.readlink(link)) == target:
+        return
+    made = link.with_name(f".{link.name}-{os.getpid()}")
+    try:
+        made.symlink_to(target)
+        made.replace(link)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            made.unlink()
+
+
+if __name__ == "__main__":
+    try:
+        print(library_path())
+    except (ValueError, OSError) as error:
+        sys.exit(f"sgl-kvpool: {error}")

@@ -1,0 +1,64 @@
+"""Libraries that Mooncake's programs find where the system does not have them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool.demo import mooncake_libraries
+from sgl_kvpool.demo.mooncake_libraries import library_path
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch, tmp_path):
+    """A machine without any of the libraries, and an empty cache folder."""
+    monkeypatch.setattr(mooncake_libraries, "_loads", lambda name: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+
+
+def test_mooncake_starts_with_the_printed_path(tmp_path):
+    pytest.importorskip("nixl_cu13")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    module = [sys.executable, "-m", "sgl_kvpool.demo.mooncake_libraries"]
+    path = subprocess.check_output(module, text=True, env=environment).strip()
+    master = Path(sys.executable).with_name("mooncake_master")
+    environment["LD_LIBRARY_PATH"] = path
+    done = subprocess.run([master, "--version"], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_library_is_linked_once(nothing_loads, tmp_path):
+    pytest.importorskip("nixl_cu13")
+    first = library_path()
+    links, libraries, given = first.split(os.pathsep)
+    assert given == "/somewhere"
+    names = {"libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"}
+    assert {path.name for path in Path(links).iterdir()} == names
+    assert {path.resolve().parent for path in Path(links).iterdir()} == {Path(libraries).resolve()}
+    assert library_path() == first
+
+
+def test_a_stale_link_is_replaced(nothing_loads, tmp_path):
+    pytest.importorskip("nixl_cu13")
+    link = Path(library_path().split(os.pathsep)[0]) / "libnuma.so.1"
+    target = os.readlink(link)
+    link.unlink()
+    link.symlink_to("/gone/libnuma.so.1")
+    library_path()
+    assert os.readlink(link) == target
+
+
+def test_nothing_is_added_where_all_of_them_are(monkeypatch):
+    monkeypatch.setattr(mooncake_libraries, "_loads", lambda name: True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    assert library_path() == "/somewhere"
+
+
+def test_without_nixl_the_missing_ones_are_named(nothing_loads, monkeypatch):
+    monkeypatch.setattr(mooncake_libraries, "_nixl_libraries", lambda: None)
+    missing = r"libibverbs\.so\.1, libnuma\.so\.1, libcurl\.so\.4"
+    with pytest.raises(ValueError, match=rf"needs {missing}, .*distributed"):
+        library_path()
