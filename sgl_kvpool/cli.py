@@ -43,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument(
         "--layouts",
         type=_layout_list,
-        default=list(MLAKVCacheLayout),
         metavar="NAME[,NAME...]",
-        help=f"which layouts, of {', '.join(m.value for m in MLAKVCacheLayout)} (all)",
+        help=f"which layouts, of {', '.join(m.value for m in MLAKVCacheLayout)} (all; --cluster: bf16,fp4)",
     )
     demo.add_argument(
         "--out",
         type=Path,
         default=Path("demo-results"),
         metavar="FOLDER",
-        help="where demo.json, demo.png and the servers' logs go (demo-results)",
+        help="where demo.json, demo.png and the servers' logs go (demo-results); those of --cluster go into "
+        "cluster/ in there",
     )
     demo.add_argument(
         "--model",
@@ -67,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="pieces of text that are scored (as many as ten minutes allow, 24 to 128; bytes: 32)",
     )
     instead = demo.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--cluster",
+        action="store_true",
+        help="for each of --layouts start a Mooncake store, a prefill and a decode server and a router, over "
+        "loopback, and show where prompts are found and what is sent and stored",
+    )
     instead.add_argument(
         "--print-command",
         action="store_true",
@@ -187,6 +193,9 @@ def _demo(arguments: argparse.Namespace) -> int:
             "--port belongs to --print-command; the demo itself takes ports that are free. Add "
             "--print-command, or leave --port out"
         )
+    if arguments.cluster:
+        return _demo_cluster(arguments)
+    arguments.layouts = arguments.layouts or list(MLAKVCacheLayout)
     prints = arguments.print_model_path or arguments.print_command
     progress = functools.partial(print, file=sys.stderr if prints else sys.stdout, flush=True)
     chosen = model.choose(arguments.model, progress)
@@ -210,6 +219,28 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 0
     _leave_in_order()
     return compare(chosen, arguments.layouts, arguments.out, arguments.windows)
+
+
+def _demo_cluster(arguments: argparse.Namespace) -> int:
+    from sgl_kvpool.demo.cluster import compare
+    from sgl_kvpool.demo.compare import has_room_for_host_tier
+
+    unused = [flag for flag in ("model", "windows") if getattr(arguments, flag) is not None]
+    if unused:
+        raise ValueError(f"--cluster serves model bytes and scores no windows; leave out --{unused[0]}")
+    missing = compare.missing_packages()
+    if missing:
+        raise ValueError(
+            f"--cluster needs {', '.join(missing)}, which this environment does not have; "
+            "pip install 'sgl-kvpool[distributed]'"
+        )
+    if not has_room_for_host_tier():
+        raise ValueError(
+            "--cluster needs a host tier: SGLang keeps 10 GiB of memory free, and this machine has not as "
+            "much; free some"
+        )
+    _leave_in_order()
+    return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ FAILURES = {
     "page_checksum": "a stored page was not what was stored under its key; the tokens are computed again",
     "page_read": "a stored page could not be read; unless it could at last, the tokens are computed again",
     "page_write": "a page could not be stored",
+    "peer_mismatch": "a prefill server has other rows than this decode server; its request failed",
 }
 
 _metrics: dict[str, Any] = {}

@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any, Self
 
 from sgl_kvpool import env
 
-__all__ = ["LocalServer", "ServerFailed", "free_port"]
+__all__ = ["LocalServer", "ServerFailed", "running"]
 
 #: Requests to this machine go to it, whatever proxy the environment names.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -39,12 +37,6 @@ class ServerFailed(RuntimeError):
     """
 
 
-#: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
-_SERVER_PORTS = range(10000, 22000)
-
-#: Ports that this process has chosen. SGLang binds its port only after it has loaded the model.
-_handed_out: set[int] = set()
-
 #: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
 _BIND_FAILED = "error while attempting to bind on address"
 
@@ -57,36 +49,6 @@ _PROBE_BYTES = 1 << 16
 
 #: Longest line of a log that is shown: SGLang prints all its arguments in one.
 _LINE_CHARACTERS = 500
-
-
-def _first_ephemeral_port() -> int:
-    """Where the kernel's own choices begin, for sockets that ask for any port and for outgoing ones."""
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32768  # Linux's default
-
-
-def free_port() -> int:
-    """A free TCP port below the ephemeral range, so that the kernel gives it to no other process.
-
-    A server binds it only when its model is loaded. A port of the ephemeral range, which `bind` to port 0
-    gives, is somebody else's by then once in a while: each SGLang server asks for a dozen such ports.
-
-    Raises
-    ------
-    OSError
-        If none of a hundred candidates is free.
-    """
-    end = _first_ephemeral_port()
-    candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
-    # Where the kernel's choices leave no room, it chooses.
-    for port in random.sample(candidates, min(100, len(candidates))) or [0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            _handed_out.add(port := probe.getsockname()[1])
-            return port
-    raise OSError(f"no free TCP port found among {_SERVER_PORTS.start} to {_SERVER_PORTS[-1]}")
 
 
 class LocalServer:
@@ -147,6 +109,16 @@ class LocalServer:
         return shlex.join(["env", *unset, *assignments, *self.command])
 
     def __enter__(self) -> Self:
+        try:
+            self._launch()
+            self._wait()
+        except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
+            self.stop()
+            raise
+        return self
+
+    def _launch(self) -> None:
+        """Start the process."""
         # What the caller's environment asks of SGLang servers is not meant for this one.
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
@@ -164,14 +136,10 @@ class LocalServer:
                     # Its own process group: stopping it stops the schedulers too.
                     start_new_session=True,
                 )
-            self.process = started.result()
-            self._wait()
-        except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
+        finally:
             if started is not None and started.exception() is None:
                 self.process = started.result()
-            self.stop()
-            raise
-        return self
+        started.result()  # raises what kept it from starting
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -291,3 +259,21 @@ class LocalServer:
             headers={"Content-Type": "application/json"},
         )
         return json.loads(self._ask(request, timeout_seconds=600))
+
+
+@contextlib.contextmanager
+def running(*servers: LocalServer) -> Iterator[None]:
+    """Start servers at the same time; all of them end with the block.
+
+    Raises
+    ------
+    ServerFailed
+        If one ends or does not answer in time; the others are ended, too.
+    """
+    with contextlib.ExitStack() as ending:
+        for server in servers:
+            ending.callback(server.stop)
+            server._launch()
+        for server in servers:
+            server._wait()
+        yield

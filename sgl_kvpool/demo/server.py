@@ -6,14 +6,13 @@ Imports neither torch nor SGLang, so that it runs beside a server at no cost.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, free_port
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
+from sgl_kvpool.demo.loopback import free_port, past_proxies
 
 __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
 
@@ -22,15 +21,6 @@ DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: SGLang chooses kernels by whether it sees a GPU, whatever its --device says.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def _past_proxies() -> dict[str, str]:
-    """Variables that keep a server's requests to itself, such as its warm-up, off the user's proxy."""
-    if urllib.request.getproxies_environment().keys() <= {"no"}:
-        return {}
-    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    value = ",".join(filter(None, (excepted, "127.0.0.1", "localhost")))
-    return {"no_proxy": value, "NO_PROXY": value}
 
 
 def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 16384) -> list[str]:
@@ -89,7 +79,7 @@ class Server(LocalServer):
             {
                 "SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS,
                 **(_NO_GPU if on_cpu else {}),
-                **_past_proxies(),
+                **past_proxies(),
                 **(environment or {}),
             },
             wait_seconds=wait_seconds,

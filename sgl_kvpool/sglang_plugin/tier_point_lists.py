@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 
-__all__ = ["DISAGGREGATION", "HOST_TIER", "STATE_TIER"]
+__all__ = ["DISAGGREGATION", "DISAGGREGATION_ON_CPU", "HOST_TIER", "STATE_TIER"]
 
 _HICACHE = "sglang.srt.mem_cache.hybrid_cache"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
@@ -194,9 +194,51 @@ DISAGGREGATION = (
         ("self", "bootstrap_addr"),
     ),
     HookPoint(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info", ("self", "addr_to_reqs")
+    ),
+    HookPoint(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.record_failure",
+        ("self", "bootstrap_room", "failure_reason"),
+        hooked=False,
+    ),
+    HookPoint("sglang.srt.disaggregation.common.conn.CommonKVReceiver.abort", ("self",), hooked=False),
+    HookPoint(
+        "sglang.srt.disaggregation.common.conn.CommonKVReceiver._send_abort_notification",
+        ("self", "force_arm"),
+        hooked=False,
+    ),
+    HookPoint(
+        "sglang.srt.disaggregation.common.conn.CommonKVReceiver._get_bootstrap_info_from_server",
+        ("self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
+        hooked=False,
+    ),
+    HookPoint(
+        "sglang.srt.disaggregation.common.conn.PrefillServerInfo.__annotations__",
+        hooked=False,
+        members=("attn_cp_size", "attn_tp_size", "dp_size", "kv_cache_dtype", "pp_size"),
+    ),
+    HookPoint(
         "sglang.srt.disaggregation.base.conn.KVArgs.__annotations__",
         hooked=False,
         members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
     ),
     HookPoint("sglang.srt.runtime_context.get_parallel", hooked=False),
 )
+
+#: Set or replaced for prefill and decode servers on a CPU, by transfer backend. Checked when such a server
+#: makes its manager: other servers import none of it.
+DISAGGREGATION_ON_CPU = {
+    "mooncake": (
+        HookPoint(
+            "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices",
+            hooked=False,
+        ),
+    ),
+    "nixl": (
+        HookPoint(
+            "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+            ("kinds", "expected_len"),
+            hooked=False,
+        ),
+    ),
+}

@@ -10,7 +10,6 @@ PAGE_SIZE, LAYERS = 64, 3
 #: 11 whole pages and a part of one: a prefix is cached in whole pages.
 TOKENS, PAGES, CACHED = 749, 11, 704
 PROMPTS = [window.text[:TOKENS] for window in shipped.held_out_windows()[:6]]
-GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 def clean_environment():
@@ -41,18 +40,6 @@ def with_store(folder, name, layout, environment, backend, *arguments):
         *("--hicache-storage-prefetch-policy", "wait_complete"),
     ]
     return server(folder, name, layout, *tier, *arguments, environment=environment)
-
-
-def ask(server, text):
-    """Token ids, log-probabilities, and where the prefix was found."""
-    answer = server.generate(text=text, sampling_params=GREEDY, return_logprob=True)
-    meta = answer["meta_info"]
-    return {
-        "ids": answer["output_ids"],
-        "logprobs": [round(entry[0], 6) for entry in meta["output_token_logprobs"]],
-        "cached": meta["cached_tokens"],
-        "details": meta.get("cached_tokens_details"),
-    }
 
 
 def same(answers):

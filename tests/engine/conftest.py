@@ -15,6 +15,7 @@ from pathlib import Path
 
 import host_tier_servers as host_tier
 import hybrid_servers
+import peer_servers
 import psutil
 import pytest
 import ranked_servers
@@ -298,6 +299,7 @@ JOBS = {
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
     **hybrid_servers.JOBS,
+    **peer_servers.JOBS,
     **ranked_servers.JOBS,
     **soak_runs.JOBS,
     **store_servers.JOBS,
@@ -305,7 +307,7 @@ JOBS = {
 
 
 #: Those that serve a model of the demo; for the others one is trained.
-DEMO_MODELS = {"demo", "killed", "printed", "smollm2", *store_servers.JOBS}
+DEMO_MODELS = {"demo", "killed", "printed", "smollm2", *peer_servers.JOBS, *store_servers.JOBS}
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, ask, failures, until, with_store
-from mooncake_store import MooncakeStore
+from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, until, with_store
+
+from sgl_kvpool.demo.cluster.asking import ask
+from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 
 HERE = Path(__file__).resolve().parent
 #: Of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.
@@ -62,6 +64,7 @@ def mooncake(_model_path, folder):
             store.master.process.send_signal(signal.SIGKILL)
             answers["last"] = ask(second, PROMPTS[5])
             answers["after"] = ask(second, PROMPTS[0])
+            answers["metrics"] = second.get("/metrics").decode()
     return answers
 
 

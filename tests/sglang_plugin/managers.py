@@ -65,11 +65,12 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     from sglang.srt.server_args import ServerArgs
 
     from sgl_kvpool.sglang_plugin import options as record
-    from sgl_kvpool.sglang_plugin.hooks import disaggregation
+    from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
     from sgl_kvpool.sglang_plugin.options import LAYOUT
 
     monkeypatch.setattr(record, "_asked", set())
     disaggregation.install()
+    peer_mismatch.install()
     classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
     for module in (prefill, decode):
         # The engines' own classes want their library and a network card.

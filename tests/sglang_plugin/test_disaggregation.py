@@ -147,9 +147,13 @@ def test_k_scales_of_a_pipeline_stage_cannot_be_compared(published):
             rows_name([scaled])
 
 
-def test_sglangs_other_errors_are_left_alone(manager_of, bootstrap):
+def test_sglangs_other_errors_name_the_prefill_server(manager_of, bootstrap):
+    """SGLang's text does not, and one of several may be wrong."""
+    from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
+
     manager_of("prefill", pool_of("fp4", page_size=2))
-    with pytest.raises(RuntimeError, match=r"^Page size mismatch: .*same --page-size value\.$"):
+    said = rf"^the prefill server at {bootstrap}: Page size mismatch: .*same --page-size value\.$"
+    with pytest.raises(PeerMismatch, match=said):
         manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
 
 

@@ -9,7 +9,6 @@ included.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -19,13 +18,10 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
 
-__all__ = ["install", "remember", "rows_name"]
+__all__ = ["MARK", "install", "remember", "rows_name"]
 
 #: Between SGLang's dtype and the rows.
-_MARK = "+kvpool:"
-
-#: The two strings in SGLang's error for peers that differ.
-_STRINGS = re.compile(r"kv_cache_dtype=(\S+?)[,.](?=\s)")
+MARK = "+kvpool:"
 
 #: Pools of this process. A KV manager is given addresses, and no pool.
 _pools: WeakSet = WeakSet()
@@ -52,8 +48,14 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
     """Add the rows to what peers compare, before the original registers it with the bootstrap server."""
     layout = layout_of(server_args)
     # Peers without the plugin read and write rows that are SGLang's own.
-    if layout is not None and not layout.is_sglang_native and _MARK not in args.kv_cache_dtype_str:
-        args.kv_cache_dtype_str += _MARK + rows_name(_pools_behind(args))
+    if layout is not None and not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
+        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args))
+    if layout is not None:
+        from sglang.srt.runtime_context import get_device, get_disagg
+
+        if get_device().device == "cpu":
+            # As resolved: `mooncake_tcp` is `mooncake` by now.
+            _on_cpu(args, get_disagg().disaggregation_transfer_backend)
     return original(self, args, disaggregation_mode, server_args, *more, **named)
 
 
@@ -118,58 +120,29 @@ def _pools_behind(args: Any) -> list[Any]:
     return list(found)
 
 
-# -------------------------------------------------------------------- the error
+# -------------------------------------------------------------------- without a GPU
 
 
-def _try_ensure_parallel_info(original, self, bootstrap_addr):
-    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass."""
-    try:
-        known = original(self, bootstrap_addr)
-    except RuntimeError as error:
-        strings = _STRINGS.findall(str(error))
-        if len(strings) != 2 or not any(_MARK in text for text in strings):
-            raise
-        prefill, decode = strings
-        raise RuntimeError(
-            f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
-            f"this decode server {_described(decode)}. {_remedy(prefill, decode)}"
-        ) from error
-    if known and _MARK in self.kv_cache_dtype_str:
-        info = self.prefill_info_table.get(bootstrap_addr)
-        if info is not None and info.kv_cache_dtype is None:
-            del self.prefill_info_table[bootstrap_addr]
-            raise RuntimeError(
-                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not say what rows it "
-                f"stores, this decode server {_described(self.kv_cache_dtype_str)}. "
-                f"{_remedy('', self.kv_cache_dtype_str)}"
-            )
-    return known
+def _on_cpu(args: Any, transfer_backend: str) -> None:
+    """What SGLang leaves out for `--device cpu`; both are among its own choices.
 
+    Its prefill server hands Mooncake page numbers through pinned memory and a CUDA event (prefill.py:1746)
+    where the sender takes tensors, and numpy arrays otherwise; NIXL is told that all buffers are VRAM
+    (nixl/conn.py:206, decode.py:629).
+    """
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
-def _layout_name(text: str) -> str | None:
-    """Layout in a string that peers compare; None where it names no rows of ours."""
-    _, mark, rows = text.partition(_MARK)
-    return rows.partition("-")[0] if mark else None
+    from sgl_kvpool.sglang_plugin.tier_point_lists import DISAGGREGATION_ON_CPU
 
+    backend = TransferBackend(transfer_backend)
+    hook_points.stop_if(hook_points.check(DISAGGREGATION_ON_CPU.get(backend.value, ())))
+    sender = get_kv_class(backend, KVClassType.SENDER)
+    if hasattr(sender, "supports_host_tensor_indices"):
+        sender.supports_host_tensor_indices = False
+    args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
 
-def _described(text: str) -> str:
-    name = _layout_name(text)
-    return f"SGLang's own rows ({text})" if name is None else f"rows of layout {name} ({text})"
-
-
-def _remedy(prefill: str, decode: str) -> str:
-    if _layout_name(prefill) == _layout_name(decode):
-        return "Serve the same model and checkpoint with the same release of sgl-kvpool on both."
-    return (
-        f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
-        "not have sgl-kvpool."
-    )
-
-
-_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 
 #: Function of SGLang -> hook around it.
 HOOKS: Mapping[str, Callable] = {
-    f"{_MANAGER}.__init__": _init_kv_manager,
-    f"{_MANAGER}.try_ensure_parallel_info": _try_ensure_parallel_info,
+    "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__": _init_kv_manager,
 }

@@ -12,7 +12,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import attention, budget, disaggregation, dsa, host_tier
+from sgl_kvpool.sglang_plugin.hooks import attention, budget, disaggregation, dsa, host_tier, peer_mismatch
 from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
@@ -37,6 +37,7 @@ def install() -> None:
     budget.install()
     host_tier.install()
     disaggregation.install()
+    peer_mismatch.install()
     attention.install()
     dsa.install()
 

@@ -11,8 +11,11 @@ import json
 import sys
 from pathlib import Path
 
-from sgl_kvpool.demo.local_server import LocalServer, free_port
+from sgl_kvpool.demo.local_server import LocalServer
+from sgl_kvpool.demo.loopback import free_port
 from sgl_kvpool.demo.mooncake_libraries import library_path
+
+__all__ = ["MooncakeStore"]
 
 _LOOPBACK = "127.0.0.1"
 

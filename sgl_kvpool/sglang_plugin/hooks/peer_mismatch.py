@@ -1,0 +1,196 @@
+"""Hooks of decode servers: a prefill server with other rows fails its own requests only.
+
+SGLang ends the decode server with the first request of such a prefill server, which it hears of with that
+request, so this cannot be found at start. The prefill server never learns of it, and holds the request, and
+with it the client behind a router, for `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sgl_kvpool import metrics
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hooks.disaggregation import MARK
+from sgl_kvpool.sglang_plugin.options import LAYOUT
+
+__all__ = ["PeerMismatch", "install"]
+
+#: The two strings in SGLang's error for peers that differ.
+_STRINGS = re.compile(r"kv_cache_dtype=(\S+?)[,.](?=\s)")
+
+#: How long a prefill server that did not fit is not asked again: its operator may restart it.
+_REMEMBERED_SECONDS = 10.0
+
+#: How long a refused request is held, and how often its prefill server is told meanwhile. One that has not
+#: taken the request from its own queue yet forgets what it is told.
+_HELD_SECONDS, _TOLD_EVERY_SECONDS = 2.0, 0.25
+
+
+class PeerMismatch(RuntimeError):
+    """A prefill server whose rows this decode server cannot take."""
+
+
+@dataclass(frozen=True)
+class _Mismatch:
+    """Why a prefill server does not fit, where its ranks listen, and until when that holds (monotonic)."""
+
+    text: str
+    ranks: list[dict[str, Any]]
+    until: float
+
+
+@dataclass
+class _Refusal:
+    """When a request was refused, and when its prefill server has to be told again (monotonic)."""
+
+    since: float
+    tell_at: float
+
+
+#: KV manager -> address of a prefill server -> mismatch.
+_mismatches: WeakKeyDictionary[Any, dict[str, _Mismatch]] = WeakKeyDictionary()
+
+#: Receiver of a request that is refused.
+_refusals: WeakKeyDictionary[Any, _Refusal] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `pools.install`, as `disaggregation.install`."""
+    hook_points.wrap_all(HOOKS)
+
+
+# -------------------------------------------------------------------- the error
+
+
+def _try_ensure_parallel_info(original, self, bootstrap_addr):
+    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass."""
+    try:
+        known = original(self, bootstrap_addr)
+    except RuntimeError as error:
+        strings = _STRINGS.findall(str(error))
+        if len(strings) != 2 or not any(MARK in text for text in strings):
+            if MARK in self.kv_cache_dtype_str:  # another page size, say: of this peer alone as well
+                raise PeerMismatch(f"the prefill server at {bootstrap_addr}: {error}") from error
+            raise
+        prefill, decode = strings
+        raise PeerMismatch(
+            f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
+            f"this decode server {_described(decode)}. {_remedy(prefill, decode)}"
+        ) from error
+    if known and MARK in self.kv_cache_dtype_str:
+        info = self.prefill_info_table.get(bootstrap_addr)
+        if info is not None and info.kv_cache_dtype is None:
+            del self.prefill_info_table[bootstrap_addr]
+            raise PeerMismatch(
+                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not say what rows it "
+                f"stores, this decode server {_described(self.kv_cache_dtype_str)}. "
+                f"{_remedy('', self.kv_cache_dtype_str)}"
+            )
+    return known
+
+
+def _layout_name(text: str) -> str | None:
+    """Layout in a string that peers compare; None where it names no rows of ours."""
+    _, mark, rows = text.partition(MARK)
+    return rows.partition("-")[0] if mark else None
+
+
+def _described(text: str) -> str:
+    name = _layout_name(text)
+    return f"SGLang's own rows ({text})" if name is None else f"rows of layout {name} ({text})"
+
+
+def _remedy(prefill: str, decode: str) -> str:
+    if _layout_name(prefill) == _layout_name(decode):
+        return "Serve the same model and checkpoint with the same release of sgl-kvpool on both."
+    return (
+        f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
+        "not have sgl-kvpool."
+    )
+
+
+# -------------------------------------------------------------------- its requests
+
+
+def _ensure_prefill_info(original, self, addr_to_reqs):
+    """Requests of a prefill server that does not fit fail; the decode server goes on serving the others."""
+    ready: dict[str, list[Any]] = {}
+    remaining: list[Any] = []
+    mismatches = _mismatches.setdefault(self.kv_manager, {})
+    for address, requests in addr_to_reqs.items():
+        mismatch = mismatches.get(address)
+        if mismatch is None or time.monotonic() >= mismatch.until:
+            mismatches.pop(address, None)
+            try:
+                fit, rest = original(self, {address: requests})
+            except PeerMismatch as error:
+                ranks = _ranks(requests)
+                mismatch = _Mismatch(str(error), ranks, time.monotonic() + _REMEMBERED_SECONDS)
+                mismatches[address] = mismatch
+            else:
+                ready.update(fit)
+                remaining += rest
+                continue
+        remaining += [request for request in requests if _held(request.kv_receiver, mismatch)]
+    return ready, remaining
+
+
+def _held(receiver: Any, mismatch: _Mismatch) -> bool:
+    """Refuse a request, or wait with that while its prefill server is told; True for the latter.
+
+    It fails as SGLang's requests whose prefill server does not answer, with our text.
+    """
+    if receiver is None:  # SGLang has dropped the request meanwhile
+        return False
+    now = time.monotonic()
+    refusal = _refusals.get(receiver)
+    if refusal is None:
+        refusal = _refusals[receiver] = _Refusal(since=now, tell_at=now)
+        metrics.failed("peer_mismatch", f"room {receiver.bootstrap_room}: {mismatch.text}")
+    if now >= refusal.tell_at:
+        refusal.tell_at = now + _TOLD_EVERY_SECONDS
+        receiver.bootstrap_infos = mismatch.ranks
+        receiver._send_abort_notification()
+    if now < refusal.since + _HELD_SECONDS and mismatch.ranks:
+        return True
+    receiver.abort()
+    receiver.kv_mgr.record_failure(receiver.bootstrap_room, mismatch.text)
+    return False
+
+
+def _ranks(requests: list[Any]) -> list[dict[str, Any]]:
+    """Addresses of all ranks of the requests' prefill server; empty if it does not answer any more.
+
+    A rank that does not know a request ignores its abort, so which one has it need not be found out.
+    """
+    receiver = next((request.kv_receiver for request in requests if request.kv_receiver is not None), None)
+    if receiver is None:
+        return []
+    sizes = receiver._get_bootstrap_info_from_server(-1, -1, -1, -1)
+    if sizes is None:
+        return []
+    ranges = (range(sizes[f"{kind}_size"]) for kind in ("dp", "attn_cp", "attn_tp", "pp"))
+    ranks: list[dict[str, Any]] = []
+    for rank in itertools.product(*ranges):
+        found = receiver._get_bootstrap_info_from_server(*rank)
+        if found is None:
+            return ranks
+        ranks.append(found)
+    return ranks
+
+
+_CONN = "sglang.srt.disaggregation.common.conn"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_CONN}.CommonKVManager.try_ensure_parallel_info": _try_ensure_parallel_info,
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info": _ensure_prefill_info,
+}
