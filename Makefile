@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: venv usable demo check test lint clean constraints
+.PHONY: venv usable demo check test test-cluster lint clean constraints
 
 venv: $(STAMP)
 
@@ -36,6 +36,10 @@ test: $(STAMP)
 	@# Of our own modules too, which each of a server's three processes would compile otherwise.
 	$(BIN)/python -m compileall -q sgl_kvpool
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Stores, transfers and routers that `make test` leaves out: a quarter of an hour on two cores.
+test-cluster: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/engine
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -99,6 +99,35 @@ def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_p
     assert "is a file; name a folder with --out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--model", "smollm2"], "leave out --model"),
+        (["--windows", "24"], "leave out --windows"),
+        (["--port", "31234"], "--port belongs to --print-command"),
+        (["--out", "{file}"], "is a file; name a folder with --out"),
+    ],
+)
+def test_a_cluster_refuses_what_it_does_not_use(capsys, tmp_path, more, said):
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert main(["demo", "--cluster", *(word.format(file=file) for word in more)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_cluster_needs_its_packages_and_room_for_a_host_tier(capsys, monkeypatch):
+    from sgl_kvpool.commands.doctor.probes import Finding
+    from sgl_kvpool.demo import compare
+    from sgl_kvpool.demo.cluster import compare as clusters
+
+    monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": 0}))
+    assert main(["demo", "--cluster"]) == 2
+    assert "--cluster needs a host tier: SGLang keeps 10 GiB" in capsys.readouterr().err
+    monkeypatch.setattr(clusters, "_NEEDED", ("mooncake", "no_such_router"))
+    assert main(["demo", "--cluster"]) == 2
+    assert "--cluster needs no_such_router" in capsys.readouterr().err
+
+
 def test_output_that_cannot_be_written_is_an_error():
     command = [sys.executable, "-m", "sgl_kvpool.cli", "layouts"]
     with open("/dev/full", "w") as full:

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import cluster_servers
 import host_tier_servers as host_tier
 import hybrid_servers
 import peer_servers
@@ -298,6 +299,7 @@ JOBS = {
     "refused": refused,
     "regression": regression_run.regression,
     "smollm2": smollm2_server.serve,
+    **cluster_servers.JOBS,
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
     **ranked_servers.JOBS,
@@ -307,7 +309,12 @@ JOBS = {
 
 
 #: Those that serve a model of the demo; for the others one is trained.
-DEMO_MODELS = {"demo", "killed", "printed", "smollm2", *peer_servers.JOBS, *store_servers.JOBS}
+DEMO_MODELS = {
+    *("demo", "killed", "printed", "smollm2"),
+    *cluster_servers.JOBS,
+    *peer_servers.JOBS,
+    *store_servers.JOBS,
+}
 
 
 @pytest.fixture(scope="session")

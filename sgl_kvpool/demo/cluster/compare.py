@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.demo import shipped
@@ -54,6 +55,8 @@ class ClusterResult:
     same_answers : bool
         Whether every answer was that of one server that does both, in tokens and log-probabilities; what is
         found in the host tier or the store is compared with what is found on the device.
+    answers : list of dict
+        Of `ask`: to every prompt, then to those found on the device, in the host tier and in the store.
     """
 
     layout: str
@@ -62,6 +65,7 @@ class ClusterResult:
     prompt_tokens: int
     found: dict[str, int]
     same_answers: bool
+    answers: list[dict[str, Any]]
 
 
 def missing_packages() -> list[str]:
@@ -84,6 +88,8 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     int
         Exit status: 1 if a server failed, or gave an answer that is not one server's.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder with --out")
     folder = folder / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RESULTS).unlink(missing_ok=True)
@@ -168,6 +174,7 @@ def _compare(
             for place, answer in zip(("device", "host", "storage"), answers[-3:], strict=True)
         },
         same_answers=same[0] == same[1],
+        answers=answers,
     )
 
 

@@ -1,0 +1,222 @@
+"""What `make test-cluster` starts: stores that servers share, more transfers, a cache-aware router."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import hybrid_model
+import hybrid_servers
+import psutil
+import ranked_servers
+from cluster_questions import PAGES, PROMPTS, clean_environment, failures, until, with_store
+from peer_servers import decode_server, prefill_server
+from tiny_model import PROMPTS as SHORT_PROMPTS
+
+from sgl_kvpool.demo.cluster.asking import ask, metric_sum
+from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
+from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
+from sgl_kvpool.demo.local_server import running
+from sgl_kvpool.demo.loopback import free_port
+from sgl_kvpool.demo.server import Server, cpu_arguments
+
+#: SGLang refuses to flush while backups of what it has answered are on their way, unless it may wait.
+FLUSH = "/flush_cache?timeout=30"
+
+
+def shared(_model_path, folder):
+    """Servers of other layouts, of two ranks and of a narrower host layout over one store."""
+    folder.mkdir()
+    with MooncakeStore(folder) as store:
+
+        def stored():
+            """Keys of pages, once there are no more on the way."""
+            return sorted(store.page_keys())
+
+        def server(name, layout, *arguments, environment=()):
+            given = {**store.environment, **dict(environment)}
+            return with_store(folder, name, layout, given, "mooncake", *arguments)
+
+        answers = {}
+        with server("first", "fp4") as first:
+            answers["first"] = [ask(first, text) for text in PROMPTS[:2]]
+            until(lambda: len(stored()) == 2 * PAGES)
+        answers["first_keys"] = stored()
+
+        with server("other", "fp8_block_scale") as other:
+            answers["other"] = [ask(other, text) for text in PROMPTS[:2]]
+            until(lambda: len(stored()) == 4 * PAGES)
+            answers["other_again"] = [ask(other, text) for text in PROMPTS[:2]]
+            answers["other_failures"] = failures(other)
+        answers["other_keys"] = sorted(set(stored()) - set(answers["first_keys"]))
+
+        (folder / "faults").mkdir()
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = ranked_servers.environment(folder, (cores[0], cores[-1]))
+        with server("ranks", "fp4", "--tp-size", "2", environment=ranks) as two:
+            answers["ranks"] = [ask(two, text) for text in PROMPTS[:2]]
+            answers["ranks_failures"] = failures(two)
+            # What the same server computes: sums over ranks round in another way than one rank.
+            two.get(FLUSH)
+            clear = urllib.request.Request(two.url + "/hicache/storage-backend/clear", method="POST")
+
+            def cleared():
+                """Mooncake keeps pages that were read for some seconds more."""
+                two._ask(clear, timeout_seconds=60)  # its answer is no JSON
+                return not stored()
+
+            until(cleared)
+            answers["ranks_computed"] = [ask(two, text) for text in PROMPTS[:2]]
+
+        before = set(stored())
+        narrower = ("--kv-host-layout", "fp4")
+        with server("narrow", "bf16", *narrower) as narrow:
+            answers["narrow"] = [ask(narrow, text) for text in PROMPTS[:4]]
+            until(lambda: len(set(stored()) - before) == 4 * PAGES)
+            # Pushed out of the pool by the others, so it comes from the host tier, through `fp4`.
+            answers["narrow_host"] = ask(narrow, PROMPTS[0])
+        answers["narrow_keys"] = sorted(set(stored()) - before)
+        with server("narrow-again", "bf16", *narrower) as narrow:
+            answers["narrow_store"] = ask(narrow, PROMPTS[0])
+            answers["narrow_failures"] = failures(narrow)
+    return answers
+
+
+def nixl_peers(_model_path, folder):
+    """Prefill and decode servers over NIXL and UCX."""
+    folder.mkdir()
+    prefill = prefill_server(folder, "prefill", "fp4", "nixl")
+    decode = decode_server(folder, "decode", "fp4", "nixl")
+    with (
+        running(prefill[0], decode),
+        router(folder / "router.log", prefill=[prefill], decode=[decode]) as front,
+    ):
+        answers = {"peers": [ask(front, text) for text in PROMPTS]}
+        answers["transferred_mb"] = metric_sum(prefill[0], "sglang:kv_transfer_total_mb_sum")
+        answers["failures"] = [failures(prefill[0]), failures(decode)]
+    return answers
+
+
+def hybrid_peers(_model_path, folder):
+    """Prefill and decode servers of the hybrid model, and one server that does both."""
+    folder.mkdir()
+    model_path = hybrid_model.write(folder / "hybrid")
+    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+    def server(name, *arguments):
+        return Server(
+            [
+                *(*cpu_arguments(model_path, free_port()), *hybrid_servers.ARGUMENTS),
+                *("--attention-backend", "kvpool_mla", "--max-total-tokens", "2048"),
+                *("--kv-cache-layout", "fp4", "--enable-metrics", "--enable-cache-report", *arguments),
+            ],
+            folder / f"{name}.log",
+            {
+                **clean_environment(),
+                **hybrid_servers.ENVIRONMENT,
+                **peer_environment(),
+                "PYTHONPATH": os.pathsep.join(paths),
+            },
+            program=hybrid_servers.PROGRAM,
+        )
+
+    texts = [*SHORT_PROMPTS, SHORT_PROMPTS[3]]
+    port = free_port()
+    prefill = server("prefill", *prefill_arguments("mooncake_tcp", port))
+    decode = server("decode", *decode_arguments("mooncake_tcp"))
+    with (
+        running(prefill, decode),
+        router(folder / "router.log", prefill=[(prefill, port)], decode=[decode]) as front,
+    ):
+        answers = {"peers": [ask(front, text) for text in texts]}
+        answers["failures"] = [failures(prefill), failures(decode)]
+    with server("one") as one:
+        answers["one"] = [ask(one, text) for text in texts]
+    return answers
+
+
+def routed(_model_path, folder):
+    """Two servers that share a store, behind a router that sends a prompt where its prefix is."""
+    folder.mkdir()
+    with MooncakeStore(folder) as store:
+        two = [with_store(folder, name, "fp4", store.environment, "mooncake") for name in ("left", "right")]
+        with running(*two):
+            # `PROMPTS[0]` is stored by the left one, and the router does not know of it.
+            answers = {"left": [ask(two[0], PROMPTS[0])]}
+            until(lambda: len(store.page_keys()) == PAGES)
+            with router(folder / "router.log", workers=two) as front:
+                # The same prompt several times: the same server each time, from its device after the first.
+                answers["same"] = [ask(front, PROMPTS[1]) for _ in range(4)]
+                answers["from_left"] = [ask(front, PROMPTS[0]) for _ in range(2)]
+            answers["right"] = [ask(two[1], text) for text in PROMPTS[:2]]
+            answers["requests"] = [metric_sum(each, "sglang:num_requests_total") for each in two]
+            answers["failures"] = [failures(each) for each in two]
+    return answers
+
+
+def demo_command(folder, *arguments):
+    """`sgl-kvpool demo --cluster`, not yet started: command and environment."""
+    env = {**os.environ, **clean_environment()}
+    env.pop("TRITON_INTERPRET", None)
+    program = Path(sys.executable).parent / "sgl-kvpool"
+    return [program, "demo", "--cluster", "--out", folder / "results", *arguments], env
+
+
+def demo(_model_path, folder):
+    """The command that a newcomer types, for all layouts; what it prints, and cluster.json."""
+    folder.mkdir()
+    from sgl_kvpool.layout import MLAKVCacheLayout
+
+    command, env = demo_command(folder, "--layouts", ",".join(MLAKVCacheLayout))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    results = json.loads((folder / "results" / "cluster" / "cluster.json").read_text())
+    return {"printed": done.stdout, **results}
+
+
+def interrupted(number):
+    """A job: a signal ends the demo while its servers are asked; nothing may be left of it."""
+
+    def job(_model_path, folder):
+        folder.mkdir()
+        command, env = demo_command(folder, "--layouts", "fp4")
+        printed = folder / "printed"
+        with printed.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            until(lambda: "asking" in printed.read_text() or process.poll() is not None, 300)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(number)
+            status = process.wait(timeout=120)
+        finally:
+            process.kill()
+        time.sleep(1)
+        return {
+            "children": len(children),
+            "left": [str(child) for child in children if child.is_running()],
+            "status": status,
+            "printed": printed.read_text(),
+        }
+
+    return job
+
+
+def both_signals(model_path, folder):
+    """SIGINT as from Ctrl-C, and SIGTERM."""
+    folder.mkdir()
+    numbers = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+    return {name: interrupted(number)(model_path, folder / name) for name, number in numbers.items()}
+
+
+JOBS = {
+    "cluster-shared": shared,
+    "cluster-nixl": nixl_peers,
+    "cluster-hybrid": hybrid_peers,
+    "cluster-routed": routed,
+    "cluster-demo": demo,
+    "cluster-interrupted": both_signals,
+}
