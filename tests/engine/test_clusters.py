@@ -45,7 +45,10 @@ def test_two_ranks_read_what_one_rank_stored(record):
     answers = record("cluster-shared")
     assert [found(answer) for answer in answers["ranks"]] == [{"storage": CACHED}] * 2
     assert [answer["cached"] for answer in answers["ranks_computed"]] == [0, 0]
-    assert same(answers["ranks"]) == same(answers["ranks_computed"])
+    for read, computed in zip(answers["ranks"], answers["ranks_computed"], strict=True):
+        assert read["ids"] == computed["ids"]
+        # 45 tokens at once round in another way than 749: 0.004 at one of sixteen tokens.
+        assert read["logprobs"] == pytest.approx(computed["logprobs"], abs=0.02)
     assert answers["ranks_failures"] == {}
 
 
