@@ -214,7 +214,7 @@ def test_a_host_tier(planned):
     buffers = 128 << 20  # 61 layers of 64 tokens: 1.6 MB a page, more than 8 of its slots of 16 MiB
     assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
     narrow = planned["narrow"]
-    states = {"slot_bytes": 20 * STATE_BYTES}
+    states = {"slot_bytes": 20 * STATE_BYTES + 16}  # with a checksum
     assert narrow["host"] == {"token_bytes": padded_token_bytes(7), "index_bytes": 0, **states, **NO_DRAFT}
     assert narrow["cell_bytes"] == 7 * 1152
 

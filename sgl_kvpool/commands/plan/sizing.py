@@ -263,9 +263,8 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
     """Bytes that the host keeps; fields of `host_tier.HostBytes` but the device's sizes."""
     from sgl_kvpool.sglang_plugin.options import host_tier_of
     from sgl_kvpool.srt.host.page_format import HostPageFormat
-    from sgl_kvpool.srt.host.states import padded_slot_bytes
 
-    model_config = configurator.model_config
+    model_config, states_bytes = configurator.model_config, _slot_bytes(configurator)
     host_layout = host_tier_of(configurator.server_args).host_layout(layout)
     device_row, host_row = (row_format_of(model_config, each).row_bytes for each in (layout, host_layout))
     rows, draft = _target_layers(configurator) + packed_layers(configurator), own_draft(configurator)
@@ -277,7 +276,7 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
         # What SGLang counts for a token of the device besides.
         "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
         "draft_bytes": on_host,
-        "slot_bytes": padded_slot_bytes(_slot_bytes(configurator)),
+        "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
     }
 
 

@@ -69,8 +69,10 @@ class HostPageFormat:
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
 
     @classmethod
-    def of_copied_states(cls, content_bytes: int) -> HostPageFormat:
-        """Format of a copy of a state slot; on the host, slots of states have no checksum."""
+    def of_states(cls, content_bytes: int) -> HostPageFormat:
+        """Format of a slot of states. Their parts have keys of their own in stores without copies, which are
+        seldom multiples of 4096, so the slot is not rounded to it.
+        """
         size_bytes = _rounded_up(content_bytes + CHECKSUM_BYTES, _ALIGNMENT_BYTES)
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
 

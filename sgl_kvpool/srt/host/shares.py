@@ -50,7 +50,6 @@ class TierShares:
         """
         from sgl_kvpool.srt.host.page_format import HostPageFormat
         from sgl_kvpool.srt.host.state_view import StateView
-        from sgl_kvpool.srt.host.states import state_slot_bytes
 
         declared = [pool.host_pool_decls() for pool in (rows, *row_drafts)]
         pools = [rows_declared(decls) for decls in declared]
@@ -59,11 +58,11 @@ class TierShares:
         layers = sum(pool.layer_num for pool in pools)
         page = HostPageFormat.of_rows(layers * rows.page_size * host_row, rows.page_size)
         index_bytes = sum(_beside_rows(decl) for decls in declared for decl in decls if not decl.is_primary)
-        slot_bytes = state_slot_bytes(StateView.of((states, *state_drafts)))
+        view = StateView.of((states, *state_drafts))
         return cls(
             rows=_capacity(rows) * page.bytes_per_token(rows.page_size),
             index_keys=_capacity(rows) * index_bytes,
-            states=_capacity(states) * slot_bytes,
+            states=_capacity(states) * HostPageFormat.of_states(view.group.bytes_per_page).size_bytes,
             device_rows=_capacity(rows) * layers * rows.row_format.row_bytes,
         )
 

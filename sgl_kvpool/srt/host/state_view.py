@@ -24,7 +24,7 @@ from sgl_kvpool.srt.pool import describe
 __all__ = ["STATE_FORMAT_VERSION", "StateView"]
 
 #: Of what `StateView.tag` names: counted up when stored states change in another way than their parts do.
-STATE_FORMAT_VERSION = 2
+STATE_FORMAT_VERSION = 3
 _SSM = "ssm"
 
 

@@ -1,7 +1,8 @@
 """The host tier of states beside that of rows: SGLang's `MambaPoolHost` with whole state slots as pages.
 
 A host slot keeps the conv and ssm states of all layers of one state slot in one run of bytes, in the order
-of `state_view.py`, which is also that of SGLang's stores. Transfers, retries and lost slots are as for rows.
+of `state_view.py`, which is also that of SGLang's stores, then padding and a checksum (`page_format.py`).
+Transfers, retries and lost slots are as for rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
-from sgl_kvpool.srt.host.page_format import HostPageFormat
+from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.state_view import StateView
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.channel_builder import EngineRequest, channels_of
@@ -30,20 +31,7 @@ from sgl_kvpool.transfer.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HierarchicalStatePoolHost", "padded_slot_bytes", "state_slot_bytes"]
-
-#: What slots begin at multiples of: enough for every dtype, and for the widest words of kernels.
-_ALIGNMENT_BYTES = 16
-
-
-def state_slot_bytes(view: StateView) -> int:
-    """Bytes of a host slot: all parts, and padding to the next slot."""
-    return padded_slot_bytes(view.group.bytes_per_page)
-
-
-def padded_slot_bytes(content_bytes: int) -> int:
-    """Bytes that a host slot takes for as many bytes of states."""
-    return -(-content_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+__all__ = ["HierarchicalStatePoolHost"]
 
 
 class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
@@ -75,7 +63,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     page_bytes : int
         Of the states of a slot.
     size_per_token : int
-        The same with padding: SGLang's name for what a slot takes.
+        The same with padding and checksum: SGLang's name for what a slot takes.
     storage_format_tag : str
         Names these bytes; the controller puts it into the keys of stores with the rows' tag.
 
@@ -109,9 +97,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         pools = (mamba_pool, *draft_pools)
         self._view = StateView.of(pools)
         self._device_views = [self._view.caches]
-        self._slot_bytes = state_slot_bytes(self._view)
         self.storage_format_tag = self._view.tag
-        self.page_format = HostPageFormat.of_copied_states(self._view.group.bytes_per_page)
+        self.page_format = HostPageFormat.of_states(self._view.group.bytes_per_page)
         infos = [pool.get_device_pool_infos()[0].buffer_info for pool in pools]
         device = infos[0].temporal.device
         capacity = mamba_pool.host_capacity_tokens
@@ -128,7 +115,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             )
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
             # Nothing else is left that could fail: pools and label were looked at.
-            size_bytes = getattr(self, "size", 0) * self._slot_bytes
+            size_bytes = getattr(self, "size", 0) * self.page_format.size_bytes
             raise memory.too_much(
                 size_bytes, getattr(self, "size", 0), not host_size, error, unit="states"
             ) from error
@@ -138,7 +125,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     def get_size_per_token(self) -> int:
         """Bytes of a host slot."""
-        return self._slot_bytes
+        return self.page_format.size_bytes
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -147,13 +134,15 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Memory of the tier; SGLang wants the buffers of all components in a list, and here they are one."""
-        slots = self.size
+        fmt = self.page_format
         self._buffer = self.allocator.allocate(
-            (slots, self._slot_bytes), dtype=torch.uint8, device=self.device
+            (self.size, fmt.size_bytes), dtype=torch.uint8, device=self.device
         )
-        self._pieces = memory.pin(self._buffer, self._slot_bytes) if self.pin_memory else None
+        # Stores get the padding too, and it must not be what the memory held before.
+        self._buffer[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
+        self._pieces = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
         self.pin_memory: bool = self._pieces is not None
-        self._pages = self._buffer[:, : self._view.group.bytes_per_page]
+        self._pages = self._buffer  # [slots, size_bytes] uint8
         # As bytes: SGLang's stores ask how many there are.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
         has_ssm = self.temporal_state_elem_size > 0
@@ -236,7 +225,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     # ---------------------------------------------------------------- what stores see
 
     def _page_view(self, page: int) -> torch.Tensor:
-        return self._pages[page]
+        return self._pages[page, : self.page_format.content_bytes]
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The buffer that stores register which copy from and to it."""
@@ -245,16 +234,20 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Addresses and sizes in bytes: of each slot the ssm states, if any, then each convolution's.
 
+        The last one reaches to the end of the slot: padding and checksum go where it goes.
+
         Raises
         ------
         IndexError
             No such slot.
         """
-        begins = self._buffer.data_ptr() + self.first_pages_of(indices) * self._slot_bytes
-        offsets, sizes = np.array(self._view.components, dtype=np.int64).reshape(-1, 2).T
+        slot_bytes = self.page_format.size_bytes
+        begins = self._buffer.data_ptr() + self.first_pages_of(indices) * slot_bytes
+        offsets, _ = np.array(self._view.components, dtype=np.int64).reshape(-1, 2).T
+        sizes = np.diff(offsets, append=slot_bytes)
         return (begins[:, None] + offsets).ravel().tolist(), np.tile(sizes, len(begins)).tolist()
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         """Whether every address and size of `get_page_buffer_meta` is a multiple."""
-        numbers = [self._buffer.data_ptr(), self._slot_bytes, *sum(self._view.components, ())]
+        numbers = [self._buffer.data_ptr(), self.page_format.size_bytes, *sum(self._view.components, ())]
         return not any(number % page_size_bytes for number in numbers)

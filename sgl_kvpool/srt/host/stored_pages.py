@@ -69,7 +69,7 @@ class StoredPagesPool(HostKVCache):
     page_format: HostPageFormat
     #: `stored_under`: SGLang stores and fetches on threads of their own.
     _key_of = threading.local()
-    #: [pages, size_bytes] uint8 of rows, which lie as they are stored; [slots, content_bytes] of states.
+    #: [pages, size_bytes] uint8, as stores keep them; a page of states is a slot.
     _pages: torch.Tensor
     #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
     _lost: np.ndarray
@@ -129,7 +129,7 @@ class StoredPagesPool(HostKVCache):
         Parameters
         ----------
         slots : Tensor [tokens], int64
-            Of whole pages of rows. No other thread may write to them during the call.
+            Of whole pages. No other thread may write to them during the call.
         """
         page_checksum.seal_all(*self._pages_and_keys(slots))
 
@@ -139,7 +139,7 @@ class StoredPagesPool(HostKVCache):
         Parameters
         ----------
         slots : Tensor [tokens], int64
-            Of whole pages of rows.
+            Of whole pages.
 
         Returns
         -------

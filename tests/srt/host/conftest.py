@@ -7,6 +7,12 @@ import threading
 
 import pytest
 
+#: --hicache-storage-backend-extra-config of stores in a folder; a prefix of one token is worth fetching.
+STORE_CONFIGURATIONS = {
+    "file": '{"prefetch_threshold": 1}',
+    "nixl": '{"prefetch_threshold": 1, "plugin": {"posix": {"active": true}}, "use_direct_io": false}',
+}
+
 
 @pytest.fixture(scope="session")
 def process_group():
@@ -171,20 +177,21 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
 
     def build(
         layout="fp4", states="kda", arrangement="layer_major", page_size=1, *, tokens=32, slots=6,
-        label="page_first", store=None, sizes=None, policy="write_through", tree=None, drafts=(), **extra,
+        label="page_first", store=None, sizes=None, policy="write_through", tree=None, drafts=(),
+        backend="file", **extra,
     ):  # fmt: skip
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
             hicache_mem_layout=label, hicache_write_policy=policy,
             hicache_io_backend={"page_first": "kernel", "page_first_direct": "direct"}[label],
-            hicache_storage_backend=store and "file", served_model_name="model",
-            hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
+            hicache_storage_backend=store and backend, served_model_name="model",
+            hicache_storage_backend_extra_config=store and STORE_CONFIGURATIONS[backend],
             hicache_storage_prefetch_policy="wait_complete", **(sizes or {"hicache_ratio": 2.0}),
         )  # fmt: skip
         get_parallel().clear_stamp()
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         if store:
-            monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+            monkeypatch.setenv(f"SGLANG_HICACHE_{backend.upper()}_BACKEND_STORAGE_DIR", str(store))
         requests = hybrid_tier.request_pool(states, slots)
         pool = hybrid_tier.hybrid_pool(
             layout, requests.mamba_pool, arrangement, page_size, tokens * page_size, **extra

@@ -194,7 +194,31 @@ def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
     assert asked == []
     assert sum(failures().values()) == 3
     given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(2), keys=["a", "b"])
+    with tier.stored_under(dict(zip(given.host_indices.tolist(), given.keys, strict=True))):
+        tier.seal_pages(given.host_indices)  # as if the store had brought them
     assert io(tier, store, [given]) == {PoolName.MAMBA: [True, True]}
+
+
+@pytest.mark.parametrize("layout", ["fp4", "bf16"])
+@pytest.mark.parametrize("part", ["_conv_", "_temporal"])
+def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failures, layout, part):
+    """NIXL keeps each part of a state in a file of its own; one checksum is over all of them."""
+    pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
+    short, longer = prompt(8), prompt(16)
+    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), short, longer)
+    again = hybrid_of(layout, page_size=4, store=store, backend="nixl")
+    fetch(again, longer)
+    again.check(longer, 16)
+    assert failures() == {}
+    parts = [Path(base, name) for base, _, names in os.walk(store) for name in names if part in name]
+    assert len(parts) == 2
+    flip(max(parts, key=lambda f: f.stat().st_mtime_ns))
+    third = hybrid_of(layout, page_size=4, store=store, backend="nixl")
+    fetch(third, longer)
+    third.check(longer, 0)
+    assert failures() == {"page_checksum": 1}
+    fetch(third, short)
+    third.check(longer, 8)
 
 
 def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
@@ -207,5 +231,8 @@ def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
     (buffer,) = tier.get_hybrid_pool_buffer()
     raw, begin = buffer.view(-1).numpy(), buffer.data_ptr()
     read = np.concatenate([raw[a - begin : a - begin + n] for a, n in zip(addresses, sizes, strict=True)])
-    assert np.array_equal(read, model.state_of(prompt(3)))
+    state = model.state_of(prompt(3))
+    assert np.array_equal(read[: len(state)], state)
+    # The last component takes padding and checksum with it.
+    assert len(read) == tier.size_per_token == -(-(len(state) + 16) // 16) * 16
     assert int(used) * tier.size_per_token == addresses[0] - begin

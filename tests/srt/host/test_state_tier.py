@@ -7,7 +7,11 @@ from host_tier import GUARD, LABELS, memory, stride_bytes
 from hybrid_tier import STATES, fill_states, guard, hybrid_pool, state_bytes, state_pool, state_tensors
 
 pytestmark = pytest.mark.usefixtures("no_reserve")
-ODD = 16  # what slots begin at multiples of
+
+
+def stride_of(content_bytes):
+    """From a slot to the next: states, padding, 16 bytes of checksum; slots begin at multiples of 16."""
+    return -(-(content_bytes + 16) // 16) * 16
 
 
 def state_tier(pool, label="page_first", ratio=2.0, size=0, **extra):
@@ -47,7 +51,7 @@ def test_states_there_and_back(kind, label):
     tier = state_tier(pool, label)
     size = sum(part[:, 0].size for part in was)
     assert tier.page_bytes == size
-    assert tier.size_per_token == tier.get_size_per_token() == -(-size // ODD) * ODD
+    assert tier.size_per_token == tier.get_size_per_token() == stride_of(size)
     move(tier, "backup", [7, 0, 4], [2, 6, 3])
     expected = np.full_like(host_bytes(tier), GUARD)
     for there, here in zip([7, 0, 4], [2, 6, 3], strict=True):
@@ -222,10 +226,10 @@ def test_stores_get_the_order_of_sglang(kind):
     page = tier.get_data_page(9)
     assert page.dtype == torch.uint8
     content = state_bytes(pool, 1)
-    sealed_bytes = -(-(len(content) + 16) // 16) * 16
+    sealed_bytes = stride_of(len(content))
     assert len(page) == -(-sealed_bytes // 4096) * 4096  # as stores with O_DIRECT want copies
     assert np.array_equal(page[: len(content)].numpy(), content)
-    assert not page[len(content) : sealed_bytes - 16].any()
+    assert (page[len(content) : sealed_bytes - 16] == GUARD).all()  # as on the host, zeros in a server
     assert not page[sealed_bytes:].any()
     into = tier.get_dummy_flat_data_page()
     assert (into.dtype, into.shape) == (page.dtype, page.shape)
@@ -240,7 +244,12 @@ def test_stores_get_the_order_of_sglang(kind):
     assert len(components) == (tier.temporal_state_elem_size > 0) + len(tier.conv_buffer)
     wanted = [part[:, slot].tobytes() for slot in (1, 4) for part in components]
     found = [ctypes.string_at(a, size) for a, size in zip(addresses, sizes, strict=True)]
-    assert found == wanted
+    last = len(components) - 1  # with padding and checksum
+    assert [part[: len(want)] for part, want in zip(found, wanted, strict=True)] == wanted
+    trailing = [len(part) - len(want) for part, want in zip(found, wanted, strict=True)]
+    assert trailing == [
+        tier.size_per_token - tier.page_bytes if n % (last + 1) == last else 0 for n in range(len(found))
+    ]
     assert tier.get_page_buffer_element_size() == sizes[0]
     (buffer,) = tier.get_hybrid_pool_buffer()
     assert all(buffer.data_ptr() <= a < buffer.data_ptr() + buffer.nbytes for a in addresses)
@@ -271,6 +280,28 @@ def test_pages_that_are_not_what_was_stored():
         other.set_from_flat_data_page(3, page[: len(small)])
 
 
+def test_a_slot_is_sealed_and_verified_where_it_lies():
+    """For stores without copies: every byte and the key are covered; other slots are not touched."""
+    pool = state_pool("odd")
+    fill_states(pool)
+    tier = state_tier(pool)
+    move(tier, "backup", [2, 9], [4, 1])
+    before, slots = host_bytes(tier).copy(), torch.tensor([9, 2])
+    with tier.stored_under({9: "a", 2: "b"}):
+        tier.seal_pages(slots)
+        assert tier.first_damaged(slots) is None
+    changed = np.argwhere(host_bytes(tier) != before)
+    assert set(changed[:, 0]) == {2, 9}
+    assert changed[:, 1].min() >= tier.size_per_token - 16
+    with tier.stored_under({9: "a", 2: "a"}):
+        assert tier.first_damaged(slots)[0] == 1
+    for place in (0, tier.page_bytes - 1, tier.size_per_token - 17, tier.size_per_token - 1):
+        host_bytes(tier)[9, place] ^= 1
+        with tier.stored_under({9: "a", 2: "b"}):
+            assert tier.first_damaged(slots)[0] == 0
+        host_bytes(tier)[9, place] ^= 1
+
+
 def test_tags_tell_states_apart():
     tags = {kind: state_tier(state_pool(kind)).storage_format_tag for kind in STATES}
     tags["layers"] = state_tier(state_pool(layers=[0, 2])).storage_format_tag
@@ -285,7 +316,7 @@ def test_tags_tell_states_apart():
 
 def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
     pool = state_pool()
-    slot = 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+    slot = stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
     assert state_tier(pool, ratio=3.5).size == int(6 * 3.5) + 1
     assert state_tier(pool, size=1e-3).size == int(1e6 // slot) + 1
     from sgl_kvpool.srt.host import memory as tier_memory
@@ -305,7 +336,7 @@ def test_a_size_is_split_by_the_bytes_of_the_host(host):
     states = state_pool(slots=6)
     pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
     shares = TierShares.of(pool.row_pool, states)
-    row, slot = {"same": 1152, "fp4": 416}[host], 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)
+    row, slot = {"same": 1152, "fp4": 416}[host], stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
     token = stride_bytes(2, 1, row)
     assert (shares.rows, shares.states) == (30 * token, 6 * slot)
     rows, kept = shares.split(8.0)
