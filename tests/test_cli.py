@@ -108,7 +108,11 @@ def test_results_cannot_be_written_is_known_before_a_server_starts(capsys, tmp_p
         (["--out", "{file}"], "is a file; name a folder with --out"),
     ],
 )
-def test_a_cluster_refuses_what_it_does_not_use(capsys, tmp_path, more, said):
+def test_a_cluster_refuses_what_it_does_not_use(capsys, monkeypatch, tmp_path, more, said):
+    from sgl_kvpool.commands.doctor.probes import Finding
+    from sgl_kvpool.demo import compare
+
+    monkeypatch.setattr(compare, "host", lambda: Finding({"host_tier_bytes": 100 << 30}))
     file = tmp_path / "file"
     file.write_text("x")
     assert main(["demo", "--cluster", *(word.format(file=file) for word in more)]) == 2

@@ -51,12 +51,13 @@ def peers(_model_path, folder):
         answers["transferred_mb"] = metric_sum(one[0], "sglang:kv_transfer_total_mb_sum")
         answers["prefill_metrics"] = one[0].get("/metrics").decode()
 
-        stack.enter_context(running(two[0], other[0]))
-        wrong = stack.enter_context(router(folder / "router-other.log", prefill=[other], decode=[decode]))
-        answers["refused"] = [attempt(wrong, text) for text in PROMPTS[:2]]
+        wrong = router(folder / "router-other.log", prefill=[other], decode=[decode])
+        with other[0], wrong:
+            answers["refused"] = [attempt(wrong, text) for text in PROMPTS[:2]]
         answers["failures"] = failures(decode)
         answers["after_refusal"] = ask(front, PROMPTS[0])
 
+        stack.enter_context(two[0])
         both = stack.enter_context(router(folder / "router-both.log", prefill=[one, two], decode=[decode]))
         with ThreadPoolExecutor(4) as pool:
             traffic = [pool.submit(attempt, both, PROMPTS[n % len(PROMPTS)]) for n in range(24)]

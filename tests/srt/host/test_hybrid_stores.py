@@ -205,14 +205,20 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failure
     """NIXL keeps each part of a state in a file of its own; one checksum is over all of them."""
     pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
     short, longer = prompt(8), prompt(16)
-    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), short, longer)
+
+    def parts():
+        return {Path(base, name) for base, _, names in os.walk(store) for name in names if part in name}
+
+    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), short)
+    of_short = parts()
+    stored(hybrid_of(layout, page_size=4, store=store, backend="nixl"), longer)
+    (of_longer,) = parts() - of_short
+    assert len(of_short) == 1
     again = hybrid_of(layout, page_size=4, store=store, backend="nixl")
     fetch(again, longer)
     again.check(longer, 16)
     assert failures() == {}
-    parts = [Path(base, name) for base, _, names in os.walk(store) for name in names if part in name]
-    assert len(parts) == 2
-    flip(max(parts, key=lambda f: f.stat().st_mtime_ns))
+    flip(of_longer)
     third = hybrid_of(layout, page_size=4, store=store, backend="nixl")
     fetch(third, longer)
     third.check(longer, 0)
