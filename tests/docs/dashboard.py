@@ -73,7 +73,7 @@ def load() -> dict[str, Any]:
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
     """Its panels, without the rows, also those inside of rows that are folded up."""
-    found = []
+    found: list[dict[str, Any]] = []
     for panel in board["panels"]:
         found += panel.get("panels", []) if panel["type"] == "row" else [panel]
     return found
@@ -298,8 +298,9 @@ class _Reader:
     def aggregation(self) -> set[str]:
         """`sum (...)`, `sum by (...) (...)` and the like; grouping behind the operand is not read."""
         self.take()
-        grouping = self.take() if self.next in ("by", "without") else "by"
-        labels = self.names() if self.tokens[self.at - 1][1] in ("by", "without") else []
+        grouping, labels = "by", []
+        if self.next in ("by", "without"):
+            grouping, labels = self.take(), self.names()
         self.take("(")
         inside = self.expression() or set()
         self.take(")")
