@@ -37,7 +37,7 @@ test: $(STAMP)
 	$(BIN)/python -m compileall -q sgl_kvpool
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Stores, transfers and routers that `make test` leaves out: a quarter of an hour on two cores.
+# Stores, transfers and routers that `make test` leaves out: ten to fifteen minutes on two cores.
 test-cluster: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/engine
 

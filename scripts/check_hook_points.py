@@ -30,6 +30,10 @@ def main() -> int:
         "arguments of a server with a layout": point_lists.MODEL,
         "launcher of a server with a layout": point_lists.LAUNCHER,
         "scheduler of a server with a layout": point_lists.SCHEDULER,
+        **{
+            f"prefill or decode server with a layout on a CPU, over {backend}": group
+            for backend, group in point_lists.DISAGGREGATION_ON_CPU.items()
+        },
     }
     for title, group in groups.items():
         print(f"{title}:")

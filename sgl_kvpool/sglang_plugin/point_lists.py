@@ -11,11 +11,17 @@ from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
 from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, LAYOUT_FEATURES
-from sgl_kvpool.sglang_plugin.tier_point_lists import DISAGGREGATION, HOST_TIER, STATE_TIER
+from sgl_kvpool.sglang_plugin.tier_point_lists import (
+    DISAGGREGATION,
+    DISAGGREGATION_ON_CPU,
+    HOST_TIER,
+    STATE_TIER,
+)
 
 __all__ = [
     "ATTENTION",
     "DISAGGREGATION",
+    "DISAGGREGATION_ON_CPU",
     "HOST_TIER",
     "LAUNCHER",
     "MODEL",

@@ -1,7 +1,7 @@
 """The Grafana dashboard, and what its expressions ask of Prometheus: metrics, labels, values of labels.
 
-An expression is read as Prometheus reads it, as far as labels go, so that each label is looked up where it is
-used: a matcher's in the very metric, `by (...)`'s in what is aggregated, a legend's in the result.
+An expression is parsed by promql-parser, and gone through as far as labels go: each is looked up where it is
+used, a matcher's in the very metric, `by (...)`'s in what is aggregated, a legend's in the result.
 
 SGLang's metrics have two names. Servers expose `sglang:token_usage`; but a Prometheus that asks for
 OpenMetrics without UTF-8, as versions 2 do, gets samples named `sglang_token_usage` (prometheus_client writes
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import promql_parser
 
 __all__ = [
     "BUILT_IN",
@@ -39,28 +41,22 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "sgl-kvpool.js
 OF_TARGETS = frozenset({"instance", "job"})
 #: Labels of SGLang's that not every server has; `label=""` also matches metrics without it.
 OPTIONAL = frozenset({"priority"})
-#: Variables of Grafana's own.
-BUILT_IN = frozenset({"__rate_interval", "__interval", "__range"})
+#: Variables of Grafana's own; all are durations.
+BUILT_IN = ("__rate_interval", "__interval", "__range")
 
-_AGGREGATIONS = frozenset({"sum", "max", "min", "avg", "count", "group"})
 _OF_COUNTERS = frozenset({"rate", "increase"})
-_FUNCTIONS = _OF_COUNTERS | {"histogram_quantile", "label_values"}
-_THAT_GROW = frozenset({"counter", "histogram", "summary"})
 _SETS = frozenset({"and", "or", "unless"})
-_OPERATORS = _SETS | {"+", "-", "*", "/", "%", "^", "==", "!=", "<=", ">=", "<", ">"}
-#: A metric of SGLang's by either name.
+_THAT_GROW = frozenset({"counter", "histogram", "summary"})
+_OPERATORS = {
+    int(promql_parser.MatchOp.Equal): "=",
+    int(promql_parser.MatchOp.NotEqual): "!=",
+    int(promql_parser.MatchOp.Re): "=~",
+    int(promql_parser.MatchOp.NotRe): "!~",
+}
+#: Both names of a metric of SGLang's.
 _EITHER = re.compile(r"sglang\[:_\](\w+)")
-_TOKEN = re.compile(
-    r"""\s*(?:
-    (?P<string> "(?:[^"\\]|\\.)*" )
-    | (?P<range> \[[^\]]*\] )
-    | (?P<number> \d+(?:\.\d+)?(?:e[+-]?\d+)?[a-z]* )
-    | (?P<name> [a-zA-Z_:][a-zA-Z0-9_:]* )
-    | (?P<variable> \$\w+ )
-    | (?P<sign> =~ | !~ | [=!<>]= | [-+*/%^<>=(){},] )
-    )""",
-    re.VERBOSE,
-)
+#: Of Grafana, not of Prometheus.
+_LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 
 
 # ------------------------------------------------------------------ the file
@@ -156,203 +152,129 @@ def selectors(expression: str) -> list[Selector]:
     Raises
     ------
     ValueError
-        It is no expression, or uses what this module does not know.
+        It is no expression, or a metric in it has no name.
     """
-    reader = _Reader(expression)
-    reader.whole()
+    reader = _Reader()
+    reader.whole(expression)
     return reader.selectors
 
 
 def problems(expression: str, exposed: Exposed, shown: Iterable[str] = ()) -> list[str]:
     """Metrics, labels and values that are not what the servers expose; `shown` are labels of the legend."""
-    reader = _Reader(expression, exposed)
-    result = reader.whole()
+    reader = _Reader(exposed)
+    result = reader.whole(expression)
     for label in shown:
         reader.need(label, result or set(), "what the legend or the table shows")
     return reader.problems
 
 
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    text, at = text.strip(), 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ValueError(f"cannot read {text[at:]!r}")
-        at = match.end()
-        assert match.lastgroup is not None
-        yield match.lastgroup, match[match.lastgroup]
-
-
 @dataclass
 class _Reader:
-    """Reads an expression from left to right. Values are sets of labels, None for a number.
+    """Goes through a parsed expression. Values are the sets of labels of its parts, None for a number."""
 
-    The precedence of operators does not matter: it changes values, and no labels.
-    """
-
-    text: str
     exposed: Exposed | None = None
     selectors: list[Selector] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokens = [*_tokens(self.text), ("end", "")]
-        self.at = 0
-
-    # ---------------------------------------------------------- tokens
-
-    @property
-    def next(self) -> str:
-        return self.tokens[self.at][1]
-
-    def take(self, *expected: str) -> str:
-        """The next token, which has to be one of these kinds or texts."""
-        kind, text = self.tokens[self.at]
-        if expected and kind not in expected and text not in expected:
-            raise ValueError(f"{text!r} where {' or '.join(expected)} belongs in {self.text!r}")
-        self.at += 1
-        return text
-
-    def skip(self, text: str) -> bool:
-        """Take a token if it is the next one."""
-        found = self.next == text
-        self.at += found
-        return found
-
-    def names(self) -> list[str]:
-        """Labels in parentheses."""
-        self.take("(")
-        found = []
-        while not self.skip(")"):
-            found.append(self.take("name"))
-            if self.next != ")":
-                self.take(",")
-        return found
-
-    # ---------------------------------------------------------- what is wrong
 
     def need(self, label: str, available: set[str], where: str) -> None:
         """Note a label that is not there."""
         if self.exposed is not None and label not in available | OF_TARGETS:
             self.problems.append(f"no label {label!r} in {where}; there are {sorted(available)}")
 
-    # ---------------------------------------------------------- grammar
-
-    def whole(self) -> set[str] | None:
-        result = self.expression()
-        self.take("end")
+    def whole(self, expression: str) -> set[str] | None:
+        """An expression as Grafana has it."""
+        values = _LABEL_VALUES.fullmatch(expression)
+        text = values[1] if values else expression
+        for variable in BUILT_IN:  # all of them are durations
+            text = text.replace(f"${variable}", "5m")
+        result = self.labels(promql_parser.parse(text))
+        if values:
+            self.need(values[2], result or set(), "the metric of label_values")
         return result
 
-    def expression(self) -> set[str] | None:
-        left = self.operand()
-        while self.next in _OPERATORS:
-            operator = self.take()
-            left = self.matched(operator, left)
-        return left
+    def labels(self, part: Any) -> set[str] | None:
+        """Of any part of an expression."""
+        match part:
+            case promql_parser.VectorSelector():
+                return self.selector(part)
+            case promql_parser.MatrixSelector():
+                return self.selector(part.vector_selector)
+            case promql_parser.ParenExpr() | promql_parser.UnaryExpr():
+                return self.labels(part.expr)
+            case promql_parser.NumberLiteral():
+                return None
+            case promql_parser.AggregateExpr():
+                return self.aggregation(part)
+            case promql_parser.Call():
+                return self.function(part)
+            case promql_parser.BinaryExpr():
+                return self.operation(part)
+        raise ValueError(f"cannot read {part}")
 
-    def matched(self, operator: str, left: set[str] | None) -> set[str] | None:
-        """The rest of a binary operation."""
-        matching, on, brought = None, [], None
-        if self.next in ("on", "ignoring"):
-            matching, on = self.take(), self.names()
-            if self.skip("group_left"):
-                brought = self.names()
-        right = self.operand()
+    def operation(self, part: promql_parser.BinaryExpr) -> set[str] | None:
+        left, right = self.labels(part.lhs), self.labels(part.rhs)
         if left is None or right is None:
             return left if right is None else right
-        where = f"both sides of {operator!r}"
+        operator, where = str(part.op), f"both sides of {str(part.op)!r}"
+        matching = part.modifier.matching if part.modifier else None
+        on = list(matching.labels) if matching else []
+        is_on = matching is not None and matching.type == promql_parser.LabelModifierType.Include
         for label in on:
-            self.need(label, left & right if matching == "on" else left | right, where)
+            self.need(label, left & right if is_on else left | right, where)
+        many = promql_parser.VectorMatchCardinality.ManyToOne
+        brought = list(part.modifier.group_labels) if part.modifier and part.modifier.card == many else None
         for label in brought or []:
             self.need(label, right, f"what is on the right of {operator!r}")
-        if self.exposed is not None and matching != "on" and left - {*on} != right - {*on}:
+        if self.exposed is not None and not is_on and left - {*on} != right - {*on}:
             self.problems.append(f"{where} have other labels: {sorted(left)} and {sorted(right)}")
         if operator == "or":
             return left | right
-        if operator in _SETS:
+        if operator in _SETS or matching is None:
             return left
         if brought is not None:
             return left | {*brought}
-        return {"on": left & {*on}, "ignoring": left - {*on}, None: left}[matching]
+        return left & {*on} if is_on else left - {*on}
 
-    def operand(self) -> set[str] | None:
-        kind = self.tokens[self.at][0]
-        if kind == "number":
-            self.take()
-            return None
-        if self.skip("("):
-            result = self.expression()
-            self.take(")")
-        elif self.next in _AGGREGATIONS:
-            result = self.aggregation()
-        elif kind == "name" and self.tokens[self.at + 1][1] == "(":
-            result = self.function()
-        else:
-            result = self.selector()
-        if self.tokens[self.at][0] == "range":
-            self.take()
-        if self.skip("offset"):
-            self.take("number", "variable")
-        return result
+    def aggregation(self, part: promql_parser.AggregateExpr) -> set[str]:
+        inside = self.labels(part.expr) or set()
+        if part.modifier is None:
+            return set()
+        is_by, labels = part.modifier.type == promql_parser.AggModifierType.By, set(part.modifier.labels)
+        for label in sorted(labels):
+            self.need(label, inside, f"what {'by' if is_by else 'without'!r} aggregates")
+        return labels if is_by else inside - labels
 
-    def aggregation(self) -> set[str]:
-        """`sum (...)`, `sum by (...) (...)` and the like; grouping behind the operand is not read."""
-        self.take()
-        grouping, labels = "by", []
-        if self.next in ("by", "without"):
-            grouping, labels = self.take(), self.names()
-        self.take("(")
-        inside = self.expression() or set()
-        self.take(")")
-        for label in labels:
-            self.need(label, inside, f"what {grouping!r} aggregates")
-        return {*labels} if grouping == "by" else inside - {*labels}
-
-    def function(self) -> set[str] | None:
-        name = self.take()
-        if name not in _FUNCTIONS:
-            raise ValueError(f"unknown function {name!r} in {self.text!r}")
-        self.take("(")
-        if name == "histogram_quantile":
-            self.take("number")
-            self.take(",")
-        before = len(self.selectors)
-        result = self.expression()
-        if name == "label_values":
-            self.take(",")
-            self.need(self.take("name"), result or set(), "the metric of label_values")
+    def function(self, part: promql_parser.Call) -> set[str] | None:
+        name, before = part.func.name, len(self.selectors)
+        result = self.labels(part.args[-1])
         if name == "histogram_quantile":
             self.need("le", result or set(), "what histogram_quantile reads")
-            result = (result or set()) - {"le"}
-        self.take(")")
-        if self.exposed is not None and name in _OF_COUNTERS:
-            for selector in self.selectors[before:]:
-                if not self.exposed.grows.get(selector.metric, True):
-                    self.problems.append(f"{name} of {selector.metric}, which is a gauge")
+            return (result or set()) - {"le"}
+        if name not in _OF_COUNTERS:
+            raise ValueError(f"{name} is not one of {', '.join(sorted(_OF_COUNTERS))}, histogram_quantile")
+        for selector in self.selectors[before:]:
+            if self.exposed is not None and not self.exposed.grows.get(selector.metric, True):
+                self.problems.append(f"{name} of {selector.metric}, which is a gauge")
         return result
 
-    def selector(self) -> set[str]:
-        metric, matchers = "" if self.next == "{" else self.take("name"), []
-        if self.skip("{"):
-            while not self.skip("}"):
-                label, operator = self.take("name"), self.take("=", "!=", "=~", "!~")
-                matchers.append(Matcher(label, operator, json.loads(self.take("string"))))
-                if self.next != "}":
-                    self.take(",")
-        if not metric:
-            name, operator, value = matchers.pop(0) if matchers else Matcher("", "", "")
-            either = _EITHER.fullmatch(value)
-            if (name, operator) != ("__name__", "=~") or either is None:
-                raise ValueError(f'a selector without a metric or __name__=~"sglang[:_]..." in {self.text!r}')
+    def selector(self, part: promql_parser.VectorSelector) -> set[str]:
+        found = [Matcher(m.name, _OPERATORS[int(m.op)], m.value) for m in part.matchers.matchers]
+        metric = part.name
+        if metric is None:
+            named = [m for m in found if m.label == "__name__"]
+            either = _EITHER.fullmatch(named[0].value) if len(named) == 1 else None
+            if either is None or named[0].operator != "=~":
+                raise ValueError(f'a selector without a metric or __name__=~"sglang[:_]...": {part}')
+            found.remove(named[0])
             metric = f"sglang:{either[1]}"
-        self.selectors.append(Selector(metric, tuple(matchers)))
+        self.selectors.append(Selector(metric, tuple(found)))
         if self.exposed is None:
             return set()
         if metric not in self.exposed.samples:
             self.problems.append(f"no server exposes {metric}")
             return set()
         labels = self.exposed.labels(metric)
-        for matcher in matchers:
+        for matcher in found:
             self.check(matcher, metric, labels)
         return labels | OF_TARGETS
 

@@ -70,7 +70,7 @@ def test_variables_are_declared():
     assert declared == {"datasource", "instance", "model_name"}
     for expression in dashboard.expressions(BOARD):
         used = set(re.findall(r"\$\{?(\w+)", expression))
-        assert used <= declared | dashboard.BUILT_IN, expression
+        assert used <= declared | {*dashboard.BUILT_IN}, expression
     assert [each["definition"] for each in listed if "definition" in each] == [
         *dashboard.variables(BOARD).values()
     ]
@@ -142,6 +142,7 @@ SOUND = {
     "(sglang:hits_total unless sglang:hits_total offset $__rate_interval)"
     " or increase(sglang:hits_total[$__range]) > 0": ["mode"],
     'sum (sglang:used_tokens{priority=""})': [],
+    "sum(sglang:used_tokens) by (tp_rank)": ["tp_rank"],
     "label_values(sglang:used_tokens, model_name)": [],
     "label_values(sglang:used_tokens, instance)": [],
     'sglang:hits_total{mode=~"input|.*_hit", model_name=~"$model_name"}': [],
@@ -189,7 +190,6 @@ UNREADABLE = [
     "sum (sglang:used_tokens))",
     'sglang:used_tokens{tp_rank="0"',
     "sglang:used_tokens{tp_rank=0}",
-    "sum(sglang:used_tokens) by (tp_rank)",
     "rates(sglang:hits_total[5m])",
     "rate(sglang:hits_total[5m)",
     "sglang:used_tokens +",

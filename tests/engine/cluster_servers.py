@@ -13,13 +13,14 @@ import hybrid_model
 import hybrid_servers
 import psutil
 import ranked_servers
-from cluster_questions import PAGES, PROMPTS, clean_environment, failures, until, with_store
+from cluster_questions import PAGES, PROMPTS, clean_environment, failures, with_store
 from peer_servers import decode_server, prefill_server
 from tiny_model import PROMPTS as SHORT_PROMPTS
 
 from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
+from sgl_kvpool.demo.cluster.servers import until
 from sgl_kvpool.demo.local_server import running
 from sgl_kvpool.demo.loopback import free_port
 from sgl_kvpool.demo.server import Server, cpu_arguments
@@ -34,7 +35,7 @@ def shared(_model_path, folder):
     with MooncakeStore(folder) as store:
 
         def stored():
-            """Keys of pages, once there are no more on the way."""
+            """Keys of the pages that are there now."""
             return sorted(store.page_keys())
 
         def server(name, layout, *arguments, environment=()):
@@ -44,12 +45,12 @@ def shared(_model_path, folder):
         answers = {}
         with server("first", "fp4") as first:
             answers["first"] = [ask(first, text) for text in PROMPTS[:2]]
-            until(lambda: len(stored()) == 2 * PAGES)
+            until(lambda: len(stored()) == 2 * PAGES, "two prompts in the store")
         answers["first_keys"] = stored()
 
         with server("other", "fp8_block_scale") as other:
             answers["other"] = [ask(other, text) for text in PROMPTS[:2]]
-            until(lambda: len(stored()) == 4 * PAGES)
+            until(lambda: len(stored()) == 4 * PAGES, "two prompts of the other layout in the store")
             answers["other_again"] = [ask(other, text) for text in PROMPTS[:2]]
             answers["other_failures"] = failures(other)
         answers["other_keys"] = sorted(set(stored()) - set(answers["first_keys"]))
@@ -69,14 +70,14 @@ def shared(_model_path, folder):
                 two._ask(clear, timeout_seconds=60)  # its answer is no JSON
                 return not stored()
 
-            until(cleared)
+            until(cleared, "an empty store")
             answers["ranks_computed"] = [ask(two, text) for text in PROMPTS[:2]]
 
         before = set(stored())
         narrower = ("--kv-host-layout", "fp4")
         with server("narrow", "bf16", *narrower) as narrow:
             answers["narrow"] = [ask(narrow, text) for text in PROMPTS[:4]]
-            until(lambda: len(set(stored()) - before) == 4 * PAGES)
+            until(lambda: len(set(stored()) - before) == 4 * PAGES, "four prompts in the store")
             # Pushed out of the pool by the others, so it comes from the host tier, through `fp4`.
             answers["narrow_host"] = ask(narrow, PROMPTS[0])
         answers["narrow_keys"] = sorted(set(stored()) - before)
@@ -147,13 +148,12 @@ def routed(_model_path, folder):
         with running(*two):
             # `PROMPTS[0]` is stored by the left one, and the router does not know of it.
             answers = {"left": [ask(two[0], PROMPTS[0])]}
-            until(lambda: len(store.page_keys()) == PAGES)
+            until(lambda: len(store.page_keys()) == PAGES, "a prompt in the store")
             with router(folder / "router.log", workers=two) as front:
                 # The same prompt several times: the same server each time, from its device after the first.
                 answers["same"] = [ask(front, PROMPTS[1]) for _ in range(4)]
                 answers["from_left"] = [ask(front, PROMPTS[0]) for _ in range(2)]
             answers["right"] = [ask(two[1], text) for text in PROMPTS[:2]]
-            answers["requests"] = [metric_sum(each, "sglang:num_requests_total") for each in two]
             answers["failures"] = [failures(each) for each in two]
     return answers
 
@@ -188,7 +188,11 @@ def interrupted(number):
         with printed.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
-            until(lambda: "asking" in printed.read_text() or process.poll() is not None, 300)
+            until(
+                lambda: "asking" in printed.read_text() or process.poll() is not None,
+                "servers that answer",
+                300,
+            )
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)
             status = process.wait(timeout=120)

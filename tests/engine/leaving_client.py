@@ -3,9 +3,8 @@
 import http.client
 import json
 
-from cluster_questions import until
-
 from sgl_kvpool.demo.cluster.asking import metric_sum
+from sgl_kvpool.demo.cluster.servers import until
 
 #: More than are read before the client goes.
 NEW_TOKENS = 900
@@ -31,4 +30,4 @@ def leave(server, text):
     # Both: the answer keeps the socket open.
     answer.close()
     client.close()
-    until(lambda: metric_sum(server, "sglang:num_aborted_requests_total") > before)
+    until(lambda: metric_sum(server, "sglang:num_aborted_requests_total") > before, "an aborted request")

@@ -6,10 +6,11 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from cluster_questions import PROMPTS, failures, server, until
+from cluster_questions import PROMPTS, failures, server
 
 from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
+from sgl_kvpool.demo.cluster.servers import until
 from sgl_kvpool.demo.local_server import running
 from sgl_kvpool.demo.loopback import free_port
 
@@ -61,7 +62,7 @@ def peers(_model_path, folder):
         both = stack.enter_context(router(folder / "router-both.log", prefill=[one, two], decode=[decode]))
         with ThreadPoolExecutor(4) as pool:
             traffic = [pool.submit(attempt, both, PROMPTS[n % len(PROMPTS)]) for n in range(24)]
-            until(lambda: sum(each.done() for each in traffic) >= 4)
+            until(lambda: sum(each.done() for each in traffic) >= 4, "four answers")
             answers["killed_after"] = sum(each.done() for each in traffic)
             one[0].process.send_signal(signal.SIGKILL)
             answers["traffic"] = [each.result() for each in traffic]

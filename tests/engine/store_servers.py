@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, until, with_store
+from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, with_store
 from leaving_client import leave
 
 from sgl_kvpool.demo.cluster.asking import ask
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
+from sgl_kvpool.demo.cluster.servers import until
 
 HERE = Path(__file__).resolve().parent
 #: Of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.
@@ -44,7 +45,7 @@ def mooncake(_model_path, folder):
     with MooncakeStore(folder) as store:
         with with_store(folder, "first", "fp4", store.environment, "mooncake") as first:
             answers = {"info": first.info(), "first": [ask(first, text) for text in PROMPTS[:4]]}
-            until(lambda: len(store.page_keys()) == 4 * PAGES)
+            until(lambda: len(store.page_keys()) == 4 * PAGES, "four prompts in the store")
             answers["stored_bytes"] = store.stored_bytes()
             answers["first_failures"] = failures(first)
         answers["keys"] = store.page_keys()
@@ -91,7 +92,8 @@ def nixl(layout, direct_io=True):
         folder.mkdir()
         with nixl_server(folder, "first", layout, direct_io) as first:
             answers = {"first": [ask(first, text) for text in PROMPTS[:3]]}
-            until(lambda: [p.stat().st_size for p in nixl_files(folder)] == [FP4_PAGE_BYTES] * (3 * PAGES))
+            whole = [FP4_PAGE_BYTES] * (3 * PAGES)
+            until(lambda: [p.stat().st_size for p in nixl_files(folder)] == whole, "whole files")
             answers["first_failures"] = failures(first)
             answers["first_arguments"] = " ".join(first.arguments)
             answers["first_log"] = first.log.read_text(errors="replace")

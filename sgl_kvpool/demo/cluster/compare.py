@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool import env
 from sgl_kvpool.demo import shipped
 from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
+from sgl_kvpool.demo.cluster.servers import (
+    CACHED_PAGES,
+    PAGE_SIZE,
+    POOL_TOKENS,
+    PROMPT_TOKENS,
+    prompts,
+    small_server,
+    store_arguments,
+    until,
+)
 from sgl_kvpool.demo.local_server import LocalServer, ServerFailed, running
 from sgl_kvpool.demo.loopback import free_port
-from sgl_kvpool.demo.server import Server, cpu_arguments
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["LAYOUTS", "compare_clusters", "missing_packages"]
@@ -25,17 +33,12 @@ __all__ = ["LAYOUTS", "compare_clusters", "missing_packages"]
 #: Without --layouts: each one takes a minute and a half on two cores.
 LAYOUTS = (MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4)
 
-_PAGE_SIZE = 64
-#: Of a prompt: 11 whole pages, which are cached, and a part of one.
-_PROMPT_TOKENS, _PROMPTS = 749, 4
-_CACHED_PAGES = _PROMPT_TOKENS // _PAGE_SIZE
-#: Of the prefill server's pool. Two of four prompts fit into it, so the others are in its host tier only.
-_POOL_TOKENS = 2048
+#: Two of four prompts fit into the prefill server's pool, so the others are in its host tier only.
+_PROMPTS = 4
 
 #: Modules of the extra `distributed`.
 _NEEDED = ("mooncake", "nixl", "sglang_router")
 _FOLDER, _RESULTS = "cluster", "cluster.json"
-_STORE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,10 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     folder = folder / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RESULTS).unlink(missing_ok=True)
-    prompts = [window.text[:_PROMPT_TOKENS] for window in shipped.held_out_windows()[:_PROMPTS]]
+    texts = prompts(_PROMPTS)
     print(
         f"model: {shipped.model_path()}\n"
-        f"{_PROMPTS} prompts of {_PROMPT_TOKENS} bytes, pages of {_PAGE_SIZE}; device: cpu, loopback only",
+        f"{_PROMPTS} prompts of {PROMPT_TOKENS} bytes, pages of {PAGE_SIZE}; device: cpu, loopback only",
         flush=True,
     )
     results: list[ClusterResult] = []
@@ -107,15 +110,15 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
             _say(" ready\n")
             for number, layout in enumerate(layouts, 1):
                 _say(f"[{number}/{len(layouts)}] {layout}: ")
-                results.append(_compare(layout, prompts, store, folder))
-    except (ServerFailed, OSError, LookupError, TypeError, ValueError) as error:
+                results.append(_compare(layout, texts, store, folder))
+    except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
         # The last three: an answer of another shape than SGLang's.
         what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
         _say(f"failed: {what}{error}\nthe logs: {folder}\n")
         status = 1
     if results:
         print(f"\n{_table(results)}\n")
-        text = json.dumps({"prompts": prompts, "results": [asdict(result) for result in results]}, indent=1)
+        text = json.dumps({"prompts": texts, "results": [asdict(result) for result in results]}, indent=1)
         (folder / _RESULTS).write_text(text + "\n")
         print(f"all numbers: {folder / _RESULTS}")
     if not all(result.same_answers for result in results):
@@ -124,23 +127,17 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
     return status
 
 
-def _compare(
-    layout: MLAKVCacheLayout, prompts: list[str], store: MooncakeStore, folder: Path
-) -> ClusterResult:
+def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path) -> ClusterResult:
     """Ask the cluster of a layout, then one server, the same."""
     bootstrap_port = free_port()
-    tier = [
-        *("--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-storage-backend", "mooncake"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-    ]
-    prefill = _server(
-        layout,
-        [*prefill_arguments("mooncake_tcp", bootstrap_port), *tier],
+    prefill = small_server(
+        layout.value,
+        [*prefill_arguments("mooncake_tcp", bootstrap_port), *store_arguments("mooncake")],
         folder / f"prefill-{layout}.log",
         {**peer_environment(), **store.environment},
     )
-    decode = _server(
-        layout, decode_arguments("mooncake_tcp"), folder / f"decode-{layout}.log", peer_environment()
+    decode = small_server(
+        layout.value, decode_arguments("mooncake_tcp"), folder / f"decode-{layout}.log", peer_environment()
     )
     front = router(folder / f"router-{layout}.log", prefill=[(prefill, bootstrap_port)], decode=[decode])
     _say("starting a prefill and a decode server ...")
@@ -148,27 +145,27 @@ def _compare(
         # SGLang's client has stored an entry of its own by now.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
         _say(" asking")
-        answers = [_asked(front, text) for text in prompts]
-        pages = len(prompts) * _CACHED_PAGES
-        _until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
+        answers = [_asked(front, text) for text in texts]
+        pages = len(texts) * CACHED_PAGES
+        until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
         # The last prompt is on the device, the first one in the host tier only, the second in the store when
         # the server's own memory is emptied.
-        answers += [_asked(front, prompts[-1]), _asked(front, prompts[0])]
+        answers += [_asked(front, texts[-1]), _asked(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
-        answers.append(_asked(front, prompts[1]))
+        answers.append(_asked(front, texts[1]))
     _say(" one server ...")
     # All prompts fit into its pool, so what it finds is on the device.
-    with _server(layout, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * _POOL_TOKENS) as one:
-        expected = [ask(one, text) for text in (*prompts, prompts[-1], prompts[0], prompts[1])]
+    with small_server(layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * POOL_TOKENS) as one:
+        expected = [ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]
     _say(" done\n")
     return ClusterResult(
         layout=layout.value,
-        transferred_page_bytes=transferred_bytes / (len(prompts) * (_CACHED_PAGES + 1)),
+        transferred_page_bytes=transferred_bytes / (len(texts) * (CACHED_PAGES + 1)),
         stored_page_bytes=stored_bytes / pages,
-        prompt_tokens=_PROMPT_TOKENS,
+        prompt_tokens=PROMPT_TOKENS,
         found={
             place: (answer["details"] or {}).get(place, 0)
             for place, answer in zip(("device", "host", "storage"), answers[-3:], strict=True)
@@ -178,40 +175,10 @@ def _compare(
     )
 
 
-def _server(
-    layout: MLAKVCacheLayout,
-    arguments: list[str],
-    log: Path,
-    environment: dict[str, str],
-    pool_tokens: int = _POOL_TOKENS,
-) -> Server:
-    """A server of the demo's small model, not yet started."""
-    return Server(
-        [
-            *cpu_arguments(shipped.model_path(), free_port(), max_total_tokens=pool_tokens),
-            *("--page-size", str(_PAGE_SIZE), "--enable-metrics", "--enable-cache-report"),
-            *("--kv-cache-layout", layout.value),
-            *arguments,
-        ],
-        log,
-        # Prefill attends stored rows, found and new ones.
-        {env.PREFILL_READS_ROWS: "1", "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
 def _asked(front: LocalServer, text: str) -> dict:
     answer = ask(front, text)
     _say(".")
     return answer
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for what servers do in the background."""
-    deadline = time.monotonic() + _STORE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ServerFailed(f"{what}: not in {_STORE_SECONDS:.0f} s")
-        time.sleep(0.2)
 
 
 def _say(text: str) -> None:
@@ -220,7 +187,7 @@ def _say(text: str) -> None:
 
 def _table(results: Sequence[ClusterResult]) -> str:
     lines = [
-        f"{'layout':16} {'bytes per page':^25} {f'of {_PROMPT_TOKENS} tokens found':^27} {'answers':>14}",
+        f"{'layout':16} {'bytes per page':^25} {f'of {PROMPT_TOKENS} tokens found':^27} {'answers':>14}",
         f"{'':16} {'sent to':>12} {'kept in':>12} {'on the':>8} {'in host':>8} {'in the':>9} {'beside':>14}",
         f"{'':16} {'decode':>12} {'the store':>12} {'device':>8} {'memory':>8} {'store':>9} "
         f"{'one server':>14}",

@@ -52,7 +52,6 @@ def router(
     prefill: Sequence[tuple[LocalServer, int]] = (),
     decode: Sequence[LocalServer] = (),
     workers: Sequence[LocalServer] = (),
-    options: Sequence[str] = (),
 ) -> LocalServer:
     """sglang-router in front of running servers.
 
@@ -65,8 +64,6 @@ def router(
         Of `prefill`.
     workers : sequence of servers
         Instead of both: servers that do both, of which each request goes to the one that has its prefix.
-    options : sequence of str
-        More of the router's arguments.
     """
     port, metrics_port = free_port(), free_port()
     command = [
@@ -82,7 +79,7 @@ def router(
         for server in decode:
             command += ["--decode", server.url]
     return LocalServer(
-        [*command, *options],
+        command,
         port,
         log,
         past_proxies(),

@@ -235,6 +235,7 @@ def _get_states(tier, original, transfers, extra_info=None):
         if not all(results[transfer.name]):
             metrics.failed("page_read", f"state {', '.join(keys)} of the store")
             continue
+        # Of stores that copy it was verified already: one hash more of a slot, in SGLang's thread for stores.
         # SGLang brings one state, of the last page of a prefix; of several all are a miss.
         with tier.stored_under(_keys_by_slot(transfer)):
             damaged = tier.first_damaged(transfer.host_indices)
@@ -267,7 +268,7 @@ def _set_states(tier, original, transfers, extra_info=None):
             continue
         try:
             with tier.stored_under(_keys_by_slot(transfer)):
-                # For stores without copies, which take the checksum with the slot.
+                # For stores without copies, which take it with the slot; others get one with their copy.
                 tier.seal_pages(transfer.host_indices)
                 results |= original([transfer], extra_info)
         except Exception as error:  # the rows may be stored all the same

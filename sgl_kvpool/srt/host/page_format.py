@@ -70,8 +70,15 @@ class HostPageFormat:
 
     @classmethod
     def of_states(cls, content_bytes: int) -> HostPageFormat:
-        """Format of a slot of states. Their parts have keys of their own in stores without copies, which are
-        seldom multiples of 4096, so the slot is not rounded to it.
+        """Format of a slot of states.
+
+        Not rounded to `DIRECT_IO_BYTES`: stores without copies keep each part of a slot under a key of its
+        own, and those parts are seldom a multiple.
+
+        Parameters
+        ----------
+        content_bytes : int
+            States of one slot in all linear layers.
         """
         size_bytes = _rounded_up(content_bytes + CHECKSUM_BYTES, _ALIGNMENT_BYTES)
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
