@@ -194,7 +194,9 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
         "size_tokens": host_pool.logical_size,
         "available_tokens": host_pool.available_size(),
         "tier": type(host_pool).__name__,
-        "token_bytes": host_pool.get_size_per_token(),
+        # Of what transfers move: without padding and checksum, which our tier's pages have besides.
+        "token_bytes": getattr(host_pool, "page_bytes", page_size * host_pool.get_size_per_token())
+        // page_size,
         # SGLang's marks of used slots against the tree's pages.
         "marked_otherwise": int((marked != in_tree).sum() + (used.any(dim=1) != marked).sum()),
         "lost_in_tree": 0 if lost is None else int((torch.from_numpy(lost) & in_tree).sum()),

@@ -186,7 +186,14 @@ def interrupted(number):
         command, env = demo_command(folder, "--layouts", "fp4")
         printed = folder / "printed"
         with printed.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                # A shell's background jobs, and what they start, ignore it.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
         try:
             until(
                 lambda: "asking" in printed.read_text() or process.poll() is not None,
