@@ -1,16 +1,18 @@
 """Real SGLang servers on this machine, each started once and put through the same requests.
 
 A server start takes over a minute, so tests do not hold servers: `record("fp4")` returns what the server of
-that configuration answered. Servers that the selected tests name run two at a time, in the background,
-from the start of the session.
+that configuration answered. Jobs that the selected tests name run two at a time, in the background, from the
+start of the session.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import cluster_servers
@@ -317,21 +319,49 @@ DEMO_MODELS = {
 }
 
 
+#: Schedulers that run at once. Four and the other worker's tests left 9.9 of 23 GB free; SGLang refuses host
+#: tiers below 10.7 GB.
+SCHEDULERS_AT_ONCE = 3
+#: Schedulers of jobs of `make test` that have more than one at a time.
+SCHEDULERS = {**dict.fromkeys(peer_servers.JOBS, 3), **dict.fromkeys(ranked_servers.JOBS, 2)}
+
+
+class Room:
+    """`with room(3):` waits until three more schedulers may run."""
+
+    def __init__(self, schedulers):
+        self._free = threading.Semaphore(schedulers)
+        # One job takes at a time: two that each held a part would wait for each other.
+        self._taking = threading.Lock()
+
+    @contextmanager
+    def __call__(self, schedulers):
+        with self._taking:
+            for _ in range(schedulers):
+                self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release(schedulers)
+
+
 @pytest.fixture(scope="session")
 def record(request, tmp_path_factory):
     """`record(name)`: the answers of one configuration, waiting for them."""
     trained = set(request.config._kvpool_names) - DEMO_MODELS
     model_path = request.getfixturevalue("model_path") if trained else None
     root = tmp_path_factory.mktemp("servers")
+    room = Room(SCHEDULERS_AT_ONCE)
     with ThreadPoolExecutor(2) as pool:
         futures = {}
 
         def run(name):
             if name in host_tier.AFTER:
                 futures[host_tier.AFTER[name]].result()
-            if name in JOBS:
-                return JOBS[name](model_path, root / name)
-            return serve(name, model_path, root / name)
+            with room(SCHEDULERS.get(name, 1)):
+                if name in JOBS:
+                    return JOBS[name](model_path, root / name)
+                return serve(name, model_path, root / name)
 
         for name in request.config._kvpool_names:
             futures[name] = pool.submit(run, name)
