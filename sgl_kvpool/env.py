@@ -22,6 +22,7 @@ __all__ = [
     "KV_CACHE_LAYOUT",
     "KV_HOST_ENGINE",
     "KV_HOST_LAYOUT",
+    "KV_HOST_SHARING",
     "NOT_INHERITED",
     "OPTIONS",
     "PLUGIN",
@@ -46,8 +47,10 @@ KV_CACHE_ARRANGEMENT = "KVPOOL_KV_CACHE_ARRANGEMENT"
 KV_HOST_LAYOUT = "KVPOOL_KV_HOST_LAYOUT"
 #: What moves pages between pool and host tier, as `--kv-host-engine`.
 KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
+#: Whether the ranks of a machine share one host tier, as `--kv-host-sharing`.
+KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
 #: Those that stand for an argument of the server.
-OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE)
+OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
 #: Set by a server for its own children around their spawn, so that a child knows whether to hook the
 #: pools. Not for users.
 CHILD_LAYOUT = "_KVPOOL_CHILD_LAYOUT"

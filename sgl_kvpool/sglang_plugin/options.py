@@ -13,13 +13,14 @@ from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, SAME, HostTierOptions
+from sgl_kvpool.transfer.host_options import HOST_ENGINES, HOST_LAYOUTS, NODE, RANK, SAME, HostTierOptions
 
 __all__ = [
     "ARRANGEMENT",
     "AUTO",
     "HOST_ENGINE",
     "HOST_LAYOUT",
+    "HOST_SHARING",
     "LAYOUT",
     "OPTIONS",
     "Option",
@@ -152,7 +153,15 @@ HOST_ENGINE = Option(
     "What moves pages between pool and host tier, with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) is chosen when the server starts.",
 )
-OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE)
+HOST_SHARING = Option(
+    "kv_host_sharing",
+    env.KV_HOST_SHARING,
+    (NODE, RANK),
+    "Whether the tensor-parallel ranks of a machine keep one copy of a page in host memory, which holds as "
+    "many times the tokens as there are ranks, or one each, with --kv-cache-layout. "
+    f"'{AUTO}' (as without the argument) shares where it can.",
+)
+OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
 
 
 def environment_problems() -> list[str]:
@@ -189,11 +198,11 @@ def arrangement_of(server_args: Any) -> KVArrangement:
 
 def host_tier_of(server_args: Any) -> HostTierOptions:
     """What a resolved `ServerArgs` was asked for of the host tier."""
-    values = (
+    layout, engine, sharing = (
         getattr(server_args, option.attribute, None) or option.default
-        for option in (HOST_LAYOUT, HOST_ENGINE)
+        for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
     )
-    return HostTierOptions(*values)
+    return HostTierOptions(layout, engine, RANK if sharing == AUTO else sharing)
 
 
 def choose_arrangement(requested: str) -> KVArrangement:

@@ -16,6 +16,8 @@ __all__ = [
     "HOST_LAYOUTS",
     "KEPT_FREE_BYTES",
     "NARROWEST_HOST_LAYOUT",
+    "NODE",
+    "RANK",
     "SAME",
     "HostTierOptions",
 ]
@@ -39,6 +41,8 @@ NARROWEST_HOST_LAYOUT = min(HOST_LAYOUTS[1:], key=lambda x: MLAKVCacheLayout(x).
 GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
 CPU_ENGINE = "cpu"
 HOST_ENGINES = (*GPU_ENGINE_NAMES, CPU_ENGINE)
+#: Values of --kv-host-sharing besides "auto": one copy of a page for the ranks of a machine, or one for each.
+NODE, RANK = "node", "rank"
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,13 @@ class HostTierOptions:
         Of `HOST_LAYOUTS`.
     engine : str
         Of `HOST_ENGINES`, or "auto".
+    sharing : str
+        `NODE` or `RANK`.
     """
 
     layout: str = SAME
     engine: str = "auto"
+    sharing: str = RANK
 
     @property
     def is_default(self) -> bool:

@@ -33,6 +33,12 @@ class DevicePages:
     def __len__(self) -> int:
         return len(self.slots) // self.page_size
 
+    def take(self, places: np.ndarray) -> DevicePages:
+        """The pages at some places of the list; their numbers are not looked at."""
+        by_page = self.slots.view(-1, self.page_size)
+        chosen = torch.from_numpy(places).to(self.slots.device, non_blocking=True)
+        return DevicePages(by_page.index_select(0, chosen).view(-1), self.page_size)
+
     def numbers(self) -> np.ndarray:
         """`[pages]` int64. Waits for the GPU if the list is there."""
         return pages_of(self.slots.cpu(), self.page_size)

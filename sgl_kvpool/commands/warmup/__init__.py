@@ -13,6 +13,7 @@ from sgl_kvpool.sglang_plugin.options import (
     AUTO,
     HOST_ENGINE,
     HOST_LAYOUT,
+    HOST_SHARING,
     LAYOUT,
     OPTIONS,
     Option,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ARRANGEMENT: "how the pages of all layers lie (layer_major)",
         HOST_LAYOUT: "as the server's; changes nothing, engines have all of them in",
         HOST_ENGINE: "as the server's; changes nothing, engines are compiled together",
+        HOST_SHARING: "as the server's; changes nothing",
     }
     for option in OPTIONS:
         choices = option.values if option is LAYOUT else option.choices

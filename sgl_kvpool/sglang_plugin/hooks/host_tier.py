@@ -54,6 +54,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         io_backend=memory.hicache_io_backend,
         allocator_type=get_allocator_type(),
         pool_label=kwargs.get("pool_label", "kv"),
+        node_ranks=ranks.sharing_ranks(kv_pool.host_tier),
     )
     state_tier.row_tier_built(tier)
     return tier
@@ -178,10 +179,24 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
     pool = self.mem_pool_host.anchor_entry.host_pool
     if is_ours(pool):
         problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
-        if problem is not None:
-            metrics.failed("backup_pages", problem)
+        # Ranks that share a tier allocate its pages alike, so that none may refuse alone.
+        if not ranks.backup_is_good(self, pool, problem):
+            metrics.failed("backup_pages", problem or "on another rank")
             return None
     return original(self, device_indices, priority, node_id, extra_pools, **kwargs)
+
+
+def _flush_pending_backups(original, self):
+    """Compare what ranks that share a tier have given out, before any copy is submitted.
+
+    Every rank comes here in every step; which of them have something to store may differ at this moment.
+    """
+    controller = self.cache_controller
+    if controller is not None and self.linker is None:
+        pool = controller.mem_pool_host.anchor_entry.host_pool
+        if is_ours(pool) and pool.shared is not None:
+            pool.shared.agree()
+    return original(self)
 
 
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
@@ -200,6 +215,7 @@ def _move_indices(original, self, host_indices, device_indices):
 
 _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 
 #: Function of SGLang -> hook around it.
@@ -209,6 +225,7 @@ HOOKS: Mapping[str, Callable] = {
     f"{_CONTROLLER}.attach_storage_backend": _attach_storage_backend,
     f"{_HYBRID_CONTROLLER}.load": _load,
     f"{_HYBRID_CONTROLLER}.write": _write,
+    f"{_TREE}.flush_pending_backups": _flush_pending_backups,
     f"{_HYBRID_CONTROLLER}._move_pool_indices": _move_pool_indices,
     f"{_CONTROLLER}.move_indices": _move_indices,
 }

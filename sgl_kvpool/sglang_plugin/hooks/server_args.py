@@ -18,6 +18,7 @@ from sgl_kvpool.sglang_plugin import hook_points, point_lists
 from sgl_kvpool.sglang_plugin.hooks import launching
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.options import (
+    HOST_SHARING,
     LAYOUT,
     OPTIONS,
     arrangement_of,
@@ -31,6 +32,7 @@ from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS
+from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
 
 __all__ = ["install", "require_decided"]
 
@@ -252,6 +254,9 @@ def _finish(server_args):
         return
     host_tier_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
+    if host_tier_rules.has_host_tier(view):
+        requested = getattr(server_args, HOST_SHARING.attribute, None) or HOST_SHARING.default
+        setattr(server_args, HOST_SHARING.attribute, choose_sharing(requested, model_config, view))
     host_tier_rules.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if host_tier_rules.has_host_tier(view):
         host_tier_rules.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)

@@ -68,6 +68,9 @@ def _get_pages(
     pool = controller.storage_host_pool
     if not is_ours(pool):
         return original(controller, operation, hash_values, host_indices, extra_info)
+    if pool.shared is not None and not pool.shared.ranks.is_leader:
+        # The machine's first rank reads them for all. SGLang takes what the rank with the fewest pages has.
+        return len(hash_values)
     keys = _keys(controller, hash_values, host_indices)
 
     def read(hashes: list[str], slots: Any) -> int:

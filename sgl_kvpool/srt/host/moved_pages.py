@@ -10,6 +10,8 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
+from sgl_kvpool.srt.host.lost_pages import LostPages
+from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.stored_pages import StoredPagesPool
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.channel_builder import TransferChannels
@@ -31,6 +33,8 @@ class MovedPagesPool(StoredPagesPool):
     _channels: TransferChannels
     #: Lists of the transfer at hand: SGLang's, and as the channels take them.
     _listed: tuple[Any, ...]
+    #: Where the ranks of a machine have one tier together; None for one of this rank alone.
+    shared: SharedTier | None = None
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[TransferChannel, int]]:
         """Channels, and parts of their groups, that make up a layer as the controller numbers them."""
@@ -40,15 +44,30 @@ class MovedPagesPool(StoredPagesPool):
 
     def clear(self) -> None:
         """Forget all pages."""
-        self._lost = np.zeros(self.page_num, dtype=bool)
+        if self.shared is None:
+            self._lost = LostPages.private(self.page_num)
+        else:
+            self._lost = self.shared.lost
+            self._lost.set(slice(None), False)
+            self.shared.log.add("clear", np.arange(self.page_num))
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Slots of free pages, or None if there are not as many."""
+        if self.shared is not None and self.shared.lost.is_closed:
+            return None
         slots = super().alloc(need_size)
         if slots is not None:
-            self._lost[pages_of(slots, self.page_size)] = False
+            self._lost.set(pages_of(slots, self.page_size), False)
+            if self.shared is not None:
+                self.shared.log.add("alloc", slots.numpy())
         return slots
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give slots back; how many are free again."""
+        if self.shared is not None:
+            self.shared.log.add("free", indices.cpu().numpy())
+        return super().free(indices)
 
     def slots_problem(self, host_slots: torch.Tensor, *, allocated_here: bool = True) -> str | None:
         """Why these slots cannot be loaded; None if they can.
@@ -69,7 +88,7 @@ class MovedPagesPool(StoredPagesPool):
             return problem
         if allocated_here and not bool(self.slot_used[host_slots].all()):
             return "a host page of the list is not allocated"
-        if self._lost[pages_of(host_slots, self.page_size)].any():
+        if self._lost.any(pages_of(host_slots, self.page_size)):
             return "a host page of the list was lost in its backup"
         return None
 
@@ -109,7 +128,7 @@ class MovedPagesPool(StoredPagesPool):
         if not parts:
             return  # a layer of another pipeline stage
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        if self._lost[host_pages].any():
+        if self._lost.any(host_pages):
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
         for channel, part in parts:
@@ -124,14 +143,18 @@ class MovedPagesPool(StoredPagesPool):
         load of them is a miss, and no store gets them.
         """
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
+        if self.shared is not None:
+            if self.shared.lost.is_closed:
+                return
+            host_pages, device_pages = self.shared.own_part(host_pages, device_pages)
         try:
             for channel in self._channels.to_host:
                 channel.run(device_pages, host_pages)
         except Exception as error:  # whatever it is, these pages are not backed up
-            self._lost[host_pages] = True
+            self._lost.set(host_pages, True)
             metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
         else:
-            self._lost[host_pages] = False
+            self._lost.set(host_pages, False)
 
     def slots_for_transfer(
         self, host_slots: torch.Tensor, device_slots: torch.Tensor

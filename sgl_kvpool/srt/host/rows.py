@@ -20,13 +20,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host import memory
 from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.srt.host.moved_pages import MovedPagesPool, kv_group
+from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, DIRECT_IO_BYTES, HostPageFormat
+from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
 from sgl_kvpool.transfer.channel import TransferChannel
@@ -61,6 +64,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
     io_backend : str
         Of --hicache-io-backend, which a GPU engine's choice depends on.
+    node_ranks : NodeRanks, optional
+        Ranks that share the tier, one copy of each page for all of them; `host_to_device_ratio` and `host_size`
+        are each rank's part of it. Every rank has to make the pool. Unless given, the tier is this rank's.
     with_checksum : bool
         Whether pages have room for a checksum. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
@@ -99,6 +105,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         draft_pools: Sequence[LayoutMLATokenToKVPool] = (),
         pin_memory: bool | None = None,
         io_backend: str = "kernel",
+        node_ranks: NodeRanks | None = None,
         with_checksum: bool = True,
         **kwargs,
     ) -> None:
@@ -147,12 +154,14 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             else HostPageFormat.bare(content_bytes)
         )
         self._sized_by_ratio = not host_size
+        self.shared = None if node_ranks is None else SharedTier(node_ranks)
+        parts = 1 if node_ranks is None else node_ranks.count
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
         super().__init__(
             infos[0],
-            host_to_device_ratio * self._device_rows.row_bytes / self.row_format.row_bytes,
-            host_size,
+            parts * host_to_device_ratio * self._device_rows.row_bytes / self.row_format.row_bytes,
+            parts * host_size,
             page_size,
             layout,
             pin_memory=torch.device(kv_pool.device).type != "cpu" if pin_memory is None else pin_memory,
@@ -177,10 +186,22 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
 
     def _allocate_host_buffer(self) -> None:
         try:
-            super()._allocate_host_buffer()
+            if self.shared is None:
+                super()._allocate_host_buffer()
+            else:
+                self._allocate_shared_buffer(self.shared)
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
             size_bytes = self.size * self.size_per_token
             raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error
+
+    def _allocate_shared_buffer(self, shared: SharedTier) -> None:
+        """SGLang's check of free memory, of each rank's part, on all ranks before any of them allocates."""
+        part_bytes = self.size * self.size_per_token // shared.ranks.count
+        problem = shared.room_problem(part_bytes, base.host_memory_budget_bytes(part_bytes))
+        if problem is not None:
+            raise ValueError(problem)
+        self.kv_buffer = self.init_kv_buffer()
+        self.fd = None
 
     def init_kv_buffer(self) -> torch.Tensor:
         """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
@@ -189,7 +210,10 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
         fmt = self.page_format
         shape = (self.page_num, fmt.size_bytes // self.dtype.itemsize)
-        buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
+        if self.shared is not None:
+            buffer = self.shared.allocate(shape, self.dtype)
+        else:
+            buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
         if fmt.has_checksum:
             # Stores get the padding too, and it must not be what the memory held before.
             buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()

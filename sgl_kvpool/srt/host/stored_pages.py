@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.host import page_checksum
+from sgl_kvpool.srt.host.lost_pages import LostPages
 from sgl_kvpool.srt.host.page_format import HostPageFormat
 from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import k_scales_digest
@@ -72,7 +73,7 @@ class StoredPagesPool(HostKVCache):
     #: [pages, size_bytes] uint8, as stores keep them; a page of states is a slot.
     _pages: torch.Tensor
     #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
-    _lost: np.ndarray
+    _lost: LostPages
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -120,7 +121,7 @@ class StoredPagesPool(HostKVCache):
 
     def pages_before_a_lost_one(self, slots: torch.Tensor) -> int:
         """How many pages of a list may be stored: those before the first that was lost in its backup."""
-        lost = np.flatnonzero(self._lost[self.first_pages_of(slots)])
+        lost = np.flatnonzero(self._lost.of(self.first_pages_of(slots)))
         return int(lost[0]) if len(lost) else len(slots) // self.page_size
 
     def seal_pages(self, slots: torch.Tensor) -> None:
@@ -177,7 +178,7 @@ class StoredPagesPool(HostKVCache):
         (page,) = self.first_pages_of(torch.tensor([slot]))
         if not flat:
             return self._page_view(page)
-        if self._lost[page]:
+        if self._lost.any(page):
             raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
         copied: np.ndarray = np.zeros(self.page_format.copied_bytes, dtype=np.uint8)
         copied[: self._pages.shape[1]] = self._pages[page].numpy()
@@ -213,7 +214,7 @@ class StoredPagesPool(HostKVCache):
             if problem is not None:
                 raise page_checksum.DamagedPage(problem)
         self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
-        self._lost[page] = False
+        self._lost.set(page, False)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Addresses and sizes in bytes, for stores that copy from and to pages directly: one each.

@@ -297,7 +297,7 @@ def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failu
     """By SGLang's backup thread, which goes on."""
     controller = controller_of(device_pool("fp4", pages=9), store=store)
     filled(controller)
-    tier_of(controller)._lost[1] = True
+    tier_of(controller)._lost.set(1, True)
     controller.write_storage(slots([0, 3, 1, 2], PAGE_SIZE), list(range(16)), hash_value=KEYS)
     assert controller.ack_backup_queue.get(timeout=20).completed_tokens == 0
     assert failures() == {"page_write": 1}
@@ -320,7 +320,7 @@ def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, stor
     controller.storage_backend, file_store = Direct(), controller.storage_backend
     try:
         assert controller._page_set_zero_copy(KEYS[:3], slots([2, 5, 1], PAGE_SIZE))
-        tier_of(controller)._lost[5] = True
+        tier_of(controller)._lost.set(5, True)
         assert not controller._page_set_zero_copy(KEYS[:3], slots([2, 5, 1], PAGE_SIZE))
         assert not controller._page_set_zero_copy(KEYS[:1], slots([5], PAGE_SIZE))
     finally:

@@ -1,0 +1,85 @@
+"""When the ranks of a machine may share one host tier, and what `--kv-host-sharing auto` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
+from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
+from sgl_kvpool.transfer.host_options import NODE, RANK
+
+__all__ = ["choose_sharing"]
+
+#: (whether it is in use, by ServerArgs' fields; what it is called; why the ranks cannot share a tier then).
+_PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
+    (
+        lambda view: view.pp_size > 1,
+        "--pp-size above 1",
+        "SGLang's agreement on finished transfers covers the first stage only",
+    ),
+    (
+        lambda view: view.hicache_write_policy == "write_back",
+        "--hicache-write-policy write_back",
+        "a rank waits for its own copies only before it gives pages away",
+    ),
+    (
+        lambda view: view.hicache_host_memory_mode == "buffer_only",
+        "--hicache-host-memory-mode buffer_only",
+        "its pages are written and read outside of the tree's agreements",
+    ),
+    (
+        lambda view: view.disaggregation_decode_retraction_backup == "host_pool",
+        "--disaggregation-decode-retraction-backup host_pool",
+        "it reads the host pool without the agreement on loads",
+    ),
+    (
+        lambda view: view.attn_cp_size > 1,
+        "--attn-cp-size above 1",
+        "ranks of context parallelism hold different rows",
+    ),
+    (
+        lambda view: view.speculative_algorithm is not None,
+        "--speculative-algorithm",
+        "the draft's pages would be sized by the shared tier and allocated by each rank",
+    ),
+    (
+        lambda view: view.disaggregation_mode == "decode",
+        "--disaggregation-mode decode",
+        "its offload has a controller of its own, without the tree's agreements",
+    ),
+)
+
+
+def choose_sharing(requested: str, model_config: Any, view: Any) -> str:
+    """`NODE` or `RANK` for what was asked for.
+
+    Parameters
+    ----------
+    requested : str
+        Of --kv-host-sharing.
+    model_config : ModelConfig
+    view : object
+        With ServerArgs' fields, resolved.
+
+    Raises
+    ------
+    Refusal
+        "node" was asked for, and something of the server prevents it.
+    """
+    if requested == RANK:
+        return RANK
+    found = [(name, why) for in_use, name, why in _PREVENTS if in_use(view)]
+    if is_dsa(model_config):
+        found.append(("a model with sparse attention", "its index keys have a host pool of SGLang's"))
+    if is_hybrid(model_config):
+        found.append(("a model with linear attention", "its states have a tier of each rank"))
+    if found and requested != AUTO:
+        name, why = found[0]
+        raise Refusal(
+            f"{HOST_SHARING.flag} {requested} does not work with {name}: {why}; leave out "
+            f"{HOST_SHARING.flag}, or give {RANK}"
+        )
+    ranks = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
+    return NODE if not found and ranks > 1 else RANK

@@ -1,0 +1,76 @@
+"""What a host tier's allocator has done, as a digest that ranks compare. Needs numpy and xxhash alone."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import xxhash
+
+__all__ = ["AllocationLog", "first_difference"]
+
+#: Operations that are kept, to name the first in which two ranks differ: some hundred requests' worth.
+_KEPT = 1024
+#: So that the digest and its negative are int64.
+_DIGEST_BITS = 62
+
+
+class AllocationLog:
+    """A rolling digest of the allocations and frees of one rank, in order, and the latest of them.
+
+    Ranks that share a tier have to give the same pages to the same requests. They run the same scheduler, so
+    they do; if they ever did not, one would write over a page of another's.
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._count = 0
+        self._latest: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
+
+    def add(self, what: str, slots: np.ndarray) -> None:
+        """Take note of an operation.
+
+        Parameters
+        ----------
+        what : str
+            "alloc", "free" or "clear".
+        slots : ndarray [slots], int64
+            That were given out or given back.
+        """
+        self._hash.update(what.encode())
+        self._hash.update(np.ascontiguousarray(slots, dtype=np.int64).data)
+        self._count += 1
+        self._latest.append((self._count, f"{what} of {_in_words(slots)}", self.digest))
+
+    @property
+    def digest(self) -> int:
+        """Equal on ranks that have done the same; from 0 to 2 ** 62 - 1."""
+        return self._hash.intdigest() >> (64 - _DIGEST_BITS)
+
+    def latest(self) -> list[tuple[int, str, int]]:
+        """(number, operation in words, digest behind it) of the latest operations."""
+        return list(self._latest)
+
+
+def _in_words(slots: np.ndarray) -> str:
+    return f"{len(slots)} slots from {slots[0]}" if len(slots) else "0 slots"
+
+
+def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
+    """The first operation in which ranks differ, in words.
+
+    Parameters
+    ----------
+    histories : list of list
+        `AllocationLog.latest` of each rank.
+    """
+    by_number = [{number: (what, digest) for number, what, digest in history} for history in histories]
+    for number in sorted(set().union(*by_number)):
+        entries = [entries.get(number) for entries in by_number]
+        digests = {entry[1] if entry else None for entry in entries}
+        # A number that has left one rank's history says nothing.
+        oldest = max((min(entries) for entries in by_number if entries), default=0)
+        if len(digests) > 1 and number >= oldest:
+            said = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]
+            return f"operation {number}, {'; '.join(said)}"
+    return f"an operation before the latest {_KEPT}"

@@ -1,0 +1,69 @@
+"""The ranks of one machine that hold the same rows, and what they tell each other. Needs torch alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["NodeRanks"]
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """Ranks of a group that run on this machine.
+
+    Attributes
+    ----------
+    group : ProcessGroup
+        Of gloo: all ranks that hold the same rows, on one machine or several.
+    members : tuple of int
+        Ranks of the group that are on this machine, in order.
+    rank : int
+        Place of this process among them.
+    """
+
+    group: Any
+    members: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, group: Any) -> NodeRanks:
+        """Find out who of a group is on this machine; every rank of the group has to call it."""
+        places: list[Any] = [None] * dist.get_world_size(group)
+        here = _machine()
+        dist.all_gather_object(places, here, group=group)
+        members = tuple(rank for rank, place in enumerate(places) if place == here)
+        return cls(group, members, members.index(dist.get_rank(group)))
+
+    @property
+    def count(self) -> int:
+        """Ranks on this machine."""
+        return len(self.members)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of the machine."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank of this machine, in order; every rank of the group has to call it."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        return [found[member] for member in self.members]
+
+    def minimum(self, *values: int) -> list[int]:
+        """The least of each value over all ranks of the group, on every machine."""
+        least = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return least.tolist()
+
+
+def _machine() -> tuple[str, int]:
+    """What processes have in common that can open each other's files in /proc: kernel and PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, os.stat("/proc/self/ns/pid").st_ino

@@ -1,0 +1,140 @@
+"""Memory that the ranks of a machine map together: a host tier with one copy of each page.
+
+The first rank makes an anonymous file (memfd), the others open it through /proc. All descriptors are closed
+when everybody has mapped it, so the memory is gone with the last process, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.srt.host.node_ranks import NodeRanks
+
+__all__ = ["SharedSegment"]
+
+logger = logging.getLogger(__name__)
+
+#: Of <linux/mman.h>, since Linux 5.14; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
+#: Of <linux/mempolicy.h>, and the number of the system call on x86-64.
+_MPOL_INTERLEAVE, _SYS_MBIND = 3, 237
+#: Bytes that are faulted in between two looks at the clock: about a second's worth.
+_STEP_BYTES = 1 << 30
+_PROGRESS_SECONDS = 10.0
+
+
+class SharedSegment:
+    """A mapping of memory that all ranks of a machine have.
+
+    Every rank of the group has to make it, with the same size.
+
+    Parameters
+    ----------
+    ranks : NodeRanks
+    size_bytes : int
+
+    Attributes
+    ----------
+    memory : Tensor [size_bytes], uint8
+        Zeros, and in memory: each rank has faulted in its part of it.
+    is_interleaved : bool
+        Whether its pages alternate between the machine's NUMA nodes.
+
+    Raises
+    ------
+    Refusal
+        Some rank could not map it; then no rank has it.
+    """
+
+    def __init__(self, ranks: NodeRanks, size_bytes: int):
+        self._mapping: mmap.mmap | None = None
+        descriptor, problem = -1, None
+        if ranks.is_leader:
+            try:
+                descriptor = os.memfd_create("sgl-kvpool-host-tier", os.MFD_CLOEXEC)
+                os.ftruncate(descriptor, size_bytes)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        (owner, number, failed), *_ = ranks.gather((os.getpid(), descriptor, problem))
+        if failed is None:
+            try:
+                if not ranks.is_leader:
+                    descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                self._mapping = mmap.mmap(descriptor, size_bytes)
+            except (OSError, ValueError, OverflowError) as error:
+                failed = f"{type(error).__name__}: {error}"
+        problems = [found for found in ranks.gather(failed) if found is not None]
+        if descriptor >= 0:
+            os.close(descriptor)
+        if problems:
+            raise Refusal(
+                f"the ranks of this machine could not share {size_bytes / 1e9:.2f} GB of host memory "
+                f"({problems[0]}); give --kv-host-sharing rank, or a smaller --hicache-size"
+            )
+        assert self._mapping is not None
+        self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.is_interleaved = _interleave(self.memory)
+        # The policy is the mapping's of each rank, and has to be everyone's before the first page is there.
+        ranks.gather(None)
+        step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))
+        ranks.gather(None)
+
+    def _fault_in(self, begin: int, end: int) -> None:
+        """Have pages in memory before a request waits for them: the kernel makes a few GB a second."""
+        assert self._mapping is not None
+        said = time.monotonic()
+        for offset in range(begin, end, _STEP_BYTES):
+            size = min(_STEP_BYTES, end - offset)
+            try:
+                self._mapping.madvise(_MADV_POPULATE_WRITE, offset, size)
+            except OSError:  # an older kernel
+                self.memory[offset : offset + size].zero_()
+            if time.monotonic() - said > _PROGRESS_SECONDS:
+                said = time.monotonic()
+                done, total = (offset + size - begin) / 1e9, (end - begin) / 1e9
+                logger.info(
+                    "sgl-kvpool: making the shared host tier, %.0f of %.0f GB of this rank", done, total
+                )
+
+
+def _numa_nodes() -> list[int]:
+    """Numbers of the machine's NUMA nodes that have memory."""
+    try:
+        text = Path("/sys/devices/system/node/has_memory").read_text().strip()
+    except OSError:
+        return []
+    nodes: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        nodes += range(int(first), int(last or first) + 1)
+    return nodes
+
+
+def _interleave(memory: torch.Tensor, libc: Any = None) -> bool:
+    """Spread a mapping's pages over the NUMA nodes, if there are several and the system lets us.
+
+    Containers often forbid mbind. Then each page is on the node of the rank that has faulted it in.
+    """
+    nodes = _numa_nodes()
+    if len(nodes) < 2 or os.uname().machine != "x86_64":
+        return False
+    mask = ctypes.c_ulong(sum(1 << node for node in nodes if node < 64))
+    libc = ctypes.CDLL(None, use_errno=True) if libc is None else libc
+    size = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    arguments = (ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(size), _MPOL_INTERLEAVE)
+    status = libc.syscall(_SYS_MBIND, *arguments, ctypes.byref(mask), ctypes.c_ulong(65), 0)
+    if status != 0:
+        logger.info(
+            "sgl-kvpool: the host tier is not interleaved: mbind, %s", os.strerror(ctypes.get_errno())
+        )
+    return status == 0
