@@ -31,7 +31,7 @@ class LostPages:
 
     def of(self, pages: np.ndarray) -> np.ndarray:
         """Whether each of some pages is lost, `[pages]` bool."""
-        return self._columns[:, pages].any(axis=0)
+        return np.asarray(self._columns[:, pages].any(axis=0))
 
     def any(self, pages: np.ndarray | int) -> bool:
         """Whether one of some pages is lost."""

@@ -65,8 +65,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     io_backend : str
         Of --hicache-io-backend, which a GPU engine's choice depends on.
     node_ranks : NodeRanks, optional
-        Ranks that share the tier, one copy of each page for all of them; `host_to_device_ratio` and `host_size`
-        are each rank's part of it. Every rank has to make the pool. Unless given, the tier is this rank's.
+        Ranks that share the tier, with one copy of each page for all of them; `host_to_device_ratio` and
+        `host_size` are each rank's part. Every rank has to make the pool. Unless given, the tier is this
+        rank's alone.
     with_checksum : bool
         Whether pages have room for a checksum. Not for a draft with a tier of its own: stores handle
         its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.

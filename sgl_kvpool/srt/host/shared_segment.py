@@ -1,7 +1,7 @@
 """Memory that the ranks of a machine map together: a host tier with one copy of each page.
 
-The first rank makes an anonymous file (memfd), the others open it through /proc. All descriptors are closed
-when everybody has mapped it, so the memory is gone with the last process, however it ends.
+The first rank makes an anonymous file (memfd), the others open it through /proc. It has no name in any file
+system, so its memory is gone with the last process that maps it, however that ends.
 """
 
 from __future__ import annotations

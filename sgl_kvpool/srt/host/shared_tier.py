@@ -1,8 +1,8 @@
 """A host tier with one copy of each page for all ranks of a machine: who writes what, and what they compare.
 
-Rows of MLA are the same on every rank of tensor parallelism. Rank r of a machine stores the pages whose number
-is r modulo the machine's ranks, and all load from the one copy. SGLang's own agreements say when: a backup, and
-a load, is finished when it is on every rank, and until then the tree keeps its pages.
+Rows of MLA are the same on every rank of tensor parallelism. Rank r of a machine stores the pages whose
+number is r modulo the machine's ranks, and all load from the one copy. SGLang's own agreements say when: a
+backup, and a load, is finished when it is on every rank, and until then the tree keeps its pages.
 """
 
 from __future__ import annotations
