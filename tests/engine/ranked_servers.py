@@ -105,8 +105,27 @@ def ask_with_faults(server, folder, answers):
     answers["metrics_after"] = server.get("/metrics").decode()
 
 
+def ask_with_more_faults(server, folder, answers):
+    """The same, then a rank that is slow in storing, and at last one that gives out other pages."""
+    ask_with_faults(server, folder, answers)
+    server.get(FLUSH)
+    fault = folder / "faults" / "slow_backups"
+    fault.touch()
+    # Each is pushed out of the pool by the next ones, and comes from the host.
+    answers["slow"] = [generate(server, filler) for filler in (*host_tier.FILLERS, *host_tier.FILLERS)]
+    fault.unlink()
+    fault = folder / "faults" / "move_allocator"
+    fault.touch()
+    answers["moved"] = [generate(server, "moved: " + PROMPTS[3])]
+    fault.unlink()
+    answers["moved"] += [generate(server, filler) for filler in (*host_tier.FILLERS, *host_tier.FILLERS)]
+    answers["at_last"] = generate(server, PROMPTS)
+    answers["last_metrics"] = server.get("/metrics").decode()
+
+
 JOBS = {
-    "two-ranks": serve(["--tp-size", "2"], ask_with_faults),
+    "two-ranks": serve(["--tp-size", "2"], ask_with_more_faults),
+    "two-ranks-apart": serve(["--tp-size", "2", "--kv-host-sharing", "rank"], ask_with_faults),
     "two-stages": serve(["--pp-size", "2"]),
     "two-replicas": serve(["--dp-size", "2"]),
 }

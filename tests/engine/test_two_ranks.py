@@ -12,7 +12,11 @@ from ranked_servers import ALL_RANKS, UNREADABLE_PAGE
 from test_host_tier import LAYERS, LONG, ROW_BYTES, cached, log_probabilities, metric
 from tiny_model import KNOWN
 
-TWO_RANKS, STAGES, REPLICAS = "two-ranks", "two-stages", "two-replicas"
+#: Ranks that share one host tier, as they do unless told otherwise, and ranks with one each.
+TWO_RANKS, APART = "two-ranks", "two-ranks-apart"
+STAGES, REPLICAS = "two-stages", "two-replicas"
+#: Pages of a rank's own tier, and of one that two ranks share; the last is SGLang's padding.
+PAGES_OF_ONE, PAGES_OF_TWO = 513, 1025
 #: The server of one process that the answers are compared with.
 ALONE = FIRST["fp4"]
 MISS = {"device": 0, "host": 0, "storage": 0}
@@ -29,8 +33,12 @@ servers = pytest.mark.parametrize(
     "name",
     [
         pytest.param(TWO_RANKS, marks=pytest.mark.engine(TWO_RANKS, ALONE)),
+        pytest.param(APART, marks=pytest.mark.engine(APART, ALONE)),
         pytest.param(STAGES, marks=started_on_request(STAGES, ALONE)),
     ],
+)
+both = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.engine(name)) for name in (TWO_RANKS, APART)]
 )
 replicas = pytest.mark.parametrize(
     "name", [pytest.param(REPLICAS, marks=started_on_request(REPLICAS, ALONE))]
@@ -59,33 +67,45 @@ def test_hits_on_device_host_and_store(record, name):
     assert log_probabilities(hits[2]) == log_probabilities(hits[0])
 
 
-@pytest.mark.engine(TWO_RANKS)
-def test_each_rank_has_a_host_tier_and_one_writes_the_store(record):
-    answers = record(TWO_RANKS)
+@both
+def test_pages_are_stored_once_or_by_each_rank(record, name):
+    """Ranks that share a tier have twice the tokens in the same memory, and each stores half of the pages."""
+    answers, shared = record(name), name == TWO_RANKS
     assert answers["info"]["tp_size"] == 2
+    assert answers["info"]["kv_host_sharing"] == ("node" if shared else "rank")
     for rank in (0, 1):
         lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
-        assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
+        pages = PAGES_OF_TWO if shared else PAGES_OF_ONE
+        assert sum(f"sgl-kvpool: host tier of {pages} pages" in line for line in lines) == 1
+        assert sum("one copy for the 2 ranks of this machine" in line for line in lines) == shared
         assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
     backed_up = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host", engine="cpu")
-    assert backed_up == 2 * answers["stored"] * page_bytes
+    assert backed_up == (1 if shared else 2) * answers["stored"] * page_bytes
     assert metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu") == (
         2 * LONG // PAGE_SIZE * page_bytes
     )
 
 
-@pytest.mark.engine(TWO_RANKS)
+@pytest.mark.engine(APART)
 def test_a_page_that_one_rank_cannot_read_ends_the_prefix_on_both(record):
-    answers = record(TWO_RANKS)
+    answers = record(APART)
     assert cached(answers["unreadable"]) == {**MISS, "storage": UNREADABLE_PAGE * PAGE_SIZE}
     assert answers["unreadable"]["output_ids"] == answers["host_tier"]["fillers"][0]["output_ids"]
 
 
 @pytest.mark.engine(TWO_RANKS)
-def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record):
+def test_the_first_rank_reads_the_store_for_both(record):
+    """The second one, which could not read one of the pages, does not try to."""
+    unreadable = record(TWO_RANKS)["unreadable"]
+    assert cached(unreadable) == {**MISS, "storage": (400 - 1) // PAGE_SIZE * PAGE_SIZE}
+    assert unreadable["output_ids"] == record(TWO_RANKS)["host_tier"]["fillers"][0]["output_ids"]
+
+
+@both
+def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record, name):
     """Without an agreement, the ranks compute batches of other lengths, and the server ends or hangs."""
-    answers = record(TWO_RANKS)
+    answers = record(name)
     _, device_hit, pushed_out = answers["lost"]
     assert cached(device_hit)["device"] == LONG
     assert cached(pushed_out) == MISS
@@ -99,15 +119,44 @@ def test_a_backup_that_one_rank_lost_is_a_miss_on_both(record):
     counts = {kind: metric(after, "sgl_kvpool_failures_total", kind=kind) for kind in
               ("backup_lost", "load_pages", "load_elsewhere", "page_read")}  # fmt: skip
     assert counts.pop("backup_lost") > 0
-    assert counts == {"load_pages": 1, "load_elsewhere": 1, "page_read": 1}
-    for rank, cost in enumerate(("is a miss on another rank", "was lost in its backup")):
+    if name == TWO_RANKS:  # each sees what the other one has lost
+        assert counts == {"load_pages": 2, "load_elsewhere": 0, "page_read": 0}
+        costs = ("was lost in its backup", "was lost in its backup")
+    else:
+        assert counts == {"load_pages": 1, "load_elsewhere": 1, "page_read": 1}
+        costs = ("is a miss on another rank", "was lost in its backup")
+    for rank, cost in enumerate(costs):
         assert any(f" TP{rank}]" in line and cost in line for line in answers["log"].splitlines())
 
 
 @pytest.mark.engine(TWO_RANKS)
-def test_sglang_saw_no_rank_do_something_else(record):
+def test_a_rank_that_is_slow_in_storing_costs_nothing_but_time(record):
+    """The tree keeps a prefix until every rank has stored its pages."""
+    answers = record(TWO_RANKS)
+    whole = (400 - 1) // PAGE_SIZE * PAGE_SIZE
+    assert [sum(cached(answer).values()) for answer in answers["slow"]] == [whole] * 8
+    assert ids(answers["slow"]) == ids(answers["host_tier"]["fillers"]) * 2
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wrong(record):
+    answers = record(TWO_RANKS)
+    assert answers["moved"][0]["output_ids"] == answers["lost"][0]["output_ids"]
+    assert ids(answers["moved"][1:]) == ids(answers["host_tier"]["fillers"]) * 2
+    # Four prompts of 400 tokens do not fit into the pool of 1024 together; nothing else has them any more.
+    assert {cached(answer)["host"] for answer in answers["moved"]} == {0}
+    assert ids(answers["at_last"]) == ids(answers["first"])
+    after = {"host_tier": {"metrics": answers["last_metrics"]}}
+    assert metric(after, "sgl_kvpool_failures_total", kind="tier_disagreement") == 2
+    lines = [line for line in answers["log"].splitlines() if "gave out different pages" in line]
+    assert len(lines) == 2
+    assert all("rank 0: alloc of" in line and "rank 1: alloc of 16 slots" in line for line in lines)
+
+
+@both
+def test_sglang_saw_no_rank_do_something_else(record, name):
     """Its checker compares matches, inserts, evictions and loads; it would have ended the server."""
-    log = record(TWO_RANKS)["log"]
+    log = record(name)["log"]
     assert "Rank consensus checker is enabled" in log
     assert "Found rank divergence" not in log
 

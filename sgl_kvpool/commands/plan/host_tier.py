@@ -29,6 +29,8 @@ class HostBytes:
     device_slots : int
     draft_bytes : int
         Of a token, in a host pool of a draft's own, which has as many tokens; on top of --hicache-size.
+    sharing_ranks : int
+        Ranks of a node that keep one copy of a page together; sizes are each one's part of it.
     """
 
     token_bytes: int
@@ -37,6 +39,7 @@ class HostBytes:
     slot_bytes: int = 0
     device_slots: int = 0
     draft_bytes: int = 0
+    sharing_ranks: int = 1
 
     @property
     def page_token_bytes(self) -> int:
@@ -62,7 +65,7 @@ class HostBytes:
 
 @dataclass(frozen=True)
 class HostTokens:
-    """What fits: whole pages, of tokens, and slots of states."""
+    """What fits: whole pages, of tokens, and slots of states; and the bytes of one rank's part of them."""
 
     tokens: int
     slots: int
@@ -82,10 +85,11 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
     """
     row_gb, state_gb = held.shares(size_gb)
     # One page more than fits: SGLang reserves it for padding and counts it, in both kinds of pools.
-    pages = int(row_gb * _GB // held.token_bytes) // page_size + 1
+    pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
     tokens = pages * page_size
-    return HostTokens(tokens, slots, tokens * held.page_token_bytes + slots * held.slot_bytes)
+    rows_bytes = tokens * held.page_token_bytes // held.sharing_ranks
+    return HostTokens(tokens, slots, rows_bytes + slots * held.slot_bytes)
 
 
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:

@@ -61,6 +61,8 @@ class PlannedServer:
         On the host. Requests in whole pages; those of hybrid models take a slot each.
     hicache_size_gb : int
         Of a rank, in units of 1e9 bytes; 0 without a host tier.
+    host_sharing_ranks : int
+        Ranks that keep one copy of a host page together.
     host_index_bytes : int
         Of a token on the host, index keys and a draft's own pool, which --hicache-size does not count.
     workspace_bytes : int
@@ -83,6 +85,7 @@ class PlannedServer:
     host_slots: int = 0
     host_requests: int = 0
     hicache_size_gb: int = 0
+    host_sharing_ranks: int = 1
     host_index_bytes: int = 0
     workspace_bytes: int = 0
 
@@ -220,6 +223,7 @@ def _planned(
         host_requests=kept_requests * caches,
         hicache_size_gb=size_gb,
         host_index_bytes=index_bytes,
+        host_sharing_ranks=answer["host"]["sharing_ranks"] if size_gb else 1,
         workspace_bytes=answer["workspace_bytes"],
     )
 

@@ -75,11 +75,17 @@ def _notes(plan: Plan) -> list[str]:
     tiers = [server for server in plan.servers if server.hicache_size_gb]
     lines = []
     if plan.row_copies > 1:
-        where = "on its GPU and in its host memory" if tiers else "on its GPU"
+        sharing = max((server.host_sharing_ranks for server in tiers), default=1)
+        where = "on its GPU and in its host memory" if tiers and sharing == 1 else "on its GPU"
         lines.append(
             f"the {plan.row_copies} ranks of a cache hold the same rows, each all of them, {where}: tokens "
             "are counted once"
         )
+        if sharing > 1:
+            lines.append(
+                f"in host memory {sharing} ranks of a node keep one copy of a page together "
+                f"(--kv-host-sharing), so it holds {sharing} times the tokens of --hicache-size"
+            )
     if tiers and plan.host_gb is not None:
         lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]
     if plan.host_gb is not None and not tiers:

@@ -24,6 +24,7 @@ from sgl_kvpool.commands.plan.plannable import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
 from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
+from sgl_kvpool.transfer.host_options import NODE
 
 __all__ = ["Machine", "ServerRequest", "size_server"]
 
@@ -277,7 +278,21 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
         "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
         "draft_bytes": on_host,
         "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
+        "sharing_ranks": _sharing_ranks(configurator.server_args),
     }
+
+
+def _sharing_ranks(server_args: Any) -> int:
+    """Ranks of a node that keep one copy of a host page together."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sgl_kvpool.sglang_plugin.options import host_tier_of
+
+    if host_tier_of(server_args).sharing != NODE:
+        return 1
+    view = resolving_view(server_args)
+    of_a_cache = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
+    return min(of_a_cache, view.tp_size // view.nnodes)
 
 
 def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
     HOST_LAYOUT,
+    HOST_SHARING,
     LAYOUT,
     arrangement_of,
     host_tier_of,
@@ -78,7 +79,8 @@ def _in_use(server_args) -> dict[str, str]:
         return {}
     found = {LAYOUT.name: layout.value, ARRANGEMENT.name: arrangement_of(server_args).value}
     if has_host_tier(server_args):
-        found[HOST_LAYOUT.name] = host_tier_of(server_args).host_layout(layout).value
+        tier = host_tier_of(server_args)
+        found |= {HOST_LAYOUT.name: tier.host_layout(layout).value, HOST_SHARING.name: tier.sharing}
     return found
 
 

@@ -246,7 +246,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
             "sgl-kvpool: host tier of %d pages of %d tokens (%d bytes, all %d layers), %s, rows %s%s, "
-            "engine %s, runs of %s bytes%s, %d bytes from page to page",
+            "engine %s, runs of %s bytes%s, %d bytes from page to page%s",
             self.page_num,
             self.page_size,
             self.page_bytes,
@@ -258,6 +258,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             " and ".join(map(str, self._channels.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
             self.page_format.size_bytes,
+            "" if self.shared is None else f", {self.shared}",
         )
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from typing import Any
 
 import numpy as np
 import torch
@@ -110,6 +109,7 @@ class SharedTier:
         self.lost.close()
         metrics.failed("tier_disagreement", why)
 
-    def facts(self) -> dict[str, Any]:
+    def __str__(self) -> str:
         """For the log."""
-        return {"ranks": self.ranks.count, "interleaved": self.is_interleaved}
+        spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
+        return f"one copy for the {self.ranks.count} ranks of this machine{spread}"

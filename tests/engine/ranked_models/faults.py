@@ -4,14 +4,16 @@ Each lasts for as long as a file of its name lies in the folder that the variabl
 """
 
 import os
+import time
 from pathlib import Path
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.runtime_context import get_parallel
 
+from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 from sgl_kvpool.transfer.channel import TransferChannel
 
-_run, _get = TransferChannel.run, HiCacheFile.get
+_run, _get, _alloc = TransferChannel.run, HiCacheFile.get, HierarchicalMLAHostPool.alloc
 
 
 def _befalls_us(fault):
@@ -21,6 +23,8 @@ def _befalls_us(fault):
 def run(self, source_pages, target_pages, part=None):
     if self.direction == "to_host" and _befalls_us("lose_backups"):
         raise OSError(5, "lost on purpose")
+    if self.direction == "to_host" and _befalls_us("slow_backups"):
+        time.sleep(0.3)
     _run(self, source_pages, target_pages, part)
 
 
@@ -30,4 +34,11 @@ def get(self, key, *args, **kwargs):
     return _get(self, key, *args, **kwargs)
 
 
-TransferChannel.run, HiCacheFile.get = run, get
+def alloc(self, need_size):
+    """A page more than the other rank's allocator gives out."""
+    if _befalls_us("move_allocator"):
+        _alloc(self, self.page_size)
+    return _alloc(self, need_size)
+
+
+TransferChannel.run, HiCacheFile.get, HierarchicalMLAHostPool.alloc = run, get, alloc
