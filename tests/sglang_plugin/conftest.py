@@ -87,7 +87,14 @@ def checkpoints(tmp_path_factory):
 def resolve(monkeypatch):
     """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
-    for name in ("KV_CACHE_LAYOUT", "FIX_TOPK", "KV_CACHE_ARRANGEMENT", "KV_HOST_LAYOUT", "KV_HOST_ENGINE"):
+    for name in (
+        "KV_CACHE_LAYOUT",
+        "FIX_TOPK",
+        "KV_CACHE_ARRANGEMENT",
+        "KV_HOST_LAYOUT",
+        "KV_HOST_ENGINE",
+        "KV_HOST_SHARING",
+    ):
         monkeypatch.delenv(f"KVPOOL_{name}", raising=False)
     from sgl_kvpool.sglang_plugin import options as record
 

@@ -143,8 +143,10 @@ def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
 
 def test_the_options_are_told_apart():
     flags = ["--kv-cache-layout", "--kv-cache-arrangement", "--kv-host-layout", "--kv-host-engine"]
+    flags.append("--kv-host-sharing")
     assert [option.flag for option in OPTIONS] == flags
     words = ["KV cache layout", "KV cache arrangement", "KV host layout", "KV host engine"]
+    words.append("KV host sharing")
     assert [option.words for option in OPTIONS] == words
     for field in ("name", "env", "flag", "attribute", "help"):
         assert len({getattr(option, field) for option in OPTIONS}) == len(OPTIONS)

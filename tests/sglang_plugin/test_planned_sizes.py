@@ -208,13 +208,14 @@ def test_a_host_tier(planned):
         "token_bytes": padded_token_bytes(61),
         "index_bytes": 61 * 132,
         "slot_bytes": 0,
+        "sharing_ranks": 1,
         **NO_DRAFT,
     }
     assert plain["host"] is None
     buffers = 128 << 20  # 61 layers of 64 tokens: 1.6 MB a page, more than 8 of its slots of 16 MiB
     assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
     narrow = planned["narrow"]
-    states = {"slot_bytes": 20 * STATE_BYTES + 16}  # with a checksum
+    states = {"slot_bytes": 20 * STATE_BYTES + 16, "sharing_ranks": 1}  # with a checksum
     assert narrow["host"] == {"token_bytes": padded_token_bytes(7), "index_bytes": 0, **states, **NO_DRAFT}
     assert narrow["cell_bytes"] == 7 * 1152
 
@@ -222,7 +223,12 @@ def test_a_host_tier(planned):
 def test_a_draft_is_charged(planned):
     """The MTP layer has rows and index keys."""
     assert planned["mtp"]["cell_bytes"] == 62 * (416 + 132)
-    packed = {"token_bytes": padded_token_bytes(62), "index_bytes": 62 * 132, "slot_bytes": 0}
+    packed = {
+        "token_bytes": padded_token_bytes(62),
+        "index_bytes": 62 * 132,
+        "slot_bytes": 0,
+        "sharing_ranks": 1,
+    }
     assert planned["mtp"]["host"] == packed | NO_DRAFT
     assert planned["mtp"]["draft_weights_gib"] is None
 

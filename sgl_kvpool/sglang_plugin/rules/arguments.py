@@ -13,6 +13,7 @@ from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
     HOST_ENGINE,
     HOST_LAYOUT,
+    HOST_SHARING,
     LAYOUT,
     OPTIONS,
     Option,
@@ -21,7 +22,7 @@ from sgl_kvpool.sglang_plugin.options import (
 )
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, flag_of
-from sgl_kvpool.transfer.host_options import HostTierOptions
+from sgl_kvpool.transfer.host_options import NODE, RANK, HostTierOptions
 
 __all__ = ["NUMBERS", "Number", "check", "check_page"]
 
@@ -118,8 +119,9 @@ def check(server_args: Any) -> dict[Option, str]:
         _refuse_bad(number, server_args)
     check_page(server_args)
     if not host_tier_rules.has_host_tier(server_args):
+        sharing = NODE if requested[HOST_SHARING] == NODE else RANK
         host_tier_rules.check_without_tier(
-            HostTierOptions(requested[HOST_LAYOUT], requested[HOST_ENGINE]), server_args
+            HostTierOptions(requested[HOST_LAYOUT], requested[HOST_ENGINE], sharing), server_args
         )
     elif server_args.hicache_size:
         _refuse_bad(_TIER_SIZE, server_args)

@@ -11,7 +11,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
 from sgl_kvpool.sglang_plugin.models import is_hybrid, layers_with_rows, model_name, row_format_of
-from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, LAYOUT
+from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_ENGINE, HOST_LAYOUT, HOST_SHARING, LAYOUT
 from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES, disaggregates, first_in_use
 from sgl_kvpool.transfer.host_options import (
     CPU_ENGINE,
@@ -67,8 +67,13 @@ def has_host_tier(view: Any) -> bool:
 def check_without_tier(options: HostTierOptions, view: Any) -> None:
     """Refuse a store, or what was asked for of a host tier, where there is none."""
     flag = "--enable-hierarchical-cache"
-    for option, value in ((HOST_LAYOUT, options.layout), (HOST_ENGINE, options.engine)):
-        if value != option.default:
+    nothing = HostTierOptions()
+    for option, value, default in (
+        (HOST_LAYOUT, options.layout, nothing.layout),
+        (HOST_ENGINE, options.engine, nothing.engine),
+        (HOST_SHARING, options.sharing, nothing.sharing),
+    ):
+        if value != default:
             raise Refusal(
                 f"{option.flag} {value} (or {option.env}) does nothing without {flag}; add that, or leave "
                 "it out"

@@ -166,7 +166,7 @@ def test_a_context_that_the_model_has_not():
 
 
 def test_the_command_is_what_was_planned():
-    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0}
+    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     made = plan(
         (Candidate("bf16", "fp4"), answer(host=host, added=["--dsa-decode-backend=x"])),
         host_gb=810.0,
@@ -186,7 +186,7 @@ def test_the_command_is_what_was_planned():
 
 def test_requests_on_the_host():
     """In whole pages, each cache for itself, and with a slot for each where there are states."""
-    rows = {"token_bytes": 1 << 20, "index_bytes": 0, "slot_bytes": 0}
+    rows = {"token_bytes": 1 << 20, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     [server] = plan((Candidate("fp4"), answer(host=rows)), host_gb=8.0, context=1).servers
     tokens = (int(1e9) // (1 << 20) // 64 + 1) * 64
     assert (server.host_tokens, server.host_requests) == (tokens, tokens // 64)
@@ -194,7 +194,7 @@ def test_requests_on_the_host():
     assert made.servers[0].host_requests == 8 * (tokens // 640)
     assert report.text(made).splitlines()[6].split()[-1] == str(8 * (tokens // 640))
     assert "--hicache-size 1: GB of the 1 GB that each rank" in report.text(made)
-    states = {"token_bytes": 100, "index_bytes": 0, "slot_bytes": 1 << 24}
+    states = {"token_bytes": 100, "index_bytes": 0, "slot_bytes": 1 << 24, "sharing_ranks": 1}
     hybrid = answer(host=states, tokens=100_000, state_slots=35)
     [server] = plan((Candidate("fp4"), hybrid), host_gb=8.0, context=64).servers
     assert server.host_requests == server.host_slots < server.host_tokens // 64
@@ -284,7 +284,7 @@ def _descendants(pid):
 
 
 def test_too_little_for_a_host_tier():
-    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0}
+    host = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     made = plan((Candidate("fp4"), answer(host=host)), host_gb=7.9)
     assert made.servers[0].hicache_size_gb == 0
     assert "--enable-hierarchical-cache" not in made.servers[0].command
@@ -302,7 +302,7 @@ def test_every_server_refused():
 
 def test_what_the_ranks_hold_is_explained():
     """Rows are the same on 8 ranks; index keys lie beside the rows, which --hicache-size alone counts."""
-    host = {"token_bytes": 25376, "index_bytes": 8052, "slot_bytes": 0}
+    host = {"token_bytes": 25376, "index_bytes": 8052, "slot_bytes": 0, "sharing_ranks": 1}
     wide = {**host, "token_bytes": 70272}
     servers = (
         (Candidate("bf16"), answer(host=wide)),
@@ -321,6 +321,20 @@ def test_what_the_ranks_hold_is_explained():
     alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
     assert "same rows" not in alone
     assert "host" not in alone
+
+
+def test_ranks_that_share_a_tier_hold_more_tokens():
+    """The same --hicache-size, and eight times the tokens: each rank has an eighth of the one copy."""
+    apart = {"token_bytes": 25376, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
+    made = [
+        plan((Candidate("fp4"), answer(host={**apart, "sharing_ranks": n})), host_gb=1000.0) for n in (1, 8)
+    ]
+    (alone,), (shared,) = (each.servers for each in made)
+    assert alone.hicache_size_gb == shared.hicache_size_gb == 125
+    assert shared.host_tokens == (8 * 125 * 10**9 // 25376 // 64 + 1) * 64
+    assert alone.host_tokens == (125 * 10**9 // 25376 // 64 + 1) * 64
+    said = "8 ranks of a node keep one copy of a page together (--kv-host-sharing)"
+    assert [said in report.text(each) for each in made] == [False, True]
 
 
 @pytest.mark.parametrize(
