@@ -287,12 +287,12 @@ def _sharing_ranks(server_args: Any) -> int:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sgl_kvpool.sglang_plugin.options import host_tier_of
+    from sgl_kvpool.sglang_plugin.rules.host_sharing import same_rows_ranks
 
     if host_tier_of(server_args).sharing != NODE:
         return 1
     view = resolving_view(server_args)
-    of_a_cache = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
-    return min(of_a_cache, view.tp_size // view.nnodes)
+    return min(same_rows_ranks(view), view.tp_size // view.nnodes)
 
 
 def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:

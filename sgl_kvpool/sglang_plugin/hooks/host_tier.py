@@ -44,6 +44,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     from sglang.srt.runtime_context import get_memory
 
     memory, host_size = get_memory(), kwargs.get("host_size")
+    node_ranks = ranks.sharing_ranks(kv_pool.host_tier)
     tier = HierarchicalMLAHostPool(
         kv_pool,
         memory.hicache_ratio,
@@ -52,9 +53,10 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         memory.hicache_mem_layout,
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         io_backend=memory.hicache_io_backend,
-        allocator_type=get_allocator_type(),
+        # A store that needs memory of its own allocator then refuses this one.
+        allocator_type=get_allocator_type() if node_ranks is None else "default",
         pool_label=kwargs.get("pool_label", "kv"),
-        node_ranks=ranks.sharing_ranks(kv_pool.host_tier),
+        node_ranks=node_ranks,
     )
     state_tier.row_tier_built(tier)
     return tier

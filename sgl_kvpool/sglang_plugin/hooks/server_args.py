@@ -6,6 +6,7 @@ Values travel as strings in underscore attributes of SGLang's `ServerArgs`
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from sgl_kvpool.sglang_plugin import hook_points, point_lists
 from sgl_kvpool.sglang_plugin.hooks import launching
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.options import (
+    AUTO,
     HOST_SHARING,
     LAYOUT,
     OPTIONS,
@@ -37,6 +39,8 @@ from sgl_kvpool.sglang_plugin.rules.host_sharing import choose_sharing
 __all__ = ["install", "require_decided"]
 
 _SOURCE = "sgl_kvpool"
+logger = logging.getLogger(__name__)
+
 #: Of the function that takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
 _installed = False
@@ -256,7 +260,10 @@ def _finish(server_args):
     argument_rules.check_page(view)
     if host_tier_rules.has_host_tier(view):
         requested = getattr(server_args, HOST_SHARING.attribute, None) or HOST_SHARING.default
-        setattr(server_args, HOST_SHARING.attribute, choose_sharing(requested, model_config, view))
+        sharing, why = choose_sharing(requested, model_config, view)
+        setattr(server_args, HOST_SHARING.attribute, sharing)
+        if requested == AUTO and view.tp_size > 1:
+            logger.info("sgl-kvpool: %s %s (%s)", HOST_SHARING.flag, sharing, why)
     host_tier_rules.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if host_tier_rules.has_host_tier(view):
         host_tier_rules.check_host_model(layout, arrangement, host_tier_of(server_args), model_config, view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,26 @@ from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
-__all__ = ["choose_sharing"]
+__all__ = ["choose_sharing", "same_rows_ranks"]
+
+
+def _store_owns_the_tier(view: Any) -> bool:
+    """Whether the store has an allocator of its own for the tier (`get_allocator_type` of SGLang)."""
+    from sglang.srt.environ import envs
+
+    text = view.hicache_storage_backend_extra_config
+    try:
+        config = json.loads(text) if text else {}
+    except ValueError:  # SGLang says so, with its own words
+        config = {}
+    standalone = config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get())
+    return {
+        "shm": True,
+        "mori": True,
+        "dynamic": config.get("allocator") == "shm",
+        "mooncake": bool(standalone),
+    }.get(view.hicache_storage_backend, False)
+
 
 #: (whether it is in use, by ServerArgs' fields; what it is called; why the ranks cannot share a tier then).
 _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
@@ -49,11 +69,21 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "--disaggregation-mode decode",
         "its offload has a controller of its own, without the tree's agreements",
     ),
+    (
+        _store_owns_the_tier,
+        "a store that allocates the tier's memory",
+        "the ranks would have to map that memory together",
+    ),
 )
 
 
-def choose_sharing(requested: str, model_config: Any, view: Any) -> str:
-    """`NODE` or `RANK` for what was asked for.
+def same_rows_ranks(view: Any) -> int:
+    """Ranks that hold the rows of the same requests: those of attention's tensor parallelism."""
+    return view.tp_size // (view.attn_dp_size * view.attn_cp_size)
+
+
+def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, str]:
+    """`NODE` or `RANK` for what was asked for, and why, for the log.
 
     Parameters
     ----------
@@ -69,7 +99,7 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> str:
         "node" was asked for, and something of the server prevents it.
     """
     if requested == RANK:
-        return RANK
+        return RANK, "as asked for"
     found = [(name, why) for in_use, name, why in _PREVENTS if in_use(view)]
     if is_dsa(model_config):
         found.append(("a model with sparse attention", "its index keys have a host pool of SGLang's"))
@@ -81,5 +111,10 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> str:
             f"{HOST_SHARING.flag} {requested} does not work with {name}: {why}; leave out "
             f"{HOST_SHARING.flag}, or give {RANK}"
         )
-    ranks = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
-    return NODE if not found and ranks > 1 else RANK
+    ranks = same_rows_ranks(view)
+    if ranks == 1:
+        return RANK, "no two ranks hold the same rows"
+    if found:
+        name, why = found[0]
+        return RANK, f"{name}: {why}"
+    return NODE, f"{ranks} ranks hold the same rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ class NodeRanks:
         Ranks of the group that are on this machine, in order.
     rank : int
         Place of this process among them.
+    fewest : int
+        Ranks on the machine of the group that has the fewest: tiers have to be of one size everywhere.
     """
 
     group: Any
     members: tuple[int, ...]
     rank: int
+    fewest: int
 
     @classmethod
     def of(cls, group: Any) -> NodeRanks:
@@ -38,7 +42,8 @@ class NodeRanks:
         here = _machine()
         dist.all_gather_object(places, here, group=group)
         members = tuple(rank for rank, place in enumerate(places) if place == here)
-        return cls(group, members, members.index(dist.get_rank(group)))
+        fewest = min(Counter(places).values())
+        return cls(group, members, members.index(dist.get_rank(group)), fewest)
 
     @property
     def count(self) -> int:

@@ -156,7 +156,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         )
         self._sized_by_ratio = not host_size
         self.shared = None if node_ranks is None else SharedTier(node_ranks)
-        parts = 1 if node_ranks is None else node_ranks.count
+        parts = 1 if node_ranks is None else node_ranks.fewest
         infos = [pool.host_tier_info() for pool in pools]
         capacity = kv_pool.host_capacity_tokens
         super().__init__(
@@ -197,7 +197,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
 
     def _allocate_shared_buffer(self, shared: SharedTier) -> None:
         """SGLang's check of free memory, of each rank's part, on all ranks before any of them allocates."""
-        part_bytes = self.size * self.size_per_token // shared.ranks.count
+        part_bytes = self.size * self.size_per_token // shared.ranks.fewest
         problem = shared.room_problem(part_bytes, base.host_memory_budget_bytes(part_bytes))
         if problem is not None:
             raise ValueError(problem)
