@@ -1,0 +1,140 @@
+"""Three ranks that share a host tier, with SGLang's trees, controllers and store: see sharing_ranks.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sharing_ranks import CASES, LONGER, NARROWER, OTHER, PAGE_SIZE, RANKS, SHORT, TOKENS
+
+HERE = Path(__file__).resolve().parent
+ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
+ALL = [len(SHORT), len(LONGER), len(OTHER)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """`seen[case]`: what each rank saw, in order."""
+    folder = tmp_path_factory.mktemp("sharing")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = []
+    try:
+        for rank in range(RANKS):
+            with (folder / f"{rank}.log").open("w") as log:
+                command = [sys.executable, HERE / "sharing_ranks.py", str(rank), folder]
+                processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                )
+        statuses = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(RANKS)]
+    assert statuses == [0] * RANKS, "\n\n".join(log[-3000:] for log in logs)
+    return {
+        case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(RANKS)]
+        for case in CASES
+    }
+
+
+def agreed(ranks):
+    """The lengths that all of them found, and what each of them counted."""
+    lengths = [rank["lengths"] for rank in ranks]
+    assert lengths == [lengths[0]] * RANKS
+    return lengths[0], [rank["failures"] for rank in ranks]
+
+
+#: Cases of `there_and_back` -> bytes of a row on the device and on the host, and the page size.
+THERE_AND_BACK = {
+    **{case: (ROW_BYTES[case.rpartition("-")[0]],) * 2 + (PAGE_SIZE,) for case in CASES if "_major" in case},
+    **{f"{wide}-on-{narrow}": (ROW_BYTES[wide], ROW_BYTES[narrow], PAGE_SIZE)
+       for wide, narrow in NARROWER.items()},
+    **{f"pages-of-{size}": (416, 416, size) for size in (1, 2)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THERE_AND_BACK)
+def test_every_rank_stores_its_pages_and_all_load_from_the_one_copy(seen, case):
+    """The bytes are compared in each of the processes."""
+    wide, narrow, page_size = THERE_AND_BACK[case]
+    lengths, failures = agreed(seen[case])
+    assert lengths == [*ALL, *reversed(ALL)]
+    assert failures == [{}] * RANKS
+    # LONGER goes on from SHORT, so that both have its pages.
+    pages = (len(LONGER) + len(OTHER)) // page_size
+    assert [rank["kept"] for rank in seen[case]] == [list(range(rank, pages, RANKS)) for rank in range(RANKS)]
+    # --hicache-ratio 1: each rank's part has the bytes of its pool. One page more is SGLang's padding.
+    in_bytes = RANKS * TOKENS * wide // narrow
+    for rank in seen[case]:
+        assert rank["alone"] == TOKENS
+        assert in_bytes - page_size < rank["tokens"] - page_size <= in_bytes
+
+
+@pytest.mark.parametrize("direction", ["to_host", "to_device"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_others_wait_for_a_rank_that_is_slow(seen, rank, direction):
+    lengths, failures = agreed(seen[f"slow-{rank}-{direction}"])
+    assert lengths == [len(LONGER)] * 4
+    assert failures == [{}] * RANKS
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_one_rank_lost_is_a_miss_on_all(seen, rank):
+    lengths, failures = agreed(seen[f"lost-{rank}"])
+    assert lengths == [0, len(SHORT), len(LONGER), len(OTHER)]
+    lost = {"backup": 1, "backup_lost": 1}
+    assert failures == [{**(lost if other == rank else {}), "load_pages": 1} for other in range(RANKS)]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
+    """So that all allocate alike: the tier goes on."""
+    lengths, failures = agreed(seen[f"refused-{rank}"])
+    assert lengths == [0, len(OTHER)]
+    assert failures == [{"backup_pages": 1}] * RANKS
+    free = {found["free"] for found in seen[f"refused-{rank}"]}
+    assert len(free) == 1
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
+    """Before a copy is submitted: no rank serves a byte of it afterwards, also of what was stored well."""
+    case = f"moved-{rank}"
+    lengths, failures = agreed(seen[case])
+    assert lengths == [0, 0, 0]
+    assert all(found["tier_disagreement"] == 1 for found in failures)
+    for found in seen[case]:
+        words = [
+            f"rank {other}: alloc of {4 if other == rank else 20} slots from 8" for other in range(RANKS)
+        ]
+        assert found["detail"] == "at operation 3, " + "; ".join(words)
+
+
+def test_a_tier_that_was_flushed_goes_on(seen):
+    assert agreed(seen["flushed"]) == ([0, len(OTHER)], [{}] * RANKS)
+
+
+def test_the_first_rank_reads_the_store_for_all(seen):
+    """A file that another one could not read costs nothing."""
+    lengths, failures = agreed(seen["store-2"])
+    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    pages = len(LONGER) // PAGE_SIZE
+    assert [rank["reads"] for rank in seen["store-2"]] == [pages, 0, 0]
+    assert {rank["files"] for rank in seen["store-2"]} == {pages}
+
+
+def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
+    lengths, failures = agreed(seen["store-0"])
+    assert lengths == [4 * PAGE_SIZE]
+    assert failures == [{"page_read": 1}, {}, {}]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
+    """None of them allocates, so that none waits for the others."""
+    errors = {found["error"] for found in seen[f"no-memory-{rank}"]}
+    assert len(errors) == 1
+    assert "a rank's part of the tier that 3 ranks share has" in errors.pop()
