@@ -1,10 +1,13 @@
 """Servers of two processes: what they are started with, and asked."""
 
 import os
+import re
+import signal
 import time
 from pathlib import Path
 
 import host_tier_servers as host_tier
+import psutil
 from tiny_model import NEW_TOKENS, PROMPTS
 
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
@@ -105,8 +108,26 @@ def ask_with_faults(server, folder, answers):
     answers["metrics_after"] = server.get("/metrics").decode()
 
 
+def mappings(server):
+    """(process, inode, bytes) of each mapping of a shared host tier, of the server's processes."""
+    found = []
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        for begin, end, inode in re.findall(r"(?m)^(\w+)-(\w+) .* (\d+) +/memfd:sgl-kvpool-host-tier", maps):
+            found.append((process.pid, int(inode), int(end, 16) - int(begin, 16)))
+    return found
+
+
+def kill_a_rank(server, pid):
+    """Names of the server's processes that are left half a minute after one rank was killed."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    os.kill(pid, signal.SIGKILL)
+    _, left = psutil.wait_procs(processes, timeout=30)
+    return [f"{process.pid} {process.name()}" for process in left]
+
+
 def ask_with_more_faults(server, folder, answers):
-    """The same, then a rank that is slow in storing, and at last one that gives out other pages."""
+    """The same; a rank that is slow in storing, one that gives out other pages, and one that is killed."""
     ask_with_faults(server, folder, answers)
     server.get(FLUSH)
     fault = folder / "faults" / "slow_backups"
@@ -121,6 +142,8 @@ def ask_with_more_faults(server, folder, answers):
     answers["moved"] += [generate(server, filler) for filler in (*host_tier.FILLERS, *host_tier.FILLERS)]
     answers["at_last"] = generate(server, PROMPTS)
     answers["last_metrics"] = server.get("/metrics").decode()
+    answers["mappings"] = mappings(server)
+    answers["left"] = kill_a_rank(server, answers["mappings"][-1][0])
 
 
 JOBS = {

@@ -5,6 +5,7 @@ processes goes over gloo, SGLang's way on a machine without NCCL.
 """
 
 import os
+import re
 
 import pytest
 from host_tier_servers import FIRST, PAGE_SIZE
@@ -151,6 +152,23 @@ def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wro
     lines = [line for line in answers["log"].splitlines() if "gave out different pages" in line]
     assert len(lines) == 2
     assert all("rank 0: alloc of" in line and "rank 1: alloc of 16 slots" in line for line in lines)
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_both_ranks_map_one_piece_of_memory(record):
+    """Of the bytes that two tiers of one rank each would have, with flags of lost pages behind them."""
+    answers = record(TWO_RANKS)
+    (first, inode, mapped_bytes), (second, other_inode, other_bytes) = answers["mappings"]
+    assert first != second
+    assert (inode, mapped_bytes) == (other_inode, other_bytes)
+    (stride,) = {int(n) for n in re.findall(r"(\d+) bytes from page to page, one copy", answers["log"])}
+    assert 0 <= mapped_bytes - PAGES_OF_TWO * (stride + 2) < 2 * 4096
+
+
+@pytest.mark.engine(TWO_RANKS)
+def test_no_process_is_left_that_maps_it_when_a_rank_was_killed(record):
+    """The kernel frees the memory with its last mapping (test_shared_segment.py)."""
+    assert record(TWO_RANKS)["left"] == []
 
 
 @both

@@ -6,8 +6,10 @@ broken installation may hang, end or crash the process that imports it.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import resource
@@ -20,6 +22,7 @@ from typing import Any
 
 from sgl_kvpool import __version__, env
 from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
 
 __all__ = [
@@ -221,7 +224,7 @@ def used(device: str) -> Finding:
 
 
 def host() -> Finding:
-    """Memory that a host tier could use, the limit on locked memory, and cores."""
+    """Memory that a host tier could use, the limit on locked memory, cores, NUMA nodes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     finding = Finding(
         {
@@ -232,6 +235,7 @@ def host() -> Finding:
             "host_tier_bytes": None,
             "compiler": shutil.which(os.environ.get("CXX", "c++")),
             "cores": os.cpu_count(),
+            **_numa(),
         }
     )
     if finding.facts["compiler"] is None:
@@ -263,6 +267,16 @@ def host() -> Finding:
             "host memory free"
         )
     return finding
+
+
+def _numa() -> dict[str, Any]:
+    """NUMA nodes, and whether memory that ranks share could alternate between them."""
+    nodes = numa_nodes()
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(page)
+        problem = interleave(ctypes.addressof(view), mmap.PAGESIZE, nodes)
+        del view  # the mapping cannot be closed before
+    return {"NUMA nodes": len(nodes) or None, "mbind": "works" if problem is None else problem}
 
 
 def cgroup_free_bytes(

@@ -6,16 +6,14 @@ system, so its memory is gone with the last process that maps it, however that e
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from sgl_kvpool.memory.numa import interleave, numa_nodes
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
@@ -25,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Of <linux/mman.h>, since Linux 5.14; Python has no name for it.
 _MADV_POPULATE_WRITE = 23
-#: Of <linux/mempolicy.h>, and the number of the system call on x86-64.
-_MPOL_INTERLEAVE, _SYS_MBIND = 3, 237
 #: Bytes that are faulted in between two looks at the clock: about a second's worth.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
@@ -82,12 +78,22 @@ class SharedSegment:
             )
         assert self._mapping is not None
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self.is_interleaved = _interleave(self.memory)
+        self.is_interleaved = self._interleave()
         # The policy is the mapping's of each rank, and has to be everyone's before the first page is there.
         ranks.gather(None)
         step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))
         ranks.gather(None)
+
+    def _interleave(self) -> bool:
+        """Spread it over the NUMA nodes; else each page is on the node of the rank that faults it in."""
+        nodes = numa_nodes()
+        if len(nodes) < 2:
+            return False
+        problem = interleave(self.memory.data_ptr(), self.memory.nbytes, nodes)
+        if problem is not None:
+            logger.info("sgl-kvpool: the host tier does not alternate between NUMA nodes: mbind: %s", problem)
+        return problem is None
 
     def _fault_in(self, begin: int, end: int) -> None:
         """Have pages in memory before a request waits for them: the kernel makes a few GB a second."""
@@ -105,36 +111,3 @@ class SharedSegment:
                 logger.info(
                     "sgl-kvpool: making the shared host tier, %.0f of %.0f GB of this rank", done, total
                 )
-
-
-def _numa_nodes() -> list[int]:
-    """Numbers of the machine's NUMA nodes that have memory."""
-    try:
-        text = Path("/sys/devices/system/node/has_memory").read_text().strip()
-    except OSError:
-        return []
-    nodes: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        nodes += range(int(first), int(last or first) + 1)
-    return nodes
-
-
-def _interleave(memory: torch.Tensor, libc: Any = None) -> bool:
-    """Spread a mapping's pages over the NUMA nodes, if there are several and the system lets us.
-
-    Containers often forbid mbind. Then each page is on the node of the rank that has faulted it in.
-    """
-    nodes = _numa_nodes()
-    if len(nodes) < 2 or os.uname().machine != "x86_64":
-        return False
-    mask = ctypes.c_ulong(sum(1 << node for node in nodes if node < 64))
-    libc = ctypes.CDLL(None, use_errno=True) if libc is None else libc
-    size = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    arguments = (ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(size), _MPOL_INTERLEAVE)
-    status = libc.syscall(_SYS_MBIND, *arguments, ctypes.byref(mask), ctypes.c_ulong(65), 0)
-    if status != 0:
-        logger.info(
-            "sgl-kvpool: the host tier is not interleaved: mbind, %s", os.strerror(ctypes.get_errno())
-        )
-    return status == 0
