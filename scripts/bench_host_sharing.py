@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a host tier costs that ranks share: storing and loading pages, and the ranks' agreement in every step.
+"""What a host tier costs that ranks share: storing and loading pages, and the digest in every step.
 
     python scripts/bench_host_sharing.py [--pages 1024] [--rounds 8] [--json PATH]
 
@@ -7,6 +7,7 @@ Two processes on this machine's CPU, as the ranks of a server with `--tp-size 2`
 rows with a tier of each rank's own, and with one that both share. In each round, one after the other: rank 0
 alone, both at once with tiers of their own, both with the shared tier. A time is that of the slowest rank,
 from a barrier on. Torch's copy of as many contiguous bytes, by both ranks at once, is the limit beside them.
+The collective of SGLang's tree is timed with and without the ranks' digest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from sgl_kvpool.commands.bench.outputs import machine, replace_file, require_wri
 
 SCHEMA = 1
 RANKS, LAYERS, PAGE_SIZE = 2, 61, 64
-#: Agreements that are timed together.
-AGREEMENTS = 200
+#: Collectives that are timed together, and the numbers that SGLang's has with a store.
+COLLECTIVES, NUMBERS = 200, 8
 #: Copies that make up the contiguous one, which else takes as much memory as all pools.
 COPIES = 4
 
@@ -104,6 +105,11 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
         for _ in range(COPIES):
             contiguous[1].copy_(contiguous[0])
 
+    numbers = torch.zeros(NUMBERS, dtype=torch.int64)
+
+    def minimum(data: torch.Tensor) -> None:
+        dist.all_reduce(data, op=dist.ReduceOp.MIN)
+
     def nothing() -> None:
         pass
 
@@ -114,7 +120,10 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
             calls[f"{what}_by_one"] = (lambda m=move: m("alone")) if rank == 0 else nothing
             calls[f"{what}_apart"] = lambda m=move: m("alone")
             calls[f"{what}_shared"] = lambda m=move: m("shared")
-        calls["agreements"] = lambda: [tiers["shared"].shared.agree() for _ in range(AGREEMENTS)]
+        calls["collective"] = lambda: [minimum(numbers) for _ in range(COLLECTIVES)]
+        calls["collective_with_digest"] = lambda: [
+            tiers["shared"].shared.compare_in(numbers, minimum) for _ in range(COLLECTIVES)
+        ]
         for name, call in calls.items():
             took = timed(call)
             if number:  # the first round touches memory for the first time
@@ -132,13 +141,17 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
                     "alone": tiers["alone"].kv_buffer.nbytes,
                     "shared": tiers["shared"].kv_buffer.nbytes // RANKS,
                 },
-                "seconds": {name: round(median[name], 5) for name in median if name != "agreements"},
+                "seconds": {name: round(median[name], 5) for name in median if "collective" not in name},
                 "shared_of_apart": of_peer(times, "apart"),
                 "shared_of_one": of_peer(times, "by_one"),
-                "agreement_us": round(median["agreements"] / AGREEMENTS * 1e6, 1),
+                "step_us": {
+                    name: round(median[name] / COLLECTIVES * 1e6, 1)
+                    for name in ("collective", "collective_with_digest")
+                },
             }
         )
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def of_peer(times: dict[str, list[float]], peer: str) -> dict[str, float]:

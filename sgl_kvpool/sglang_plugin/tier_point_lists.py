@@ -64,6 +64,11 @@ HOST_TIER = (
         ("self", "tp_group", "attn_cp_group", "attn_tp_group", "pp_group"),
         hooked=False,
     ),
+    HookPoint("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events", ("self",)),
+    HookPoint(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._all_reduce",
+        ("self", "data", "tp_reduce_op"),
+    ),
     HookPoint("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.flush_pending_backups", ("self",)),
     HookPoint(
         "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", ("requested_bytes",), hooked=False

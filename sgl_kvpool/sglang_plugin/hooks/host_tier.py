@@ -9,7 +9,7 @@ from typing import Any
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import ranks, state_tier, stores
+from sgl_kvpool.sglang_plugin.hooks import ranks, sharing, state_tier, stores
 from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
 
 __all__ = ["install"]
@@ -25,6 +25,7 @@ _STOCK_TIER = "sglang-"
 def install() -> None:
     """Register and apply the hooks; part of `pools.install`."""
     hook_points.wrap_all(HOOKS)
+    sharing.install()
     stores.install()
     state_tier.install()
 
@@ -44,7 +45,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
     from sglang.srt.runtime_context import get_memory
 
     memory, host_size = get_memory(), kwargs.get("host_size")
-    node_ranks = ranks.sharing_ranks(kv_pool.host_tier)
+    node_ranks = sharing.sharing_ranks(kv_pool.host_tier)
     tier = HierarchicalMLAHostPool(
         kv_pool,
         memory.hicache_ratio,
@@ -182,23 +183,10 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
     if is_ours(pool):
         problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
         # Ranks that share a tier allocate its pages alike, so that none may refuse alone.
-        if not ranks.backup_is_good(self, pool, problem):
+        if not ranks.backup_is_good(self, pool, device_indices, problem):
             metrics.failed("backup_pages", problem or "on another rank")
             return None
     return original(self, device_indices, priority, node_id, extra_pools, **kwargs)
-
-
-def _flush_pending_backups(original, self):
-    """Compare what ranks that share a tier have given out, before any copy is submitted.
-
-    Every rank comes here in every step; which of them have something to store may differ at this moment.
-    """
-    controller = self.cache_controller
-    if controller is not None and self.linker is None:
-        pool = controller.mem_pool_host.anchor_entry.host_pool
-        if is_ours(pool) and pool.shared is not None:
-            pool.shared.agree()
-    return original(self)
 
 
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
@@ -217,7 +205,6 @@ def _move_indices(original, self, host_indices, device_indices):
 
 _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _HYBRID_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 
 #: Function of SGLang -> hook around it.
@@ -227,7 +214,6 @@ HOOKS: Mapping[str, Callable] = {
     f"{_CONTROLLER}.attach_storage_backend": _attach_storage_backend,
     f"{_HYBRID_CONTROLLER}.load": _load,
     f"{_HYBRID_CONTROLLER}.write": _write,
-    f"{_TREE}.flush_pending_backups": _flush_pending_backups,
     f"{_HYBRID_CONTROLLER}._move_pool_indices": _move_pool_indices,
     f"{_CONTROLLER}.move_indices": _move_indices,
 }

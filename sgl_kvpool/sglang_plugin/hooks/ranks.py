@@ -5,30 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_kvpool import metrics
-from sgl_kvpool.transfer.host_options import NODE
 
-__all__ = ["backup_is_good", "load_is_miss", "sharing_ranks"]
+__all__ = ["backup_is_good", "load_is_miss"]
 
 
-def sharing_ranks(options: Any) -> Any:
-    """`NodeRanks` of this process where the ranks of a machine share a host tier; None where they do not.
+def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str | None) -> bool:
+    """Whether a backup may be queued: here, and on all ranks that share the tier.
 
-    Parameters
-    ----------
-    options : HostTierOptions
+    Lists on a GPU are not looked at, so that no rank finds a problem.
     """
-    if options.sharing != NODE:
-        return None
-    from sglang.srt.runtime_context import get_parallel
-
-    from sgl_kvpool.srt.host.node_ranks import NodeRanks
-
-    return NodeRanks.of(get_parallel().attn_tp_group.cpu_group)
-
-
-def backup_is_good(controller: Any, pool: Any, problem: str | None) -> bool:
-    """Whether a backup may be queued: here, and on all ranks that share the tier."""
-    return problem is None if pool.shared is None else _everywhere(controller, problem is None)
+    if pool.shared is None or device_slots.device.type != "cpu":
+        return problem is None
+    return _everywhere(controller, problem is None)
 
 
 def load_is_miss(controller: Any, problem: str | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -39,9 +40,15 @@ class SharedTier:
         Of this rank's allocator.
     lost : LostPages
         Of all ranks; behind the pages in the segment.
+    has_to_compare : bool
+        Whether the ranks are in a step in which they have not compared yet.
+    may_submit : bool
+        Whether they have, so that backups may be submitted. Those of a tier that has ended store nothing.
     """
 
     lost: LostPages
+    has_to_compare = False
+    may_submit = False
 
     def __init__(self, ranks: NodeRanks):
         self.ranks = ranks
@@ -89,20 +96,37 @@ class SharedTier:
             return host_pages[own], device_pages.take(own)
         return host_pages[own], device_pages[own]
 
-    def agree(self) -> bool:
-        """Whether all ranks have given out the same pages so far; every rank has to call it in every step.
+    def begin_step(self) -> None:
+        """From now on no copy is submitted, until the ranks have compared what they have given out."""
+        self.may_submit = self.lost.is_closed
+        self.has_to_compare = not self.may_submit
 
-        The first time that they have not, the tier ends on all of them, before a copy is submitted: a rank
+    def end_step(self) -> None:
+        """What is queued from now on waits for the next step."""
+        self.may_submit = self.has_to_compare = False
+
+    def compare_in(self, data: torch.Tensor, reduce: Callable[[torch.Tensor], object]) -> None:
+        """Compare what the ranks have given out, in a collective of SGLang's; every rank has to call it.
+
+        The first time that they differ, the tier ends on all of them, before a copy is submitted: a rank
         would write over pages of others. All its pages count as lost.
+
+        Parameters
+        ----------
+        data : Tensor [n], int64
+            SGLang's numbers, which get the minimum over the ranks.
+        reduce : callable
+            Takes a tensor, and puts the minimum over the ranks in its place.
         """
-        if self.lost.is_closed:
-            return False
+        self.has_to_compare = False
         digest = self.log.digest
-        least, negative = self.ranks.minimum(digest, -digest)
-        if least == -negative:
-            return True
-        self.end(f"at {first_difference(self.ranks.gather(self.log.latest()))}")
-        return False
+        extended = torch.cat([data, torch.tensor([digest, -digest])])
+        reduce(extended)
+        data.copy_(extended[:-2])
+        least, negative = extended[-2:].tolist()
+        if least != -negative:
+            self.end(f"at {first_difference(self.ranks.gather(self.log.latest()))}")
+        self.may_submit = True
 
     def end(self, why: str) -> None:
         """Take all pages for lost from now on."""

@@ -405,16 +405,17 @@ CASES = {
 def main(rank, folder, *cases):
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier, ranks
+    from sgl_kvpool.sglang_plugin.hooks import host_tier, sharing
     from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     host_tier.install()
     # Of a server's attention-TP group, which a process without a model does not have.
-    ranks.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
+    sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
     this = Rank(rank, folder)
     for case in cases or CASES:
         (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -24,11 +24,16 @@ dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks)
 from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.shared_segment import SharedSegment
 """
+#: A rank that ends while others still talk to it makes gloo abort them.
+EPILOGUE = """
+dist.barrier()
+dist.destroy_process_group()
+"""
 
 
 def run(folder, code, ranks=RANKS):
     """Statuses and outputs of that many processes with this code."""
-    command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(code)]
+    command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(code) + EPILOGUE]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

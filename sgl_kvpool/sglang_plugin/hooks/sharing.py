@@ -1,0 +1,83 @@
+"""Hooks of ranks that share a host tier: no copy is submitted before they agree on whose pages are whose.
+
+They agree in the collective that SGLang's tree has in every step anyway, where SGLang compares a digest of
+its own. So backups are submitted behind it, and not where SGLang does: before it, and behind a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.transfer.host_options import NODE
+
+__all__ = ["install", "sharing_ranks"]
+
+
+def install() -> None:
+    """Register and apply the hooks; part of `host_tier.install`."""
+    hook_points.wrap_all(HOOKS)
+
+
+def sharing_ranks(options: Any) -> Any:
+    """`NodeRanks` of this process where the ranks of a machine share a host tier; None where they do not.
+
+    Parameters
+    ----------
+    options : HostTierOptions
+    """
+    if options.sharing != NODE:
+        return None
+    from sglang.srt.runtime_context import get_parallel
+
+    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+
+    return NodeRanks.of(get_parallel().attn_tp_group.cpu_group)
+
+
+def _shared_tier(tree: Any) -> Any:
+    """`SharedTier` of a tree's rows; None where each rank has a tier of its own, or SGLang's."""
+    controller = tree.cache_controller
+    if controller is None or tree.linker is not None:
+        return None
+    pool = controller.mem_pool_host.anchor_entry.host_pool
+    return pool.shared if is_ours(pool) else None
+
+
+def _check_hicache_events(original, self):
+    """Every rank comes here in every step, whether it has something to store or not."""
+    shared = _shared_tier(self)
+    if shared is None:
+        return original(self)
+    shared.begin_step()
+    found = original(self)
+    self.flush_pending_backups()
+    shared.end_step()
+    return found
+
+
+def _all_reduce(original, self, data, tp_reduce_op):
+    """The first one of a step carries the digest too; it is the one of finished transfers, a minimum."""
+    shared = _shared_tier(self)
+    if shared is None or not shared.has_to_compare:
+        return original(self, data, tp_reduce_op)
+    return shared.compare_in(data, partial(original, self, tp_reduce_op=tp_reduce_op))
+
+
+def _flush_pending_backups(original, self):
+    """Submit what is queued, if the ranks have agreed in this step; else it stays queued until they do."""
+    shared = _shared_tier(self)
+    return original(self) if shared is None or shared.may_submit else None
+
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    f"{_TREE}.check_hicache_events": _check_hicache_events,
+    f"{_TREE}._all_reduce": _all_reduce,
+    f"{_TREE}.flush_pending_backups": _flush_pending_backups,
+}
