@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_kvpool.srt.host.allocation_log import AllocationLog, first_difference
 from sgl_kvpool.srt.host.lost_pages import LostPages
@@ -129,6 +130,25 @@ def test_a_rank_cannot_clear_what_another_one_lost():
     ranks[0].close()
     ranks[0].set(slice(None), False)
     assert all(rank.of(np.arange(10)).all() for rank in ranks)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61])
+def test_ranks_divide_a_backup(page_size):
+    """Pages of the host with their device pages, whose list may be on a GPU; each page to one rank."""
+    from sgl_kvpool.srt.host.node_ranks import NodeRanks
+    from sgl_kvpool.srt.host.shared_tier import SharedTier
+    from sgl_kvpool.transfer.slots import DevicePages
+
+    generator = np.random.default_rng(page_size)
+    host, device = generator.permutation(50)[:17], generator.permutation(90)[:17] + 1
+    slots = (device[:, None] * page_size + np.arange(page_size)).ravel()
+    for rank in range(3):
+        tier = SharedTier(NodeRanks(None, (0, 1, 2), rank, 3))
+        own = host % 3 == rank
+        there, here = tier.own_part(host, DevicePages(torch.from_numpy(slots), page_size))
+        assert np.array_equal(there, host[own])
+        assert np.array_equal(here.numbers(), device[own])
+        assert np.array_equal(tier.own_part(host, device)[1], device[own])
 
 
 def test_the_first_operation_in_which_ranks_differ_is_named():
