@@ -69,6 +69,7 @@ def test_every_hooked_point_has_its_hook():
         peer_mismatch,
         pools,
         server_args,
+        sharing,
         state_tier,
         stores,
     )
@@ -80,7 +81,18 @@ def test_every_hooked_point_has_its_hook():
     assert hooked["SERVER_ARGS"] == set(server_args.HOOKS)
     assert hooked["LAUNCHER"] == set(launching.HOOKS)
     scheduler = [
-        *(attention, budget, disaggregation, dsa, host_tier, peer_mismatch, pools, state_tier, stores)
+        *(
+            attention,
+            budget,
+            disaggregation,
+            dsa,
+            host_tier,
+            peer_mismatch,
+            pools,
+            sharing,
+            state_tier,
+            stores,
+        )
     ]
     targets = [target for module in scheduler for target in module.HOOKS]
     assert len(targets) == len(set(targets))
@@ -272,14 +284,14 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     )
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 37 3 False\n"
+    assert done.stdout == "0 39 3 False\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
     # The five on sparse attention alone.
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
-    assert done.stdout == "0 32 3 False\n", done.stderr
+    assert done.stdout == "0 34 3 False\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
-    assert done.stdout == "0 37 3 False\n", done.stderr
+    assert done.stdout == "0 39 3 False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class LostPages:
         """Whether each of some pages is lost, `[pages]` bool."""
         return np.asarray(self._columns[:, pages].any(axis=0))
 
-    def any(self, pages: np.ndarray | int) -> bool:
+    def any(self, pages: np.ndarray | slice | int) -> bool:
         """Whether one of some pages is lost."""
         return bool(self._columns[:, pages].any())
 

@@ -58,6 +58,8 @@ def test_facts(healthy):
         "memory_bytes",
         "free_bytes",
         "host_tier_bytes",
+        "NUMA nodes",
+        "mbind",
         "compiler",
         "cores",
     }

@@ -256,7 +256,7 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
     # Written once more, they are as good as any.
     backup(tier, pages(lost), [2, 6])
     assert tier.slots_problem(lost) is None
-    tier._lost[pages(lost)] = True
+    tier._lost.set(pages(lost), True)
     # Whoever gets the pages next writes them anew.
     tier.free(lost)
     everything = tier.alloc(tier.available_size())

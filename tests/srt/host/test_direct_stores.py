@@ -197,7 +197,7 @@ def test_a_store_that_fails_once(direct, failures, caplog, way):
 def test_a_lost_page_is_not_sealed(direct, failures):
     controller = direct("fp4", 64)
     filled(tier_of(controller))
-    tier_of(controller)._lost[4] = True
+    tier_of(controller)._lost.set(4, True)
     assert not put(controller)
     assert list(controller.storage_backend.pages) == KEYS[:2]
     assert (page_memory(tier_of(controller))[[4, 0], -16:] == GUARD).all()

@@ -187,11 +187,11 @@ def test_double_free_and_freeing_what_is_not_allocated():
 def test_clear_forgets_everything():
     tier = host_pool(device_pool("fp4"))
     given = tier.alloc(12)
-    tier._lost[0] = True
+    tier._lost.set(0, True)
     tier.clear()
     assert tier.available_size() == tier.page_num * 4
     assert not tier.slot_used.any()
-    assert not tier._lost.any()
+    assert not tier._lost.any(slice(None))
     assert tier.alloc(12).tolist() == given.tolist()
 
 
