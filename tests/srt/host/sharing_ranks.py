@@ -27,6 +27,8 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 
 RANKS, PAGE_SIZE, TOKENS = 3, 4, 128
 SHORT, LONGER, OTHER = prompt(8), prompt(28), prompt(20, 500)
+#: Of mixtures, and their length.
+SEEDS, STEPS = range(3), 150
 #: Seconds that a slow rank takes longer for a transfer.
 SLOW = 0.2
 
@@ -168,7 +170,15 @@ class Rank:
             "attn_cp_cache_group": alone, "pp_cache_group": alone,
         }  # fmt: skip
 
-    def model(self, layout="fp4", arrangement="layer_major", host="same", page_size=PAGE_SIZE, store=None):
+    def model(
+        self,
+        layout="fp4",
+        arrangement="layer_major",
+        host="same",
+        page_size=PAGE_SIZE,
+        store=None,
+        ratio=1.0,
+    ):
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -178,7 +188,7 @@ class Rank:
 
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
-            hicache_ratio=1.0, hicache_storage_backend=store and "file", served_model_name="model",
+            hicache_ratio=ratio, hicache_storage_backend=store and "file", served_model_name="model",
             hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
             hicache_storage_prefetch_policy="wait_complete", tp_size=RANKS,
         )  # fmt: skip
@@ -324,11 +334,12 @@ def moved(rank):
         model.put(SHORT)
         if ranks.rank == rank:
             model.tier.alloc(PAGE_SIZE)
+        kept = ranks.counts_stored_pages(model)
         model.put(LONGER)
         model.put(OTHER)
         model.evict()
         lengths = [model.check(tokens) for tokens in (OTHER, LONGER, SHORT)]
-        return {"lengths": lengths, "detail": ranks.details["tier_disagreement"]}
+        return {"lengths": lengths, "kept": kept, "detail": ranks.details.get("tier_disagreement")}
 
     return case
 
@@ -369,6 +380,37 @@ def from_store(rank):
     return case
 
 
+def mixture(seed):
+    """Many prompts in a small host tier, faults of any rank now and then, in the same order on every rank."""
+
+    def case(ranks):
+        model = ranks.model("fp4", "token_major", ratio=0.25)
+        generator = np.random.default_rng(seed)
+        prompts = [prompt(PAGE_SIZE * int(n), 1000 * int(k)) for n in range(2, 9) for k in (1, 2, 3, 4)]
+        lengths, empty = [], model.tier.available_size()
+        for _ in range(STEPS):
+            tokens = prompts[generator.integers(len(prompts))]
+            what, who = generator.integers(10), generator.integers(RANKS)
+            allocator = model.cache.token_to_kv_pool_allocator
+            if what < 5:
+                if allocator.available_size() < len(tokens):
+                    model.evict()
+                with pytest.MonkeyPatch.context() as patched:
+                    if what == 0 and ranks.rank == who:
+                        break_backups(model.tier, patched)
+                    model.put(tokens)
+            elif what < 9:
+                model.evict()
+                lengths.append(model.check(tokens))
+            elif generator.integers(10) == 0:
+                model.cache.reset()
+        model.evict()
+        model.forget()
+        return {"lengths": lengths, "leaked": empty - model.tier.available_size()}
+
+    return case
+
+
 def no_memory(rank):
     """One rank of the machine has not the memory for its part."""
 
@@ -397,6 +439,7 @@ CASES = {
     **{f"refused-{rank}": refused_backup(rank) for rank in range(RANKS)},
     **{f"moved-{rank}": moved(rank) for rank in range(RANKS)},
     "flushed": flushed,
+    **{f"mixture-{seed}": mixture(seed) for seed in SEEDS},
     **{f"store-{rank}": from_store(rank) for rank in (0, 2)},
     **{f"no-memory-{rank}": no_memory(rank) for rank in (0, 2)},
 }  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sharing_ranks import CASES, LONGER, NARROWER, OTHER, PAGE_SIZE, RANKS, SHORT, TOKENS
+from sharing_ranks import CASES, LONGER, NARROWER, OTHER, PAGE_SIZE, RANKS, SEEDS, SHORT, TOKENS
 
 HERE = Path(__file__).resolve().parent
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
@@ -111,6 +111,17 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
             f"rank {other}: alloc of {4 if other == rank else 20} slots from 8" for other in range(RANKS)
         ]
         assert found["detail"] == "at operation 3, " + "; ".join(words)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mixture_of_pressure_and_faults(seen, seed):
+    """Each of the processes compares the bytes of every hit; some are of the whole prompt, some of none."""
+    case = f"mixture-{seed}"
+    lengths, failures = agreed(seen[case])
+    assert lengths.count(0) < len(lengths)
+    assert all(found.keys() <= {"backup", "backup_lost", "load_pages"} for found in failures)
+    assert sum(found.get("backup_lost", 0) for found in failures) > 0
+    assert [rank["leaked"] for rank in seen[case]] == [0] * RANKS
 
 
 def test_a_tier_that_was_flushed_goes_on(seen):
