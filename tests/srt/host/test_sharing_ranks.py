@@ -107,6 +107,7 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
     assert lengths == [0, 0, 0]
     assert all(found["tier_disagreement"] == 1 for found in failures)
     for found in seen[case]:
+        assert found["kept"] == []
         words = [
             f"rank {other}: alloc of {4 if other == rank else 20} slots from 8" for other in range(RANKS)
         ]
