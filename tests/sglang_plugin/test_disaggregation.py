@@ -158,8 +158,11 @@ def test_sglangs_other_errors_name_the_prefill_server(manager_of, bootstrap):
 
 
 def test_a_mismatch_of_stock_rows_keeps_sglangs_error(manager_of, bootstrap):
+    """And its text. Of this peer alone as well: the decode server goes on."""
+    from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
+
     manager_of("prefill", device_pool("fp8"), layout=None)
-    with pytest.raises(RuntimeError, match=r"^KV cache dtype mismatch: .*same --kv-cache-dtype value\.$"):
+    with pytest.raises(PeerMismatch, match=r"^KV cache dtype mismatch: .*same --kv-cache-dtype value\.$"):
         manager_of("decode", device_pool("bf16"), layout=None).try_ensure_parallel_info(bootstrap)
 
 

@@ -19,8 +19,22 @@ PREVENTS = {
         ],
         "a store that allocates the tier's memory",
     ),
+    "standalone-file": (
+        [
+            *("--hicache-storage-backend", "mooncake"),
+            *("--hicache-storage-backend-extra-config", "@standalone.yaml"),
+        ],
+        "a store that allocates the tier's memory",
+    ),
     "shm": (["--hicache-storage-backend", "shm"], "a store that allocates the tier's memory"),
 }
+
+
+@pytest.fixture(autouse=True)
+def configuration_files(tmp_path, monkeypatch):
+    """Where "@name" of an argument is looked up."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "standalone.yaml").write_text("standalone_storage: true\n")
 
 
 def sharing(args):

@@ -91,6 +91,48 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     ]
 
 
+def test_a_rank_that_fails_by_another_ones_verdict_has_the_text(manager_of, bootstrap, counted):
+    """Each rank holds a request by its own clock, and SGLang fails it on all of them with the first."""
+    from sglang.srt.disaggregation.common.conn import KVTransferError
+
+    manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    request = decode.request(bootstrap, 71)
+    assert decode.ensure(**{bootstrap: [request]}) == ({}, [request])
+    with pytest.raises(KVTransferError, match="KV cache layout mismatch: ") as error:
+        request.kv_receiver.failure_exception()
+    assert not error.value.is_from_another_rank
+
+
+def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
+    manager_of, bootstrap, monkeypatch, counted
+):
+    """Else requests of the next ten seconds would fail without their prefill server being told."""
+    prefill = manager_of("prefill", pool_of("fp8"))
+    decode = Decode(manager_of("decode", pool_of("fp4")))
+    with monkeypatch.context() as patched:
+        patched.setattr(peer_mismatch, "_ranks", lambda requests: [])
+        assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 71)]}) == ({}, [])
+    request = decode.request(bootstrap, 72)
+    assert decode.ensure(**{bootstrap: [request]}) == ({}, [request])
+    assert told(prefill) == [72]
+
+
+@pytest.mark.parametrize("layouts", [("bf16", "bf16"), ("fp4", "fp4")])
+def test_other_differences_cost_the_requests_of_that_server_only(
+    manager_of, bootstrap, monkeypatch, counted, layouts
+):
+    """SGLang raises RuntimeError for a page size, and fails an assertion for pipeline stages."""
+    manager_of("prefill", pool_of(layouts[0]))
+    manager = manager_of("decode", pool_of(layouts[1]))
+    monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
+    monkeypatch.setattr(manager, "pp_size", 3)
+    assert Decode(manager).ensure(**{bootstrap: [Decode(manager).request(bootstrap, 71)]}) == ({}, [])
+    ((kind, text),) = counted
+    assert kind == "peer_mismatch"
+    assert "Decode pp size (3)" in text
+
+
 def test_a_prefill_server_that_fits_is_ready_beside_one_that_does_not(manager_of, bootstrap, counted):
     manager_of("prefill", pool_of("fp4"))
     decode = Decode(manager_of("decode", pool_of("fp4")))

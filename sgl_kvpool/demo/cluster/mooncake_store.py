@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from sgl_kvpool.demo.local_server import LocalServer
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
 from sgl_kvpool.demo.loopback import free_port
 from sgl_kvpool.demo.mooncake_libraries import library_path
 
@@ -102,4 +102,4 @@ class MooncakeStore:
         for line in self.master.get("/metrics").decode().splitlines():
             if line.startswith("master_allocated_bytes "):
                 return int(float(line.split()[1]))
-        raise RuntimeError("the Mooncake master has no metric master_allocated_bytes")
+        raise ServerFailed("the Mooncake master has no metric master_allocated_bytes")

@@ -71,15 +71,19 @@ def install() -> None:
 
 
 def _try_ensure_parallel_info(original, self, bootstrap_addr):
-    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass."""
+    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass.
+
+    Other errors, of another page size or other stages, are of this prefill server alone as well. SGLang
+    asserts some of what it compares.
+    """
     try:
         known = original(self, bootstrap_addr)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         strings = _STRINGS.findall(str(error))
         if len(strings) != 2 or not any(MARK in text for text in strings):
-            if MARK in self.kv_cache_dtype_str:  # another page size, say: of this peer alone as well
-                raise PeerMismatch(f"the prefill server at {bootstrap_addr}: {error}") from error
-            raise
+            if MARK not in self.kv_cache_dtype_str:
+                raise PeerMismatch(str(error)) from error
+            raise PeerMismatch(f"the prefill server at {bootstrap_addr}: {error}") from error
         prefill, decode = strings
         raise PeerMismatch(
             f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
@@ -134,7 +138,8 @@ def _ensure_prefill_info(original, self, addr_to_reqs):
             except PeerMismatch as error:
                 ranks = _ranks(requests)
                 mismatch = _Mismatch(str(error), ranks, time.monotonic() + _REMEMBERED_SECONDS)
-                mismatches[address] = mismatch
+                if ranks:  # else later requests would fail without their prefill server being told
+                    mismatches[address] = mismatch
             else:
                 ready.update(fit)
                 remaining += rest
@@ -155,6 +160,8 @@ def _held(receiver: Any, mismatch: _Mismatch) -> bool:
     if refusal is None:
         refusal = _refusals[receiver] = _Refusal(since=now, tell_at=now)
         metrics.failed("peer_mismatch", f"room {receiver.bootstrap_room}: {mismatch.text}")
+        # For a rank that SGLang makes fail because another one did, whose two seconds were over first.
+        receiver.kv_mgr.record_failure(receiver.bootstrap_room, mismatch.text)
     if now >= refusal.tell_at:
         refusal.tell_at = now + _TOLD_EVERY_SECONDS
         receiver.bootstrap_infos = mismatch.ranks

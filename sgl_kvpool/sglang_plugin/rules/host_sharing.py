@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +16,18 @@ __all__ = ["choose_sharing", "same_rows_ranks"]
 def _store_owns_the_tier(view: Any) -> bool:
     """Whether the store has an allocator of its own for the tier (`get_allocator_type` of SGLang)."""
     from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    text = view.hicache_storage_backend_extra_config
+    if view.hicache_storage_backend not in ("dynamic", "mooncake"):
+        return view.hicache_storage_backend in ("shm", "mori")
     try:
-        config = json.loads(text) if text else {}
-    except ValueError:  # SGLang says so, with its own words
-        config = {}
-    standalone = config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get())
-    return {
-        "shm": True,
-        "mori": True,
-        "dynamic": config.get("allocator") == "shm",
-        "mooncake": bool(standalone),
-    }.get(view.hicache_storage_backend, False)
+        text = view.hicache_storage_backend_extra_config
+        config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    except (OSError, ValueError):  # the scheduler parses it too, and says what is wrong
+        return False
+    if view.hicache_storage_backend == "dynamic":
+        return config.get("allocator") == "shm"
+    return bool(config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get()))
 
 
 #: (whether it is in use, by ServerArgs' fields; what it is called; why the ranks cannot share a tier then).
