@@ -13,6 +13,7 @@ import dsa_pools
 import numpy as np
 import torch
 from host_tier import GUARD, device_pool, rows
+from tree_model import Request, TreeModel
 
 #: MLA layers 1 and 4, linear ones 0, 2, 3 of a model with five.
 ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
@@ -121,17 +122,6 @@ def _bytes(of, size):
     return np.frombuffer(hashlib.shake_128(of).digest(size), dtype=np.uint8)
 
 
-class Request:
-    """What SGLang's tree asks of one."""
-
-    def __init__(self, rid="r"):
-        from sglang.srt.managers.schedule_batch import ReqKvInfo
-
-        self.rid, self.kv, self.session = rid, ReqKvInfo(), None
-        self.last_node = self.best_match_node = None
-        self.host_hit_length = self.swa_host_hit_length = self.mamba_host_hit_length = 0
-
-
 class Served:
     """Rows, index keys and state that a request goes on from."""
 
@@ -139,18 +129,15 @@ class Served:
         self.tokens, self.rows, self.index, self.state = tokens, row_bytes, index, state
 
 
-class Model:
+class Model(TreeModel):
     """A tree with a host tier over hybrid pools, and what each prefix has been given."""
 
     def __init__(self, cache, pool, requests, page_size, drafts=()):
-        self.cache, self.pool, self.requests, self.page_size = cache, pool, requests, page_size
+        super().__init__(cache, pool, page_size)
+        self.requests = requests
         self.rows, self.states = pool.row_pool, requests.mamba_pool
         # SGLang's name for what a hybrid pool holds; the target's layers first.
         self.row_pools = [self.rows, *(getattr(draft, "full_kv_pool", draft) for draft in drafts)]
-
-    @property
-    def controller(self):
-        return self.cache.cache_controller
 
     @property
     def tiers(self):
@@ -198,50 +185,26 @@ class Model:
 
     def put(self, tokens):
         """Compute a prompt: new rows behind what the tree has, and a state at its end."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-        key = self.key(tokens)
-        found = self.cache.match_prefix(MatchPrefixParams(key=key))
-        had = self.cache.path_device_indices(found.last_device_node)
-        new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
-        assert new is not None
+        slots, had = self.put_rows(tokens)
         state = self.requests.mamba_allocator.alloc(1)
         assert state is not None
-        slots = torch.cat([had, new])
-        for layer, made in zip(self.row_layers(), self.row_bytes_of(tokens), strict=True):
-            flat = np.array(layer)  # arranged rows are views with other strides
-            flat.reshape(-1, flat.shape[-1])[new.numpy()] = made[len(had) :]
-            layer[...] = flat
         for layer, made in zip(self.index_layers(), self.index_bytes_of(tokens), strict=True):
-            layer[self.pages_of(new)] = made[len(had) // self.page_size :]
+            layer[self.pages_of(slots[had:])] = made[had // self.page_size :]
         raw = self.state_of(tokens)
         for part in state_tensors(self.states):
             part[:, int(state)] = raw[: part[:, 0].size].reshape(part[:, 0].shape)
             raw = raw[part[:, 0].size :]
         result = self.cache.insert(
-            InsertParams(key=key, value=slots, mamba_value=state, prev_prefix_len=len(had))
+            InsertParams(key=self.key(tokens), value=slots, mamba_value=state, prev_prefix_len=had)
         )
         if result.mamba_exist:
             self.requests.mamba_allocator.free(state)
         self.settle()
 
-    def key(self, tokens):
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(array("q", tokens))
-
-    def row_bytes(self, slots):
-        return np.stack(
-            [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in self.row_layers()]
-        )
-
     def pages_of(self, slots):
         return slots.numpy()[:: self.page_size] // self.page_size
-
-    def settle(self):
-        """Submit backups and take their acknowledgements, as a scheduler's step does."""
-        self.cache.check_hicache_events()
-        self.cache.check_hicache_events()
 
     def evict(self, tokens=1000, states=0):
         """Push rows (with the states of their ends), or states alone, off the device; what stays is kept."""
@@ -259,34 +222,16 @@ class Model:
             part[:, self.requests.mamba_allocator.free_slots.numpy()] = GUARD
 
     def serve(self, tokens):
-        """What a request for these tokens would go on from: as the scheduler asks for it, step by step."""
-        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-
+        """What a request for these tokens would go on from."""
         request = Request()
-        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), cow_mamba=True, req=request))
-        request.last_node, length = match.last_device_node, match.device_prefix_len
-        request.host_hit_length, request.mamba_host_hit_length = (
-            match.host_hit_length,
-            match.mamba_host_hit_length,
-        )
-        if match.host_hit_length > 0 or match.mamba_host_hit_length > 0:
-            lock = self.cache.inc_lock_ref(request.last_node)
-            request.host_loaded_length, request.last_node = self.cache.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
-                )
-            )
-            self.cache.dec_lock_ref(match.last_device_node, lock.to_dec_params())
-            length += request.host_loaded_length
-        self.cache.ready_to_load_host_cache()
-        slots = self.cache.path_device_indices(request.last_node)[:length]
+        slots = self.go_on(tokens, request, cow_mamba=True, req=request)
         kv, state = request.kv, None
         if kv.mamba_cow_src_index is not None:
             state = state_bytes(self.states, int(kv.mamba_cow_src_index))
         elif kv.holds_mamba:
             state = state_bytes(self.states, int(kv.mamba_pool_idx))
         index = [np.array(layer[self.pages_of(slots)]) for layer in self.index_layers()]
-        served = Served(length, self.row_bytes(slots), index, state)
+        served = Served(len(slots), self.row_bytes(slots), index, state)
         if kv.holds_mamba:
             self.requests.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(0))
         self.settle()

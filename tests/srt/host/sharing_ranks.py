@@ -4,22 +4,18 @@
 ranks, over gloo, and writes what it saw. A rank that waits for others in vain ends after a minute.
 """
 
-import json
-import sys
 import threading
 import time
-from array import array
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from host_tier import ARRANGEMENTS, GUARD, LAYERS, LAYOUTS, device_pool, rows
-from hybrid_tier import Request
+from dense_model import DenseModel
+from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
+from rank_processes import go_through
 from test_hybrid_stores import fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
 
@@ -31,127 +27,6 @@ SHORT, LONGER, OTHER = prompt(8), prompt(28), prompt(20, 500)
 SEEDS, STEPS = range(3), 150
 #: Seconds that a slow rank takes longer for a transfer.
 SLOW = 0.2
-
-
-class Model:
-    """A tree with a host tier over rows alone, and what each prefix has been given."""
-
-    def __init__(self, cache, pool):
-        self.cache, self.pool, self.page_size = cache, pool, pool.page_size
-
-    @property
-    def controller(self):
-        return self.cache.cache_controller
-
-    @property
-    def tier(self):
-        return self.controller.mem_pool_host.anchor_entry.host_pool
-
-    def key(self, tokens):
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(array("q", tokens))
-
-    def row_bytes_of(self, tokens):
-        """Rows of a prompt, `[layers, tokens, row_bytes]`: as a model's, they depend on all tokens before.
-
-        Encoded from values, so that a narrower host layout has something to round.
-        """
-        from sgl_kvpool.codec import encode_rows
-
-        found = []
-        for layer in range(LAYERS):
-            made = []
-            for end in range(1, len(tokens) + 1):
-                generator = np.random.default_rng([layer, *tokens[:end]])
-                made.append(generator.standard_normal(576).astype(np.float32))
-            values = torch.from_numpy(np.stack(made))
-            found.append(
-                encode_rows(values[:, :512], values[:, 512:], self.pool.row_format)
-                .view(torch.uint8)
-                .view(len(tokens), -1)
-                .numpy()
-            )
-        return np.stack(found)
-
-    def put(self, tokens):
-        """Compute a prompt: new rows behind what the tree has."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-
-        key = self.key(tokens)
-        match = self.cache.match_prefix(MatchPrefixParams(key=key))
-        had = self.cache.path_device_indices(match.last_device_node)
-        new = self.cache.token_to_kv_pool_allocator.alloc(len(tokens) - len(had))
-        assert new is not None
-        for layer, made in zip(rows(self.pool), self.row_bytes_of(tokens), strict=True):
-            flat = np.array(layer)  # arranged rows are views with other strides
-            flat.reshape(-1, flat.shape[-1])[new.numpy()] = made[len(had) :]
-            layer[...] = flat
-        self.cache.insert(InsertParams(key=key, value=torch.cat([had, new]), prev_prefix_len=len(had)))
-        self.settle()
-
-    def settle(self):
-        """Submit backups and take their acknowledgements, as a scheduler's step does."""
-        self.cache.check_hicache_events()
-        self.cache.check_hicache_events()
-
-    def evict(self):
-        """Push all rows off the device, and put guard bytes in their places."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        self.cache.evict(EvictParams(num_tokens=1000))
-        free = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
-        for layer in rows(self.pool):
-            layer[free] = GUARD
-
-    def forget(self):
-        """Push all pages off the host."""
-        while self.cache.evict_host(1000):
-            pass
-
-    def found(self, tokens):
-        """Rows that a request for these tokens goes on from, `[layers, found, row_bytes]`."""
-        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-
-        request = Request()
-        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
-        request.last_node = node = match.last_device_node
-        request.host_hit_length, length = match.host_hit_length, match.device_prefix_len
-        if match.host_hit_length > 0:
-            lock = self.cache.inc_lock_ref(node)
-            loaded, node = self.cache.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
-                )
-            )
-            self.cache.dec_lock_ref(match.last_device_node, lock.to_dec_params())
-            length += loaded
-        self.cache.ready_to_load_host_cache()
-        slots = self.cache.path_device_indices(node)[:length].numpy()
-        found = np.stack([np.array(layer).reshape(-1, layer.shape[-1])[slots] for layer in rows(self.pool)])
-        self.settle()
-        return found
-
-    def check(self, tokens):
-        """Tokens found: with the bytes that were computed or, from a narrower host, with their rounding."""
-        found = self.found(tokens)
-        length = found.shape[1]
-        if not length:
-            return 0
-        made = self.row_bytes_of(tokens[:length])
-        if not np.array_equal(found, made):
-            assert np.array_equal(found, self.rounded(made)), "other bytes than were stored"
-        return length
-
-    def rounded(self, made):
-        """What rows are once they were on a host with a narrower layout."""
-        from sgl_kvpool.codec import decode_rows, encode_rows
-
-        wide, narrow = self.pool.row_format, self.tier.row_format
-        values = decode_rows(torch.from_numpy(made.reshape(-1, made.shape[-1])), wide)
-        values = decode_rows(encode_rows(values[:, :512], values[:, 512:], narrow), narrow)
-        again = encode_rows(values[:, :512], values[:, 512:], wide).view(torch.uint8)
-        return again.view(made.shape).numpy()
 
 
 class Rank:
@@ -210,7 +85,7 @@ class Rank:
         cache.init_hicache(args, params)
         cache.load_back_threshold = 1
         assert isinstance(cache.load_cache_event, type(threading.Event()))
-        return Model(cache, pool)
+        return DenseModel(cache, pool, page_size)
 
     def run(self, case):
         """What a case returns on this rank, and what was counted."""
@@ -445,21 +320,14 @@ CASES = {
 }  # fmt: skip
 
 
-def main(rank, folder, *cases):
-    from sglang.srt.mem_cache.pool_host import base
-
-    from sgl_kvpool.sglang_plugin.hooks import host_tier, sharing
+def main():
+    from sgl_kvpool.sglang_plugin.hooks import sharing
     from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    host_tier.install()
     # Of a server's attention-TP group, which a process without a model does not have.
     sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
-    this = Rank(rank, folder)
-    for case in cases or CASES:
-        (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
-    dist.destroy_process_group()
+    go_through(Rank, CASES)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main()

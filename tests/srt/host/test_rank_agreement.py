@@ -1,42 +1,16 @@
 """A fault of one rank is a miss on all that schedule the same requests: two processes, see two_ranks.py."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import rank_processes
 from two_ranks import CASES, LONGER, RANKS, SHORT
 
-HERE = Path(__file__).resolve().parent
 LONG, LESS = len(LONGER), len(SHORT)
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """`seen[case]`: what each rank saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = []
-    try:
-        for rank in range(RANKS):
-            with (folder / f"{rank}.log").open("w") as log:
-                command = [sys.executable, HERE / "two_ranks.py", str(rank), folder]
-                processes.append(
-                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-                )
-        statuses = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(RANKS)]
-    assert statuses == [0, 0], "\n\n".join(log[-3000:] for log in logs)
-    return {
-        case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(RANKS)]
-        for case in CASES
-    }
+    return rank_processes.run("two_ranks.py", RANKS, tmp_path_factory.mktemp("ranks"), CASES)
 
 
 def agreed(ranks):

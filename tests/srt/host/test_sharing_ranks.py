@@ -1,43 +1,17 @@
 """Three ranks that share a host tier, with SGLang's trees, controllers and store: see sharing_ranks.py."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import rank_processes
+from host_tier import ROW_BYTES
 from sharing_ranks import CASES, LONGER, NARROWER, OTHER, PAGE_SIZE, RANKS, SEEDS, SHORT, TOKENS
 
-HERE = Path(__file__).resolve().parent
-ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 ALL = [len(SHORT), len(LONGER), len(OTHER)]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """`seen[case]`: what each rank saw, in order."""
-    folder = tmp_path_factory.mktemp("sharing")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = []
-    try:
-        for rank in range(RANKS):
-            with (folder / f"{rank}.log").open("w") as log:
-                command = [sys.executable, HERE / "sharing_ranks.py", str(rank), folder]
-                processes.append(
-                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-                )
-        statuses = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(RANKS)]
-    assert statuses == [0] * RANKS, "\n\n".join(log[-3000:] for log in logs)
-    return {
-        case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(RANKS)]
-        for case in CASES
-    }
+    return rank_processes.run("sharing_ranks.py", RANKS, tmp_path_factory.mktemp("sharing"), CASES)
 
 
 def agreed(ranks):

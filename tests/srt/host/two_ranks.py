@@ -5,16 +5,14 @@ rank, over gloo, and writes what it saw. Faults befall rank 1 alone. A rank that
 ends after a minute.
 """
 
-import json
-import sys
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 
 import hybrid_tier
 import pytest
 import torch.distributed as dist
 from host_tier import slots
+from rank_processes import go_through
 from test_hybrid_stores import fetch, files, flip, stored
 from test_hybrid_tree import break_backups, prompt
 
@@ -210,17 +208,5 @@ CASES = {
 }
 
 
-def main(rank, folder):
-    from sglang.srt.mem_cache.pool_host import base
-
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
-
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    host_tier.install()
-    this = Rank(rank, folder)
-    for case in CASES:
-        (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    go_through(Rank, CASES)

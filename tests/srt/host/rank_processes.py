@@ -1,0 +1,62 @@
+"""Processes that are the ranks of a server, each of which goes through the same cases."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def run(script, ranks, folder, cases):
+    """`found[case]`: what each rank saw, in order.
+
+    Starts `python script RANK FOLDER` once for each rank; see `go_through`.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = []
+    try:
+        for rank in range(ranks):
+            with (folder / f"{rank}.log").open("w") as log:
+                command = [sys.executable, HERE / script, str(rank), folder]
+                processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                )
+        statuses = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(ranks)]
+    assert statuses == [0] * ranks, "\n\n".join(log[-3000:] for log in logs)
+    return {
+        case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(ranks)]
+        for case in cases
+    }
+
+
+def go_through(make_rank, cases):
+    """Run cases in this process, whose rank and folder the command line has.
+
+    Parameters
+    ----------
+    make_rank : callable
+        Takes rank and folder; what it makes has `run(case)`, whose answer is written.
+    cases : iterable of str
+        All there are; further arguments of the command line choose some of them.
+    """
+    import torch.distributed as dist
+    from sglang.srt.mem_cache.pool_host import base
+
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
+
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    host_tier.install()
+    this = make_rank(rank, folder)
+    for case in sys.argv[3:] or cases:
+        (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
+    # A rank that ends while others still talk to it makes gloo abort them.
+    dist.barrier()
+    dist.destroy_process_group()
