@@ -18,8 +18,8 @@ from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
 from sgl_kvpool.transfer.host_options import CPU_ENGINE
-from sgl_kvpool.transfer.jobs import RegisteredPieces
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan

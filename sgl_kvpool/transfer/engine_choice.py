@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredPieces
 from sgl_kvpool.transfer.plan import CopyRun
 
 __all__ = ["LinkRates", "choose", "measure"]

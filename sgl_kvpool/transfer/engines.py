@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_kvpool.transfer.gpu_engine import EngineTools, GpuEngine, contiguous
-from sgl_kvpool.transfer.jobs import CopyJob, KernelJob
+from sgl_kvpool.transfer.gpu_engine import CopyJob, EngineTools, GpuEngine, KernelJob, contiguous
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages, page_numbers
 from sgl_kvpool.transfer.staged_engine import StagedEngine

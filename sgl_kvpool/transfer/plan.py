@@ -7,7 +7,7 @@ whose page p moves, for i in range(run_count), the bytes ::
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
 Layers whose runs continue each other on both sides are one `CopyRun`. Engines get them as numbers
-(:mod:`.jobs`) and join neighbouring pages themselves.
+(:mod:`.gpu_engine`) and join neighbouring pages themselves.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.

@@ -10,8 +10,14 @@ import numpy as np
 import torch
 
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
-from sgl_kvpool.transfer.gpu_engine import EngineTools, GpuEngine, contiguous
-from sgl_kvpool.transfer.jobs import CopyJob, KernelJob, counted_from
+from sgl_kvpool.transfer.gpu_engine import (
+    CopyJob,
+    EngineTools,
+    GpuEngine,
+    KernelJob,
+    contiguous,
+    counted_from,
+)
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages, page_numbers

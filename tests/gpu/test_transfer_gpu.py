@@ -11,7 +11,7 @@ from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan

@@ -46,7 +46,7 @@ class Event:
 def tools(page_bytes, pieces=None, **changes):
     """`EngineTools` of one direction whose device is this machine's memory."""
     from sgl_kvpool.transfer.engines import EngineTools
-    from sgl_kvpool.transfer.jobs import RegisteredPieces
+    from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
     from sgl_kvpool.transfer.page_buffer import PageBuffer
 
     device = torch.device("cpu")

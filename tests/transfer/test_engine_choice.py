@@ -66,7 +66,7 @@ def plan():
 
 
 def gpu_engines(plan, requested, gpu_calls, pieces=True):
-    from sgl_kvpool.transfer.jobs import RegisteredPieces
+    from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
 
     pages = plan.target.tensors[0].view(torch.uint8)
     given = RegisteredPieces() if pieces else None

@@ -16,7 +16,7 @@ from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.transfer import page_buffer
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import GPU_ENGINES, CopyEngine, StagedEngine
-from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredPieces
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.staged_engine import _GROUP_BYTES, _groups
 

@@ -48,7 +48,7 @@ from sgl_kvpool.srt.attention.decode_verify import (
 from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.arranged import RowsToWrite
 from sgl_kvpool.srt.pool.row_pool import RowPool
 
 if TYPE_CHECKING:

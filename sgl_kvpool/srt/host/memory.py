@@ -13,7 +13,7 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
 
 logger = logging.getLogger(__name__)
 

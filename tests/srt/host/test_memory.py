@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvpool.srt.host.memory import page_pieces, pin
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
 
 # ------------------------------------------------------------------ too much
 
