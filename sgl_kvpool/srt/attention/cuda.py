@@ -104,10 +104,6 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         check_layers(model_runner.model, pool, multi_head=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
-        self._attach(model_runner, pool)
-
-    def _attach(self, model_runner, pool: RowPool) -> None:
-        """What this class has beyond the base class."""
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
