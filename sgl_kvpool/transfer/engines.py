@@ -48,9 +48,9 @@ class CopyEngine(GpuEngine):
         super().__init__(plan, tools, to_host)
         if plan.conversion is not None:
             raise ValueError("the copy engine cannot encode or decode rows; use engine staged or kernel")
-        self._all = CopyJob(plan.copy_runs, tools.pieces)
+        self._all = CopyJob(plan.copy_runs, tools.chunks)
         self._one = [
-            CopyJob(plan.copy_runs_of([part]), tools.pieces) for part in range(len(plan.source_group.layers))
+            CopyJob(plan.copy_runs_of([part]), tools.chunks) for part in range(len(plan.source_group.layers))
         ]
 
     def copy(

@@ -24,7 +24,7 @@ __all__ = [
     "EngineTools",
     "GpuEngine",
     "KernelJob",
-    "RegisteredPieces",
+    "RegisteredChunks",
     "contiguous",
     "counted_from",
 ]
@@ -36,19 +36,19 @@ _WORD_BYTES = (16, 8, 4)
 
 
 @dataclass(frozen=True)
-class RegisteredPieces:
-    """Host memory that was registered with CUDA piece by piece.
+class RegisteredChunks:
+    """Host memory that was registered with CUDA chunk by chunk.
 
     Attributes
     ----------
     begin : int
         Address of the first byte.
-    piece_bytes : int
-        0 if no copy can touch two pieces.
+    chunk_bytes : int
+        0 if no copy can touch two chunks.
     """
 
     begin: int = 0
-    piece_bytes: int = 0
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EngineTools:
         Of the pool.
     buffer : PageBuffer or None
         Only `staged` needs it.
-    pieces : RegisteredPieces
+    chunks : RegisteredChunks
         Of the host tier.
     current_stream : callable
         Number of the stream that steps are to be enqueued on.
@@ -74,7 +74,7 @@ class EngineTools:
     calls: Any
     device: torch.device
     buffer: PageBuffer | None = None
-    pieces: RegisteredPieces = field(default_factory=RegisteredPieces)
+    chunks: RegisteredChunks = field(default_factory=RegisteredChunks)
     current_stream: Callable[[], int] = lambda: torch.cuda.current_stream().cuda_stream
     make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)
 
@@ -189,7 +189,7 @@ class CopyJob:
     Parameters
     ----------
     runs : sequence of CopyRun
-    pieces : RegisteredPieces
+    chunks : RegisteredChunks
         Of the host side.
 
     Attributes
@@ -197,9 +197,9 @@ class CopyJob:
     address : int
     """
 
-    def __init__(self, runs: Sequence[CopyRun], pieces: RegisteredPieces) -> None:
+    def __init__(self, runs: Sequence[CopyRun], chunks: RegisteredChunks) -> None:
         table = _table(runs, "cpu")
-        numbers = [table.data_ptr(), len(runs), pieces.begin, pieces.piece_bytes]
+        numbers = [table.data_ptr(), len(runs), chunks.begin, chunks.chunk_bytes]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._kept = table
         self.address = self._numbers.data_ptr()

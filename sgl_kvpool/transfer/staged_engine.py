@@ -92,7 +92,7 @@ class StagedEngine(GpuEngine):
             copied = counted_from(TransferPlan(source, slot, name).copy_runs, target_base=base)
             hop = TransferPlan(slot, target, name, conversion).copy_runs
             kernel = KernelJob(counted_from(hop, source_base=base), self.tools.device, conversion, places)
-        return _Hops(kernel, CopyJob(copied, self.tools.pieces), len(pages))
+        return _Hops(kernel, CopyJob(copied, self.tools.chunks), len(pages))
 
     def copy(
         self,

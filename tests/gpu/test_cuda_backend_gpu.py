@@ -161,7 +161,7 @@ def test_decode_and_verify(layout, mode):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("workspace_tokens", [65536, 64, 100])
 @pytest.mark.parametrize("arrangement", PLACED)
-def test_absorbed_prefill_in_one_call_and_in_pieces(layout, workspace_tokens, arrangement):
+def test_absorbed_prefill_in_one_call_and_in_chunks(layout, workspace_tokens, arrangement):
     case = Case(layout, [9, 340, 5, 133], [0, 230, 4, 0], arrangement)
     case.backend._reader.workspace_tokens = workspace_tokens
     found = case.run("EXTEND")

@@ -65,11 +65,11 @@ def plan():
     return TransferPlan(side("layer_major", 0)[0], side("page_major", 0)[0], "kv")
 
 
-def gpu_engines(plan, requested, gpu_calls, pieces=True):
-    from sgl_kvpool.transfer.gpu_engine import RegisteredPieces
+def gpu_engines(plan, requested, gpu_calls, chunks=True):
+    from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
     pages = plan.target.tensors[0].view(torch.uint8)
-    given = RegisteredPieces() if pieces else None
+    given = RegisteredChunks() if chunks else None
     request = channel_builder.EngineRequest(requested, "kernel", given, gpu_calls)
     return channel_builder._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
 
@@ -105,4 +105,4 @@ def test_pageable_memory_is_torchs(plan):
     from emulated import calls
 
     for requested in ("auto", "kernel"):
-        assert [e(plan).name for e in gpu_engines(plan, requested, calls, pieces=False)] == ["torch", "torch"]
+        assert [e(plan).name for e in gpu_engines(plan, requested, calls, chunks=False)] == ["torch", "torch"]

@@ -177,11 +177,11 @@ class Attention:
         for requests in self.batch_sizes(1):
             self._forward(self._batch("DECODE", [0] * requests, [1] * requests), requests, backend)
 
-    def prefill(self, *, in_pieces: bool) -> None:
-        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in pieces."""
+    def prefill(self, *, in_chunks: bool) -> None:
+        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in chunks."""
         reader, batch = self.backend._reader, self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
         workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
-        if in_pieces:
+        if in_chunks:
             reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None
         try:
             self._forward(batch, 2 * _NEW)

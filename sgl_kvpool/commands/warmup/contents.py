@@ -57,12 +57,12 @@ def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
         steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
     steps += [
         Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
-        Step(f"{layout}: prefill in pieces", _TRITON, partial(attention.prefill, in_pieces=True)),
+        Step(f"{layout}: prefill in chunks", _TRITON, partial(attention.prefill, in_chunks=True)),
     ]
     if served.qk_rope_head_dim:  # FlashInfer's kernels want rotary values
         both = (*_TRITON, *_FLASHINFER)
         steps += [
-            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_pieces=False)),
+            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_chunks=False)),
             Step(f"{layout}: prefill in the MHA form", both, attention.multi_head),
         ]
     return steps

@@ -220,8 +220,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self._pieces = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._pieces is not None
+        self._chunks = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
         return buffer
 
     def _initialize_transfer_views(self) -> None:
@@ -241,7 +241,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._device_rows,
             self.row_format,
             self._k_scales,
-            EngineRequest(self._options.engine, self._io_backend, self._pieces, gpu_calls),
+            EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

@@ -31,7 +31,7 @@ struct KernelJob {
 struct CopyJob {
   const CopyRun* runs;
   int64_t run_count;
-  RegisteredPieces pieces;
+  RegisteredChunks chunks;
 };
 
 static_assert(sizeof(KernelJob) == 7 * sizeof(int64_t) && sizeof(CopyJob) == 4 * sizeof(int64_t), "numbers");

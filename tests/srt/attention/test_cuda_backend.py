@@ -145,7 +145,7 @@ def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["MIXED", "SPLIT_PREFILL"])
 @pytest.mark.parametrize("split", [False, True])
-def test_prefill_in_other_modes_and_pieces(mode, split, monkeypatch):
+def test_prefill_in_other_modes_and_chunks(mode, split, monkeypatch):
     case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
     case.backend._reader.workspace_tokens = 16
     # The last request has one new token and is decoded, from the row that was just stored.
@@ -187,12 +187,12 @@ def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypa
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("reads_rows", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pieces", [16, None])
-def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, pieces, monkeypatch):
+@pytest.mark.parametrize("chunks", [16, None])
+def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, chunks, monkeypatch):
     """MIXED: the prefill's requests, one of them with a single token too, in front of two of a decode."""
     case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
-    if pieces:
-        case.backend._reader.workspace_tokens = pieces
+    if chunks:
+        case.backend._reader.workspace_tokens = chunks
     fresh = [not reads_rows] * 2 + [False] * 2
     close(case.run("MIXED", split=split), case.wanted(fresh_as_computed=fresh))
     assert (case.backend._extend.prefix_tokens, case.backend._extend.query_tokens) == (39 + 20, 1 + 13)

@@ -56,7 +56,7 @@ struct EmulatedSteps {
   void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
     fail_if_due();
     Ranges reads, writes;
-    kvpool::each_piece(transfer, int64_t{1} << 40, 0, 1, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
+    kvpool::each_chunk(transfer, int64_t{1} << 40, 0, 1, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
       reads.emplace_back(from, from + bytes);
       writes.emplace_back(to, to + (job.from == nullptr ? bytes : bytes / job.from->row_bytes * job.to->row_bytes));
     });
@@ -66,15 +66,15 @@ struct EmulatedSteps {
         machine.kernel(&job, &transfer);
         return;
       }
-      // Not a power of two, so that pieces of the emulated warps end anywhere.
+      // Not a power of two, so that chunks of the emulated warps end anywhere.
       std::vector<int64_t> workers(37);
       for (size_t i = 0; i < workers.size(); ++i) workers[i] = static_cast<int64_t>(i);
       std::shuffle(workers.begin(), workers.end(), machine.random);
       const auto count = static_cast<int64_t>(workers.size());
       for (const int64_t worker : workers) {
         if (job.from == nullptr) {
-          const int64_t piece = 32 * 4 * job.word_bytes;
-          kvpool::each_piece(transfer, piece, worker, count, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
+          const int64_t chunk = 32 * 4 * job.word_bytes;
+          kvpool::each_chunk(transfer, chunk, worker, count, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
             if ((to | from | bytes) % job.word_bytes) throw std::runtime_error("misaligned");
             std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), static_cast<size_t>(bytes));
           });
@@ -82,7 +82,7 @@ struct EmulatedSteps {
         }
         const bool known = kvpool::for_formats(
             job.from->latent, job.to->latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
-              kvpool::each_piece(transfer, job.from->row_bytes, worker, count,
+              kvpool::each_chunk(transfer, job.from->row_bytes, worker, count,
                                  [&](int64_t to, int64_t from, int64_t, int64_t number) {
                                    kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(from), *job.from,
                                                                    reinterpret_cast<uint8_t*>(to), *job.to,
@@ -97,7 +97,7 @@ struct EmulatedSteps {
   void copy(const kvpool::CopyJob& job, const kvpool::Transfer& transfer, bool host_is_source, Stream stream) {
     fail_if_due();
     kvpool::FlatCopies copies;
-    kvpool::flatten(transfer, host_is_source, job.pieces, copies);
+    kvpool::flatten(transfer, host_is_source, job.chunks, copies);
     // Few at a time, so that transfers take several batches; the last is seldom a whole one.
     kvpool::each_batch(copies, 7, [&](size_t first, size_t count) {
       Ranges reads, writes;
@@ -275,7 +275,7 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
   kvpool::FlatCopies copies;
   kvpool::flatten(kvpool::Transfer{copy.runs, copy.run_count, Calls::list(source_pages, 1),
                                    Calls::list(target_pages, 1), page_count, 0, 0},
-                  host_is_source != 0, copy.pieces, copies);
+                  host_is_source != 0, copy.chunks, copies);
   return static_cast<int64_t>(copies.sizes.size());
 }
 

@@ -26,25 +26,25 @@ struct Transfer {
   int64_t target_base;
 };
 
-// Calls move(target address, source address, bytes, number of the copy run) for one worker's share of all pieces:
-// runs are cut into pieces of at most `piece_bytes`, and workers take turns over the pieces of all copy runs, so
+// Calls move(target address, source address, bytes, number of the copy run) for one worker's share of all chunks:
+// runs are cut into chunks of at most `chunk_bytes`, and workers take turns over the chunks of all copy runs, so
 // that a transfer of few pages in many copy runs keeps all of them busy.
 template <typename Move>
-KVPOOL_HD void each_piece(const Transfer& transfer, int64_t piece_bytes, int64_t worker, int64_t workers,
+KVPOOL_HD void each_chunk(const Transfer& transfer, int64_t chunk_bytes, int64_t worker, int64_t workers,
                           Move&& move) {
-  int64_t item = worker;  // counted from the first piece of the copy run at hand
+  int64_t item = worker;  // counted from the first chunk of the copy run at hand
   for (int64_t number = 0; number < transfer.run_count; ++number) {
     const CopyRun& run = transfer.runs[number];
-    const int64_t pieces = (run.run_bytes + piece_bytes - 1) / piece_bytes;  // of a run
-    const int64_t page_pieces = pieces * run.run_count;
-    const int64_t items = page_pieces * transfer.page_count;
+    const int64_t chunks = (run.run_bytes + chunk_bytes - 1) / chunk_bytes;  // of a run
+    const int64_t page_chunks = chunks * run.run_count;
+    const int64_t items = page_chunks * transfer.page_count;
     for (; item < items; item += workers) {
-      const int64_t i = item / page_pieces, rest = item % page_pieces;
-      const int64_t offset = rest % pieces * piece_bytes;
+      const int64_t i = item / page_chunks, rest = item % page_chunks;
+      const int64_t offset = rest % chunks * chunk_bytes;
       const int64_t left = run.run_bytes - offset;
-      move(transfer.target_base + run.target(transfer.target_pages.page(i), rest / pieces) + offset,
-           transfer.source_base + run.source(transfer.source_pages.page(i), rest / pieces) + offset,
-           left < piece_bytes ? left : piece_bytes, number);
+      move(transfer.target_base + run.target(transfer.target_pages.page(i), rest / chunks) + offset,
+           transfer.source_base + run.source(transfer.source_pages.page(i), rest / chunks) + offset,
+           left < chunk_bytes ? left : chunk_bytes, number);
     }
     item -= items;
   }
