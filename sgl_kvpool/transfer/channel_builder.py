@@ -114,7 +114,7 @@ def build_channels(
     Raises
     ------
     Exception
-        The engine that was asked for by name cannot be built.
+        The engine that was requested by name cannot be built.
     """
     conversions = [
         None

@@ -1,4 +1,4 @@
-"""Which engine carries out the transfers of a host tier: asked for, or measured when it starts."""
+"""Which engine carries out the transfers of a host tier: requested, or measured when it starts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def choose(
     if not is_pinned:
         return "torch", "the host tier is not pinned"
     if requested != "auto":
-        return requested, "asked for"
+        return requested, "requested"
     if converts:
         return "staged", "rows change their layout on the way"
     if io_backend != "direct":

@@ -106,7 +106,7 @@ class GpuEngine:
         numbers = page_numbers(host_pages)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < group.num_pages):
             raise ValueError(
-                f"host pages {numbers.min()} to {numbers.max()} asked for; there are {group.num_pages}"
+                f"host pages {numbers.min()} to {numbers.max()} requested; there are {group.num_pages}"
             )
 
     def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:

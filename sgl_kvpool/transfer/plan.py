@@ -170,7 +170,7 @@ class TransferPlan:
                 raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
             if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
                 raise ValueError(
-                    f"{name} pages {pages.min()} to {pages.max()} asked for; group {group.name} has "
+                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
                     f"{group.num_pages}"
                 )
         if len(source_pages) != len(target_pages):

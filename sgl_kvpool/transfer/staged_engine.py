@@ -118,7 +118,7 @@ class StagedEngine(GpuEngine):
             slots, stride = self._on_device(device_pages)
             load = _Load(device_pages, host_pages, slots, stride, contiguous(page_numbers(host_pages)))
             self.tools.calls.begin(self._buffer.handle, stream)
-        self._load = None  # if the following fails, what is asked for next begins anew
+        self._load = None  # if the following fails, what is requested next begins anew
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
             if group not in load.groups:
                 self._load_group(load, group, stream)
@@ -159,7 +159,7 @@ class StagedEngine(GpuEngine):
 
 
 class _Load:
-    """A load that is under way: its lists, where compiled code finds them, and what has been asked for."""
+    """A load that is under way: its lists, where compiled code finds them, and what has been requested."""
 
     def __init__(
         self, device_pages: Any, host_pages: Any, slots: torch.Tensor, stride: int, numbers: np.ndarray
@@ -170,7 +170,7 @@ class _Load:
         self.parts: set[int] = set()
 
     def goes_on(self, device_pages: Any, host_pages: Any, part: int) -> bool:
-        """Whether a request is one more part of this load: the same lists, a part not asked for yet."""
+        """Whether a request is one more part of this load: the same lists, a part not requested yet."""
         same = device_pages is self._lists[0] and host_pages is self._lists[1]
         return same and part not in self.parts
 

@@ -44,7 +44,7 @@ def test_crossover(found, crossover):
         ({"is_pinned": False}, "torch", "not pinned"),
         ({"is_pinned": False, "requested": "kernel"}, "torch", "not pinned"),
         *(
-            ({"requested": name, "io_backend": io}, name, "asked for")
+            ({"requested": name, "io_backend": io}, name, "requested")
             for name in ("staged", "copy_engine", "kernel")
             for io in ("kernel", "direct")
         ),

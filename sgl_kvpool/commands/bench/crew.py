@@ -66,7 +66,7 @@ class Jobs:
         os.dup2(2, 1)
 
     def begin(self, hello: Any = None) -> Iterator[Any]:
-        """Jobs as they come; each is to be answered before the next is asked for.
+        """Jobs as they come; each is to be answered before the next is requested.
 
         Parameters
         ----------

@@ -9,7 +9,7 @@ A host page holds all layers, one after the other, so it is one run of bytes on 
     rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
 
 SGLang calls the rows' shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
-`page_first_direct`: the label stays what the server was asked for, because SGLang's controller, side pools
+`page_first_direct`: the label stays the requested one, because SGLang's controller, side pools
 and stores read it. The padding is part of the one contiguous tensor: stores register all of it.
 """
 
@@ -92,7 +92,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     ValueError
         A label that is none, drafts with other rows, a layout that is not narrower, or not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        An engine that was requested by name cannot be built.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.fd = None
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
+        """Memory of the tier, in page-major order; pinned if it was requested and can be."""
         if self.row_format != self._device_rows:
             # The base class has taken both from the device pool.
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes

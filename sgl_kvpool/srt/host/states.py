@@ -76,7 +76,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     HostTierTooLarge
         Not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        An engine that was requested by name cannot be built.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The command `sgl-kvpool plan`: what is asked for, what is printed; a run from the shell to a picture."""
+"""The command `sgl-kvpool plan`: what is requested, what is printed; a run from the shell to a picture."""
 
 import itertools
 import json

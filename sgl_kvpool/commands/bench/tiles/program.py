@@ -46,7 +46,7 @@ from sgl_kvpool.commands.bench.tiles.cases import (
     tile_of,
     workload_of,
 )
-from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 
 __all__ = ["main"]
 
