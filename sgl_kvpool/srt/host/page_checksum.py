@@ -79,7 +79,7 @@ def write_checksum(page: np.ndarray, tag: str, key: str = "") -> None:
 
 
 def damage(page: np.ndarray, tag: str, key: str = "") -> str | None:
-    """What is wrong with a page; None if nothing is. Parameters as `write_checksum`, which was called for it."""
+    """What is wrong with a page that has a checksum; None if nothing is. Parameters as `write_checksum`."""
     if len(page) < CHECKSUM_BYTES:
         return f"{len(page)} bytes are no page"
     whole = page[-CHECKSUM_BYTES:].tobytes() == checksum(page[:-CHECKSUM_BYTES], tag, key)
