@@ -67,9 +67,9 @@ class TransferChannels:
     to_device: list[TransferChannel]
 
     @functools.cached_property
-    def needs_page_numbers(self) -> bool:
+    def needs_page_indices(self) -> bool:
         """Whether an engine wants lists of device pages on the CPU."""
-        return any(channel.engine.wants_page_numbers for channel in (*self.to_host, *self.to_device))
+        return any(channel.engine.wants_page_indices for channel in (*self.to_host, *self.to_device))
 
     @property
     def engines(self) -> str:

@@ -90,8 +90,8 @@ def choose(
     if converts:
         return "staged", "rows change their layout on the way"
     if io_backend != "direct":
-        # The copy engine wants page numbers on the CPU. With `direct` SGLang has waited for them anyway.
-        return "staged", f"page numbers stay on the GPU with io backend {io_backend}"
+        # The copy engine wants page indices on the CPU. With `direct` SGLang has waited for them anyway.
+        return "staged", f"page indices stay on the GPU with io backend {io_backend}"
     crossover = None if rates is None else rates.crossover_bytes
     if crossover is not None and run_bytes >= crossover:
         return "copy_engine", f"runs of {run_bytes} bytes, and {crossover} are enough for the link"

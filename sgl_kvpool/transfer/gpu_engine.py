@@ -16,7 +16,7 @@ import torch
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.plan import CopyRun, TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 
 __all__ = [
     "KERNEL_BLOCKS",
@@ -80,7 +80,7 @@ class EngineTools:
 
 
 def contiguous(pages: np.ndarray) -> np.ndarray:
-    """Page numbers as compiled code takes them."""
+    """Page indices as compiled code takes them."""
     return np.ascontiguousarray(pages, dtype=np.int64)
 
 
@@ -103,17 +103,17 @@ class GpuEngine:
             raise ValueError(f"{len(source)} source pages for {len(target)} target pages")
         _, host_pages = self._sides(source, target)
         _, group = self._sides(self.plan.source_group, self.plan.target_group)
-        numbers = page_numbers(host_pages)
-        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < group.num_pages):
+        indices = page_indices(host_pages)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < group.num_pages):
             raise ValueError(
-                f"host pages {numbers.min()} to {numbers.max()} requested; there are {group.num_pages}"
+                f"host pages {indices.min()} to {indices.max()} requested; there are {group.num_pages}"
             )
 
     def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:
-        """Slots, or page numbers, in device memory, and slots per page."""
+        """Slots, or page indices, in device memory, and slots per page."""
         if isinstance(pages, DevicePages) and pages.slots.device == self.tools.device:
             return pages.slots.to(torch.int64).contiguous(), pages.page_size
-        pages = page_numbers(pages)
+        pages = page_indices(pages)
         # Short lists are copied before this returns, from wherever they are; longer ones wait for the stream.
         return torch.from_numpy(contiguous(pages)).to(self.tools.device, non_blocking=True), 1
 

@@ -20,7 +20,7 @@ from sgl_kvpool.transfer.gpu_engine import (
 )
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 
 __all__ = ["StagedEngine"]
 
@@ -52,7 +52,7 @@ class StagedEngine(GpuEngine):
     """
 
     name = "staged"
-    wants_page_numbers = False
+    wants_page_indices = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
@@ -109,14 +109,14 @@ class StagedEngine(GpuEngine):
         stream = self.tools.current_stream()
         if self.to_host:
             self._check(source_pages, target_pages)
-            self._store(device_pages, page_numbers(host_pages), stream)
+            self._store(device_pages, page_indices(host_pages), stream)
             return
         load = self._load
         if part is None or load is None or not load.goes_on(device_pages, host_pages, part):
             self._load = None
             self._check(source_pages, target_pages)
             slots, stride = self._on_device(device_pages)
-            load = _Load(device_pages, host_pages, slots, stride, contiguous(page_numbers(host_pages)))
+            load = _Load(device_pages, host_pages, slots, stride, contiguous(page_indices(host_pages)))
             self.tools.calls.begin(self._buffer.handle, stream)
         self._load = None  # if the following fails, what is requested next begins anew
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
@@ -128,7 +128,7 @@ class StagedEngine(GpuEngine):
 
     def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:
         slots, stride = self._on_device(device_pages)
-        numbers = contiguous(host_pages)
+        host_pages = contiguous(host_pages)
         self.tools.calls.begin(self._buffer.handle, stream)
         for hops in self._hops:
             self.tools.calls.staged_store(
@@ -137,8 +137,8 @@ class StagedEngine(GpuEngine):
                 hops.copy.address,
                 slots.data_ptr(),
                 stride,
-                numbers.ctypes.data,
-                len(numbers),
+                host_pages.ctypes.data,
+                len(host_pages),
                 hops.slot_pages,
                 stream,
             )
@@ -149,10 +149,10 @@ class StagedEngine(GpuEngine):
             self._buffer.handle,
             hops.copy.address,
             hops.kernel.address,
-            load.numbers.ctypes.data,
+            load.host_page_indices.ctypes.data,
             load.slots.data_ptr(),
             load.stride,
-            len(load.numbers),
+            len(load.host_page_indices),
             hops.slot_pages,
             stream,
         )
@@ -162,10 +162,15 @@ class _Load:
     """A load that is under way: its lists, where compiled code finds them, and what has been requested."""
 
     def __init__(
-        self, device_pages: Any, host_pages: Any, slots: torch.Tensor, stride: int, numbers: np.ndarray
+        self,
+        device_pages: Any,
+        host_pages: Any,
+        slots: torch.Tensor,
+        stride: int,
+        host_page_indices: np.ndarray,
     ):
         self._lists = (device_pages, host_pages)
-        self.slots, self.stride, self.numbers = slots, stride, numbers
+        self.slots, self.stride, self.host_page_indices = slots, stride, host_page_indices
         self.groups: set[int] = set()
         self.parts: set[int] = set()
 

@@ -39,7 +39,7 @@ def test_crossover(found, crossover):
         ({}, "copy_engine", "runs of 73728 bytes, and 65536 are enough"),
         ({"run_bytes": 26624}, "staged", "runs of 26624 bytes, the link wants 65536"),
         ({"rates": None}, "staged", "none that was tried reaches 95 %"),
-        ({"io_backend": "kernel"}, "staged", "page numbers stay on the GPU with io backend kernel"),
+        ({"io_backend": "kernel"}, "staged", "page indices stay on the GPU with io backend kernel"),
         ({"converts": True}, "staged", "rows change their layout"),
         ({"is_pinned": False}, "torch", "not pinned"),
         ({"is_pinned": False, "requested": "kernel"}, "torch", "not pinned"),

@@ -67,7 +67,7 @@ class Server:
         self.store = StagedEngine(TransferPlan(self.device, self.host, "kv"), tools(self.page_bytes), True)
         self.load = StagedEngine(TransferPlan(self.host, self.device, "kv"), tools(self.page_bytes), False)
         self.lists = [slots_of(range(n, MANY, 2), 2) for n in (0, 1)]
-        self.numbers = [np.arange(n, MANY, 2) for n in (1, 0)]
+        self.host_pages = [np.arange(n, MANY, 2) for n in (1, 0)]
         self.rounds = 0
 
     def write(self, value_of):
@@ -89,19 +89,19 @@ class Server:
 
         self.on_device[...], self.on_host[...] = 121, 122
         self.write(value_of)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
-            self.store.copy(pages, numbers)
+        for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
+            self.store.copy(pages, host_pages)
         calls().order(CALLER, COMPUTE)  # SGLang gives the slots to others once the stores are over
         self.write(lambda page: 123)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
+        for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
             for part in range(5):
-                self.load.copy(numbers, pages, part)
+                self.load.copy(host_pages, pages, part)
         self.enqueued = steps_enqueued()
         calls().play(seed)
         expected = np.array([value_of(page) for page in range(MANY)])
         stored = np.empty(MANY)
-        for pages, numbers in zip(self.lists, self.numbers, strict=True):
-            stored[numbers] = expected[pages.numbers()]
+        for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
+            stored[host_pages] = expected[pages.page_indices()]
         shape = (1, MANY, *([1] * (self.on_host.ndim - 2)))
         there = (self.on_host == stored.reshape(shape)).all()
         return bool(there and (self.on_device == expected.reshape(shape)).all())
@@ -149,7 +149,7 @@ def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
     for value in (5, 6):
         server.on_host[...] = value
         for part in range(5):
-            server.load.copy(server.numbers[0], server.lists[0], part)
+            server.load.copy(server.host_pages[0], server.lists[0], part)
         calls().play(value)
         assert (server.on_device[:, ::2] == value).all()
 
@@ -158,11 +158,11 @@ def test_a_load_of_all_and_then_of_each(monkeypatch):
     """The same list objects, first without a part: what follows is a new load, not the rest of one."""
     server = Server(monkeypatch)
     server.on_host[...] = 5
-    server.load.copy(server.numbers[0], server.lists[0])
+    server.load.copy(server.host_pages[0], server.lists[0])
     calls().play(1)
     server.on_host[...] = 6
     for part in range(5):
-        server.load.copy(server.numbers[0], server.lists[0], part)
+        server.load.copy(server.host_pages[0], server.lists[0], part)
     calls().play(2)
     assert (server.on_device[:, ::2] == 6).all()
 
@@ -183,9 +183,9 @@ def test_a_load_whose_beginning_failed_begins_anew(monkeypatch):
 
     server.load.tools = dataclasses.replace(server.load.tools, calls=Fails())
     with pytest.raises(RuntimeError, match="on purpose"):
-        server.load.copy(server.numbers[0], server.lists[0], 0)
+        server.load.copy(server.host_pages[0], server.lists[0], 0)
     for part in range(1, 5):
-        server.load.copy(server.numbers[0], server.lists[0], part)
+        server.load.copy(server.host_pages[0], server.lists[0], part)
     assert len(asked) == 2
     calls().play(1)
 
@@ -213,7 +213,7 @@ def test_a_channel_counts_a_load_once(counting):
             channel.run(numbers, pages, part)
         calls().play(1)
         assert np.array_equal(
-            on_device[:, pages.numbers()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
+            on_device[:, pages.page_indices()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
         )
     # The second transfer counts the first: nobody waits for the last.
     after = moved("kernel")
@@ -241,9 +241,9 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
             numbers, pages = np.array([8, 0, 3, 5, 6]), slots_of([1, 2, 6, 0, 4])
             expected = (on_host if to_host else on_device).copy()
             if to_host:
-                expected[:, numbers] = on_device[:, pages.numbers()].reshape(LAYERS, 5, -1)
+                expected[:, numbers] = on_device[:, pages.page_indices()].reshape(LAYERS, 5, -1)
             else:
-                expected[:, pages.numbers()] = on_host[:, numbers].reshape(LAYERS, 5, -1)
+                expected[:, pages.page_indices()] = on_host[:, numbers].reshape(LAYERS, 5, -1)
             before = sum(failures().values())
             calls().fail_after(steps)
             lists = (pages, numbers) if to_host else (numbers, pages)

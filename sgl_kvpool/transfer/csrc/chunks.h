@@ -5,22 +5,22 @@
 
 namespace kvpool {
 
-// Pages as SGLang lists the slots of their tokens (stride: tokens of a page), as their numbers (stride 1), or from
-// 0 on (no list: a page buffer).
-struct PageList {
+// Indices of pages: slots of their tokens as SGLang lists them (stride: tokens of a page), indices as they are
+// (stride 1), or counted from 0 (no list: a page buffer).
+struct PageIndices {
   const int64_t* slots;
   int64_t stride;
 
   KVPOOL_HD int64_t page(int64_t i) const { return slots == nullptr ? i : slots[i * stride] / stride; }
-  PageList from(int64_t i) const { return {slots == nullptr ? nullptr : slots + i * stride, stride}; }
+  PageIndices from(int64_t i) const { return {slots == nullptr ? nullptr : slots + i * stride, stride}; }
 };
 
 // Addresses of the copy runs count from the bases, which are 0 where they are absolute.
 struct Transfer {
   const CopyRun* runs;
   int64_t run_count;
-  PageList source_pages;
-  PageList target_pages;
+  PageIndices source_pages;
+  PageIndices target_pages;
   int64_t page_count;
   int64_t source_base;
   int64_t target_base;
