@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from regression.runner import Interrupted, signals_interrupt
-from soak_leg import soak
+from soak_leg import SoakOptions, soak
 from soak_servers import LEGS, Leg, has_sparse_attention
 
 from sgl_kvpool.commands.bench.outputs import commit, replace_file, require_writable
@@ -228,9 +228,7 @@ def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dic
         folder = options.out or Path(temporary)
         for leg in legs:
             try:
-                record = soak(
-                    leg,
-                    folder,
+                soak_options = SoakOptions(
                     seconds=60 * options.minutes / len(legs),
                     clients=options.clients,
                     seed=options.seed,
@@ -238,8 +236,8 @@ def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dic
                     server_args=options.server_args,
                     tier_args=options.tier_args,
                     tie_tolerance=options.tie_tolerance,
-                    say=lambda text: print(text, flush=True),
                 )
+                record = soak(leg, folder, soak_options, say=lambda text: print(text, flush=True))
             except ServerFailed as error:
                 record = {"name": leg.name, "violations": [f"a server did not start: {error}"]}
             except ValueError as error:  # the other servers are soaked all the same

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from soak_servers import Leg, cold_server, soaked_server
 from sgl_kvpool.demo.server import Server, ServerFailed
 from sgl_kvpool.demo.shipped import held_out_windows
 
-__all__ = ["soak", "tolerance"]
+__all__ = ["SoakOptions", "soak", "tolerance"]
 
 #: Seconds of traffic between two censuses.
 ROUND_S = 15.0
@@ -72,26 +73,12 @@ def tolerance(leg: Leg, wanted: float | None = None) -> float:
     return TOLERANCE if leg.model is None else TOLERANCE_MODEL
 
 
-def soak(
-    leg: Leg,
-    folder: Path,
-    *,
-    seconds: float,
-    clients: int,
-    seed: int,
-    breakages: Sequence[str] = (),
-    server_args: Sequence[str] = (),
-    tier_args: Sequence[str] = (),
-    tie_tolerance: float | None = None,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Drive one server for some time.
+@dataclass(frozen=True)
+class SoakOptions:
+    """How a server is soaked.
 
-    Parameters
+    Attributes
     ----------
-    leg : Leg
-    folder : path
-        For logs.
     seconds : float
         Of traffic; starts, checks and the cold run come on top.
     clients, seed : int
@@ -104,8 +91,28 @@ def soak(
         More arguments of this server.
     tie_tolerance : float, optional
         See `tolerance`.
+    """
+
+    seconds: float
+    clients: int
+    seed: int
+    breakages: Sequence[str] = ()
+    server_args: Sequence[str] = ()
+    tier_args: Sequence[str] = ()
+    tie_tolerance: float | None = None
+
+
+def soak(leg: Leg, folder: Path, options: SoakOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Drive one server for some time.
+
+    Parameters
+    ----------
+    leg : Leg
+    folder : path
+        For logs.
+    options : SoakOptions
     say : callable
-        Told what is going on.
+        Gets a line per event.
 
     Returns
     -------
@@ -118,20 +125,23 @@ def soak(
         A server did not start.
     """
     violations: list[str] = []
-    allowed = tolerance(leg, tie_tolerance)
+    allowed = tolerance(leg, options.tie_tolerance)
     say(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}")
     record: dict[str, Any] = {"name": leg.name, "tie_tolerance": allowed, "violations": violations}
+    arguments = [*options.server_args, *options.tier_args]
     with (
         tempfile.TemporaryDirectory() as store,
-        soaked_server(leg, folder, store, [*server_args, *tier_args], breakages) as server,
+        soaked_server(leg, folder, store, arguments, options.breakages) as server,
     ):
         say("  serving")
-        prompts = _prompts(server, leg, seed)
-        traffic = Traffic(server.port, prompts, clients, seed, leg.device_tokens + leg.page_size_tokens)
+        prompts = _prompts(server, leg, options.seed)
+        traffic = Traffic(
+            server.port, prompts, options.clients, options.seed, leg.device_tokens + leg.page_size_tokens
+        )
         record["server"] = _described(server, prompts)
         censuses = []
         try:
-            record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations, say)
+            record["traffic_seconds"] = _rounds(server, traffic, options.seconds, censuses, violations, say)
             values = counters(server.get("/metrics").decode())
             violations += metrics_problems(values, censuses[-1])
             violations += memory_problems(censuses, GROWTH_LIMIT_BYTES)
@@ -146,7 +156,9 @@ def soak(
     if "server_counts" in record:
         record["too_few"] = too_few(record, leg.device_tokens, has_store=leg.store)
     try:
-        record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, allowed, violations, say)
+        record["outputs"] = _compared(
+            leg, folder, options.server_args, prompts, traffic, allowed, violations, say
+        )
     except (OSError, ServerFailed) as error:  # what was found until here is to be told
         record["outputs"] = {}
         violations.append(f"no cold run to compare with: {type(error).__name__}: {error}")

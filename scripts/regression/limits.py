@@ -10,7 +10,10 @@ from typing import TypeVar
 
 from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
 
-__all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
+__all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
+
+#: Layout of SGLang's own rows: its server is what servers of the other layouts are compared with.
+BASELINE = MLAKVCacheLayout.BF16.value
 
 
 @dataclass(frozen=True)

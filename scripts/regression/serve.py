@@ -21,7 +21,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from regression.evals import gsm8k
-from regression.limits import LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
+from regression.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
 from regression.questions import passkey_share, score, throughput, wait_for_hits
 from regression.records import Measurement, write_measurements
 from regression.request import PARTS, Answers, Request
@@ -95,7 +95,7 @@ class Asked:
             return
         limits = LIMITS[self.request.model][layout]
         # The same rows in another place, or computed by two ranks, are as near as BF16 rows are.
-        same_rows = LIMITS[self.request.model]["bf16"]
+        same_rows = LIMITS[self.request.model][BASELINE]
         for name in self.request.peers:
             peer = self.peers.get(name)
             distance, share = f"distance of log-probabilities to {name}", f"same top token as {name}"
@@ -104,7 +104,7 @@ class Asked:
                 self.tell(distance, None, "nats", "distance", "lower", note=note)
                 self.tell(share, None, "", "agreement", note=note)
                 continue
-            near = limits if name in ("stock", "bf16") else same_rows
+            near = limits if name in ("stock", BASELINE) else same_rows
             far = near.far if name == "stock" else None
             note = "nearer than at least: rows of this layout were not read" if far else ""
             self.tell(
@@ -189,7 +189,7 @@ class Asked:
     def scored_share(self, metric: str, share: float, limit: str) -> None:
         """A score, and how far above that of the bf16 layout's server it is; that one's: above stock's."""
         self.tell(metric, share, "", "score")
-        against = "bf16" if "bf16" in self.request.peers else "stock"
+        against = BASELINE if BASELINE in self.request.peers else "stock"
         if self.request.layout is None or against not in self.request.peers:
             return
         allowed = getattr(SCORES[self.request.layout], limit)

@@ -35,8 +35,11 @@ GROUPS = ("dense", "sparse", "whole_pool", "mtp", "arrangement")
 
 #: Layouts that SGLang's FP4 path is compared with.
 FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)
-#: Rows that peers attend; the others', BF16.
-_LAYOUT_OF_PEER = {"flashmla_sparse_fp8": "fp8_block_scale", "gather_flashmla": "fp4"}
+#: Layouts of the rows that peers attend; `bf16` for peers that are not in it.
+_LAYOUT_OF_PEER = {
+    "flashmla_sparse_fp8": MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE,
+    "gather_flashmla": MLAKVCacheLayout.FP4,
+}
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,8 @@ def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -
     else:
         wanted = SPARSE_PEERS if workload.kind == "sparse" else DENSE_PEERS
     pairs = [(OURS, layout) for layout in layouts]
-    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, "bf16")) for peer in wanted if peer in peers]
+    stored = MLAKVCacheLayout.BF16
+    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, stored).value) for peer in wanted if peer in peers]
     names = [layout.value for layout in MLAKVCacheLayout]
     yield from sorted(pairs, key=lambda pair: names.index(pair[1]))
 

@@ -32,6 +32,10 @@ def best_us(row: dict) -> float:
     return row["graph_us"] if row.get("graph_us") is not None else row["us"]
 
 
+def _needs_decoding(row: dict) -> bool:
+    return MLAKVCacheLayout(row["layout"]).needs_decoding
+
+
 def _same_workload(row: dict, rows: Iterable[dict], **but: Any) -> list[dict]:
     """Measured rows of the same workload."""
     wanted = {name: row[name] for name in (*_WORKLOAD, "arrangement")} | but
@@ -51,8 +55,8 @@ def add_ratios(rows: Sequence[dict]) -> None:
         for other in _same_workload(row, rows):
             if other["runner"] != OURS:
                 found[other["runner"]] = best_us(other) / best_us(row)
-            elif other["layout"] == "bf16" != row["layout"]:
-                found[f"{OURS} bf16"] = best_us(other) / best_us(row)
+            elif _needs_decoding(row) and not _needs_decoding(other):
+                found[f"{OURS} {other['layout']}"] = best_us(other) / best_us(row)
         row["times_as_fast_as"] = {name: round(ratio, 3) for name, ratio in found.items()}
         if row["arrangement"] != "layer_major":
             base = [
