@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, initialise
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
 
 __all__ = [
     "SPECIAL_TOKEN",
@@ -28,7 +28,6 @@ __all__ = [
     "read_model",
     "write_config",
     "write_model",
-    "write_random_model",
     "write_tokenizer",
 ]
 
@@ -128,34 +127,6 @@ def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteML
     net = ByteMLA(read_config(folder))
     net.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=True)
     return net.to(dtype).eval()
-
-
-def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:
-    """Write a checkpoint with random weights and return its folder.
-
-    The weights are scaled so that the most probable byte depends on the context. It is always a
-    printable ASCII character: every other token has the logit 0. The same arguments write the same
-    bytes.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Made if it does not exist.
-    seed : int
-        Seed of the weights.
-    layers : int
-        Number of layers.
-    **shape
-        Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
-    """
-    net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
-    initialise(net, seed, score_gain=2.0, logit_gain=2.0)
-    with torch.no_grad():
-        # Against a byte that follows itself for ever: lower its logit by about 5 after itself.
-        net.lm_head.weight -= net.embed_tokens.weight / 32
-        net.lm_head.weight[:0x20] = 0
-        net.lm_head.weight[0x7F:] = 0
-    return write_model(folder, net)
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

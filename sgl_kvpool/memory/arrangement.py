@@ -65,11 +65,6 @@ class KVArrangement(str, enum.Enum):
         return _AXES[self]
 
     @property
-    def is_page_contiguous(self) -> bool:
-        """Whether a page of all layers is one run of bytes."""
-        return self.axes[0] == "B"
-
-    @property
     def is_slot_linear(self) -> bool:
         """Whether slot times a stride is the place of a row, so that `slot_to_row` changes nothing."""
         return "BN" in self.axes

@@ -10,8 +10,7 @@ import pytest
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decode_config, table
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.bench.tiles import cases
-from sgl_kvpool.commands.bench.tiles import choice as choice_module
+from sgl_kvpool.commands.bench.tiles import cases, tile_table
 from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool.layout import Encoding, SegmentEncoding
 
@@ -113,7 +112,7 @@ def present(monkeypatch):
     """`present(more)`: the table has these tiles of `fp4` too."""
 
     def change(*more):
-        monkeypatch.setattr(choice_module, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
+        monkeypatch.setattr(tile_table, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
 
     change()
     return change
