@@ -1,4 +1,4 @@
-"""`mla_decode` with a tile and splits that are given, for `bench.attention`'s measurements."""
+"""`mla_decode` with a given tile and given splits, for `bench.attention`'s measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TileRunner:
         self.tile, self.splits = tile, splits
 
     def load(self, device: Any) -> None:
-        """Nothing that may be missing."""
+        """No import is needed."""
 
     def refusal(self, workload: Workload) -> str | None:
         return None
@@ -63,7 +63,7 @@ class TileRunner:
 
 
 def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
-    """A row of a job of `cases`: status, and time and rate or a reason."""
+    """Result row of a job of `cases`: its status, and the time and rate or the reason."""
     bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"])
     row = bench.measure(Item(workload_of(job), OURS, MLAKVCacheLayout(job["layout"]).value))
     kept = ("status", "reason", "us", "graph_us", "rows_per_s", "row_gb_per_s", "relative_error", "no_graph")
