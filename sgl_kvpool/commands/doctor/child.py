@@ -13,7 +13,7 @@ _PROBES = {"hook points": probes.hook_points, "gpu": probes.gpu, "host": probes.
 
 
 def main() -> None:
-    """The answer is the last line of stdout; whatever imports print goes to stderr."""
+    """Print the finding as the last line of stdout; output of imports goes to stderr."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     finding = _PROBES[sys.argv[1]]()

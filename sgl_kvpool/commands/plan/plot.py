@@ -1,4 +1,4 @@
-"""A plan as a picture."""
+"""A plan as an image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_plot", "draw"]
 
 
 def check_plot(path: Path) -> None:
-    """ValueError without matplotlib, OSError for a path that cannot be written."""
+    """Raise ValueError without matplotlib, OSError if the path cannot be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -35,7 +35,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     servers = [server for server in plan.servers if server.tokens]
     if not servers:
-        raise ValueError("there is nothing to draw: every server is refused")
+        raise ValueError("no plot: every server is refused")
     figure = Figure(figsize=(8, 0.6 * len(servers) + 2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

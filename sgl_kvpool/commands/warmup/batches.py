@@ -1,4 +1,4 @@
-"""Numbers of requests for which `mla_decode` takes different kernels."""
+"""Batch sizes for which `mla_decode` launches different kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["split_and_whole"]
 
 
 def split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
-    """Smallest batches whose lists are cut into several splits, and into one: two kernels.
+    """Smallest batches whose lists are cut into several splits and into one split, which use two kernels.
 
     Parameters
     ----------
     fmt : RowFormat
     heads : int
-        Of a rank.
+        Query heads per rank.
     queries : int
-        That share a list.
+        Queries that share a list.
     width : int
         Entries of a list.
     device : str
@@ -28,7 +28,7 @@ def split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device
     Returns
     -------
     list of int
-        Lists of each batch; one batch if there are no such lists that take the other kernel.
+        Number of lists of each batch; one entry if all batches use the same kernel.
     """
     index = torch.cuda.current_device() if device == "cuda" else None
     sm_count = sm_count_of(torch.device(device, index))

@@ -1,4 +1,4 @@
-"""Where compiled code is kept on disk, by whom, and which variable moves it."""
+"""Cache folders of compiled code, with their owners and environment variables."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 __all__ = ["CACHES", "VARIABLES", "Cache"]
 
-#: Files that are compiled code. What else lies there (sources, logs, locks) may be of a failed attempt.
+#: Suffixes of compiled files. Other files there (sources, logs, locks) may be left by a failed build.
 _COMPILED = (".so", ".cubin", ".hsaco")
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One folder.
+    """One cache folder.
 
     Attributes
     ----------
     name : str
-        Whose it is.
+        Owner of the folder.
     variable : str
         Environment variable that moves it.
     folder : callable
-        Its path, once SGLang has been imported, which moves some of them.
+        Returns its path; call it after the import of SGLang, which moves some folders.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Cache:
     folder: Callable[[], Path]
 
     def compiled(self) -> dict[Path, int]:
-        """Compiled files in it and when they were last written, ns; none if there is no such folder."""
+        """Compiled files and their times of modification in ns; empty if the folder does not exist."""
         found = {}
         for path in self.folder().rglob("*"):
             if path.suffix in _COMPILED:
-                with contextlib.suppress(FileNotFoundError):  # another process moves its own into place
+                with contextlib.suppress(FileNotFoundError):  # another process may replace it now
                     found[path] = path.stat().st_mtime_ns
         return found
 
@@ -56,7 +56,7 @@ def _flashinfer() -> Path:
     return _from("FLASHINFER_WORKSPACE_BASE", "~") / ".cache" / "flashinfer"
 
 
-#: By a short name. SGLang sets the variables of the last two when it is imported, unless they are set.
+#: Folders by a short name. SGLang's import sets the variables of the last two unless they are set.
 CACHES = {
     "tvm_ffi": Cache("tvm-ffi", "TVM_FFI_CACHE_DIR", lambda: _from("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")),
     "torch": Cache("torch's extensions", "TORCH_EXTENSIONS_DIR", _torch_extensions),
@@ -68,7 +68,7 @@ CACHES = {
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _from("TRITON_CACHE_DIR", "~/.triton/cache")),
     "flashinfer": Cache("FlashInfer", "FLASHINFER_WORKSPACE_BASE", _flashinfer),
 }
-#: For help, by device.
+#: Variables by device, for the help text.
 VARIABLES = {
     "cpu": [CACHES[name].variable for name in ("tvm_ffi", "torch")],
     "cuda": [CACHES[name].variable for name in ("torch", "sglang", "triton", "flashinfer")],

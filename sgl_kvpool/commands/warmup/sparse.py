@@ -1,4 +1,4 @@
-"""Rows of models with sparse attention (DSA) on CUDA: what SGLang's own kernels do not do."""
+"""Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SLOTS = 64
 
 
 class SparseRows:
-    """Writes and reads rows of one layout.
+    """Writes and reads of rows of one layout.
 
     Parameters
     ----------
     served : Served
-        Of a model with sparse attention.
+        A model with sparse attention.
     layout : MLAKVCacheLayout
     device : str
     """
@@ -43,7 +43,7 @@ class SparseRows:
         store_rows(self.rows.squeeze(1), slots, keys[:, :rank], rope, self.fmt)
 
     def read(self) -> None:
-        """Top-k lists by `mla_decode`, split and not, and rows decoded for extends."""
+        """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
         heads = self.served.heads_per_rank
         size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
         reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
@@ -56,5 +56,5 @@ class SparseRows:
             decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
 
     def batch_sizes(self) -> list[int]:
-        """Queries of a batch whose lists are split, and of one whose lists are not."""
+        """Batch sizes (queries) with split lists and with whole lists."""
         return split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)

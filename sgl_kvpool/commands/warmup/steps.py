@@ -1,4 +1,4 @@
-"""Things to compile, one after the other; one that fails does not keep the others from being compiled."""
+"""Compilation steps in sequence; a step that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sgl_kvpool.commands.warmup.caches import Cache
 
 __all__ = ["Outcome", "Step", "carry_out"]
 
-#: Lines of a compiler's message that are shown.
+#: Lines shown of a compiler's message.
 _LINES = 20
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is compiled when it is first used.
+    """Code that is compiled at its first use.
 
     Attributes
     ----------
     name : str
     caches : tuple of Cache
-        Where it is kept.
+        Caches of the compiled code.
     use : callable
-        Uses it; whatever it raises is the reason why it cannot be had.
+        Uses the code; an exception is reported as the reason of the failure.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """Result of a step.
 
     Attributes
     ----------
     name : str
     state : str
-        "compiled": files are new in its caches. "was there": none are. "FAILED".
+        "compiled": its caches have new files; "cached": they have not; or "FAILED".
     seconds : float
     reason : str or None
-        Of a failure.
+        Reason of a failure.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def carry_out(steps: Sequence[Step]) -> list[Outcome]:
-    """Use everything once, in order; prints a line for each."""
+    """Run all steps in order; prints a line for each."""
     outcomes = []
     for step in steps:
         outcomes.append(_outcome(step))
@@ -76,8 +76,8 @@ def _outcome(step: Step) -> Outcome:
     began = time.perf_counter()
     try:
         step.use()
-    except Exception as error:  # compilers and loaders fail in any way; what comes after may still work
+    except Exception as error:  # compilers and loaders raise anything; later steps may still work
         return Outcome(step.name, "FAILED", time.perf_counter() - began, f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - began
     after = [cache.compiled() for cache in step.caches]
-    return Outcome(step.name, "was there" if before == after else "compiled", seconds)
+    return Outcome(step.name, "cached" if before == after else "compiled", seconds)

@@ -1,4 +1,4 @@
-"""What is asked of a server or a router, and what its metrics say. Imports neither torch nor SGLang."""
+"""Requests to a server or a router, and its metrics. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _NEW_TOKENS = 8
 
 
 def ask(server: LocalServer, text: str) -> dict[str, Any]:
-    """Eight tokens that follow a text, greedily.
+    """Generate eight tokens after a text, greedily.
 
     Returns
     -------
     dict
-        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, tokens of the text that were
-        found somewhere, and `details`, SGLang's `cached_tokens_details`: where.
+        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's tokens
+        that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
     """
     greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-    # /generate as such: the router answers it too.
+    # The plain /generate, which the router serves too.
     answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
     meta = answer["meta_info"]
     return {
@@ -33,6 +33,6 @@ def ask(server: LocalServer, text: str) -> dict[str, Any]:
 
 
 def metric_sum(server: LocalServer, name: str) -> float:
-    """Sum of a metric of a server over its labels; 0 for one that it does not have."""
+    """Sum of a server's metric over its labels; 0 for a metric that the server does not have."""
     lines = server.get("/metrics").decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)

@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 PAGE_SIZE = 64
-#: Of a prompt: 11 whole pages, which are cached, and a part of one.
+#: Tokens of a prompt: 11 whole pages, which are cached, and a part of a page.
 PROMPT_TOKENS = 749
 CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
-#: Of a server's pool, into which two such prompts with their answers fit.
+#: Tokens of a server's pool, which holds two such prompts with their answers.
 POOL_TOKENS = 2048
 
 
@@ -49,13 +49,13 @@ def small_server(
     ----------
     layout : str
     arguments : sequence of str
-        Further ones.
+        Further arguments of the server.
     log : path
         File for its output.
     environment : mapping
-        Added to this process's.
+        Variables added to those of this process.
     pool_tokens : int
-        Of its pool.
+        Tokens of the server's pool.
     """
     return Server(
         [
@@ -65,7 +65,7 @@ def small_server(
             *arguments,
         ],
         log,
-        # Prefill attends stored rows, so that a prefix gives the same log-probabilities wherever it is found.
+        # Prefill attends stored rows, so that log-probabilities do not depend on where a prefix is found.
         {env.PREFILL_READS_ROWS: "1", "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -79,12 +79,12 @@ def store_arguments(backend: str) -> list[str]:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for what servers do in the background.
+    """Wait for a background action of a server.
 
     Raises
     ------
     ServerFailed
-        It has not happened in time; `what` is in the message.
+        If the condition is not true in time; the message names `what`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
