@@ -130,7 +130,7 @@ def rates(folder: Path) -> list[Measurement]:
 
 def tiles(folder: Path) -> list[Measurement]:
     """Measurements of `bench tiles`, also of an interrupted run. A wrong tile of the table fails the step."""
-    from sgl_kvpool.commands.bench.tiles.choice import choose
+    from sgl_kvpool.commands.bench.tiles.tile_table import choose
 
     report = _load(folder)
     rows = _rows(report, "results")

@@ -186,7 +186,7 @@ _SERVERS_NEED_GPU = (
 
 def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
     """Steps that are listed as skipped."""
-    reason = machine.missing(("gpu",)) or "--device cpu was given"
+    reason = machine.missing(("gpu",)) or "--device cpu was requested"
     return [Step(name, what, (), 0, lambda _: [], without=reason) for name, what in names]
 
 

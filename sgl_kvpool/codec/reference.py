@@ -180,7 +180,7 @@ def encode_rows(
     """Encode bf16 [tokens, R] and [tokens, P] (or None) into `rows`, uint8 [tokens, row_bytes]."""
     rows[:, fmt.payload_bytes :] = 0
     encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
-    for chunk in _row_chunks(rows):
+    for chunk in _chunks(rows):
         codes, scales = encode_nope(k_nope[chunk], fmt.scale_block_values, fmt.nope.divisor(k_scale))
         _bytes_of(rows[chunk], fmt.nope).copy_(codes)
         if fmt.scale is not None and scales is not None:
@@ -230,7 +230,7 @@ def gather_parts(
     word = _widest_word(pool)
     words = pool.view(word)
     scratch = _Scratch(pool.device)
-    for chunk in _row_chunks(nope_out):
+    for chunk in _chunks(nope_out):
         # Dense copies of whole rows: their bytes can be viewed as any wider dtype below.
         tokens = len(nope_out[chunk])
         dense = scratch("rows", (tokens, words.shape[1]), word)
@@ -253,7 +253,7 @@ def gather_parts(
                 rope_out.index_fill_(0, absent, 0)
 
 
-def _row_chunks(rows: torch.Tensor) -> Iterator[slice]:
+def _chunks(rows: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that are processed together; on a GPU one slice of all rows."""
     step = _CHUNK_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
     for first in range(0, len(rows), step):

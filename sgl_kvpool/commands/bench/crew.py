@@ -154,10 +154,10 @@ class _Worker:
             if not ready:
                 self._kill()
                 raise _Ended(f"hung: killed after {limit_s:g} s {when}".rstrip())
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
                 raise _Ended(f"its process {self._how_it_ended()} {when}".rstrip())
-            self._buffer += piece
+            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 

@@ -181,8 +181,8 @@ def measure_shape(
             }
             for scattered in (True, False):
                 on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
-                if engine.wants_page_numbers:  # the tier makes them before SGLang's transfer stream
-                    on_device = on_device.numbers()
+                if engine.wants_page_indices:  # the tier makes them before SGLang's transfer stream
+                    on_device = on_device.page_indices()
                 calls = {
                     "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
                     "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),

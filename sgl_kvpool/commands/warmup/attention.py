@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.commands.warmup.batches import split_and_whole
+from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
+from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
+from sgl_kvpool.codec import store_rows
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["Attention", "publish"]
+__all__ = ["Attention", "SparseRows", "publish"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.
 _PREFIX, _NEW = 40, 5
+#: Slots of the pool of sparse rows.
+_SPARSE_SLOTS = 64
 
 
 def publish(served: Served, device: str) -> None:
@@ -37,6 +41,34 @@ def publish(served: Served, device: str) -> None:
         speculative_num_draft_tokens=served.draft_tokens or None,
     )
     publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
+    """Smallest batches whose lists are cut into several splits and into one split, which use two kernels.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Query heads per rank.
+    queries : int
+        Queries that share a list.
+    width : int
+        Entries of a list.
+    device : str
+
+    Returns
+    -------
+    list of int
+        Number of lists of each batch; one entry if all batches use the same kernel.
+    """
+    index = torch.cuda.current_device() if device == "cuda" else None
+    sm_count = sm_count_of(torch.device(device, index))
+    first: dict[bool, int] = {}
+    for lists in range(1, MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count + 2):
+        config = decode_config(fmt, heads, queries, lists, width, sm_count)
+        first.setdefault(config.splits > 1, lists)
+    return sorted(first.values())
 
 
 class Attention:
@@ -57,7 +89,7 @@ class Attention:
     def batch_sizes(self, queries: int) -> list[int]:
         """Batch sizes (requests) with split lists and with whole lists."""
         served = self.served
-        return split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
+        return _split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
 
     @cached_property
     def most_requests(self) -> int:
@@ -212,3 +244,49 @@ class Attention:
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+
+
+class SparseRows:
+    """Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists.
+
+    Parameters
+    ----------
+    served : Served
+        A model with sparse attention.
+    layout : MLAKVCacheLayout
+    device : str
+    """
+
+    def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
+        if served.top_k is None:
+            raise ValueError(f"{served.name} has no sparse attention")
+        self.served, self.layout, self.device, self.top_k = served, layout, device, served.top_k
+        self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=True)
+        self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
+
+    def store(self) -> None:
+        """New tokens."""
+        keys = torch.zeros((2, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+        rank = self.fmt.kv_lora_rank
+        rope = keys[:, rank:] if self.fmt.rope is not None else None
+        slots = torch.arange(2, dtype=torch.int64, device=self.device)
+        store_rows(self.rows.squeeze(1), slots, keys[:, :rank], rope, self.fmt)
+
+    def read(self) -> None:
+        """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
+        from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+
+        heads = self.served.heads_per_rank
+        size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
+        reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
+        for queries in self.batch_sizes():
+            q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+            lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
+            counts = torch.ones(queries, dtype=torch.int32, device=self.device)
+            reader.attend(q, self.rows, lists, counts, self.served.scale)
+        for dtype in (torch.int32, torch.int64):
+            decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
+
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes (queries) with split lists and with whole lists."""
+        return _split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)

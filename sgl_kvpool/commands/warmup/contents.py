@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.warmup.caches import CACHES
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.commands.warmup.steps import Step
+from sgl_kvpool.commands.warmup.steps import CACHES, Step
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["steps_of_model", "steps_on_cpu", "steps_on_cuda"]
@@ -77,7 +76,7 @@ _WORDS = {
 
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
-    from sgl_kvpool.commands.warmup.sparse import SparseRows
+    from sgl_kvpool.commands.warmup.attention import SparseRows
 
     rows, steps = SparseRows(served, layout, device), []
     if not layout.is_sglang_native:

@@ -90,8 +90,8 @@ def test_prefill(found):
     for case in ("fp4 by pages, with drafts", "fp8_block_scale by tokens", "bf16"):
         steps = found[case]
         assert kernels(steps["reading rows as keys"]) == {"gather_kernel"}
-        pieces = kernels(steps["prefill in chunks"])
-        assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < pieces
+        chunks = kernels(steps["prefill in chunks"])
+        assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < chunks
         assert not steps["prefill in chunks"]["called"]
         plan, run = steps["prefill in one call"]["called"]
         assert (plan["method"], run["method"]) == (
