@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What an arrangement costs a reader of one layer, and what it saves a copy of whole pages.
+"""Effect of an arrangement on a reader of one layer, and on a copy of whole pages.
 
     python scripts/bench_arrangements.py [--quick] [--device cpu|cuda] [--json PATH]
 
-The same rows of 61 layers lie layer-major, token-major and page-major. Measured, interleaved in one run:
+The same rows of 61 layers are layer-major, token-major and page-major. Measured alternately in one run:
 
 * decoding half of the rows of one layer in random order (`gather_rows`), as a ratio to layer-major: rows of a
   layer are further apart in the other two, so that fewer of them share a page of virtual memory;
@@ -94,11 +94,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer pages and rounds")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.touch()  # fails now rather than after the measurement
+        arguments.json.touch()  # fails before the measurement
     size = (
         {"pages": 16, "moved": 4, "rounds": 5}
         if arguments.quick

@@ -1,4 +1,4 @@
-"""Steps that start servers: every layout and arrangement of every shape, their peers first."""
+"""Steps that start servers: every layout and arrangement of every shape, after their peers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["server_steps"]
 
 _BASE_NEEDS = ("sglang",)
-#: Of a random model's server: 1200 s for its start, and the questions.
+#: Time limit of a random model's server: 1200 s for its start, and the requests.
 _LIMIT_S = 2160.0
 _MODEL_LIMIT_S = 4 * 3600.0
 
 
 def server_steps(machine: Machine, options: Options) -> list[Step]:
-    """All of them, as the options say.
+    """All server steps for the given options.
 
     Raises
     ------
     ValueError
-        --model names no checkpoint.
+        If --model does not name a checkpoint.
     """
     if options.model is not None:
         shape = model_shape(options.model, options.tp, options.server_arguments, on_cpu=not options.on_gpu)
@@ -66,14 +66,14 @@ def _writing(shape: Shape, options: Options) -> Step:
 
 
 def _arrangements(shape: Shape, options: Options) -> Sequence[str]:
-    """Without those that the shape's models are not served in; one where each server takes long."""
+    """Arrangements that the shape supports; only one if each server takes long."""
     if (shape.on_cpu or shape.name == "model") and not options.arrangements_named:
         return ("layer_major",)
     return [name for name in options.arrangements if name in shape.arrangements]
 
 
 def _all_served(shape: Shape, options: Options, **more) -> list[Step]:
-    """Stock SGLang and bf16 rows first: the others are compared with them."""
+    """Steps of a shape; stock SGLang and bf16 rows come first, since the others are compared with them."""
     pairs = [(None, "layer_major"), (BASELINE, "layer_major")]
     for arrangement in _arrangements(shape, options):
         pairs += [(layout, arrangement) for layout in options.layouts]
@@ -89,7 +89,7 @@ def _name(prefix: str, shape: Shape, layout: str | None, arrangement: str = "lay
 
 
 def _answers(step: str) -> str:
-    """Of another step, from the folder of this one."""
+    """Path of another step's answers.json."""
     return f"{{steps}}/{step}/answers.json"
 
 
@@ -195,7 +195,7 @@ class _Served:
 
 
 def _has_host_tier(shape: Shape, layout: str | None) -> bool:
-    """On a CPU only ours, and only where SGLang finds the memory that it keeps free."""
+    """Whether a server has a host tier: on a CPU only ours, with the memory that SGLang keeps free."""
     if not shape.on_cpu:
         return True
     from sgl_kvpool.demo.compare import has_room_for_host_tier
@@ -204,7 +204,7 @@ def _has_host_tier(shape: Shape, layout: str | None) -> bool:
 
 
 def _memory(shape: Shape, options: Options) -> list[Step]:
-    """Pools as large as SGLang makes them: does the memory budget know the rows?"""
+    """Steps with SGLang's own pool sizes, which check the memory budget of each layout."""
     stock = _name("memory", shape, None)
     return [
         _Served(
@@ -216,7 +216,7 @@ def _memory(shape: Shape, options: Options) -> list[Step]:
 
 
 def _two_ranks(shape: Shape, options: Options) -> list[Step]:
-    """Tensor parallelism of two, beside the same layout on one rank."""
+    """Steps with two tensor-parallel ranks, compared with the same layout on one rank."""
     return [
         _Served(
             shape, layout, prefix="tp2", parts=("accuracy", "memory", "hits"), more=("--tp-size", "2"),
@@ -227,13 +227,13 @@ def _two_ranks(shape: Shape, options: Options) -> list[Step]:
 
 
 def _real(shape: Shape, options: Options) -> list[Step]:
-    """A checkpoint: everything of one server, its start taking long; then hits on the host."""
+    """Steps of a checkpoint: all parts on one server, because its start takes long; then host hits."""
     parts = ["accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval"]
     ranks = (f"gpus:{options.tp}",) if options.on_gpu and options.tp > 1 else ()
     found = _all_served(shape, options, parts=parts, needs=ranks, limit_s=_MODEL_LIMIT_S)
     if shape.on_cpu:
         return found
-    # A pool small enough to be filled, and a host tier that is told how large it may be.
+    # A pool that is small enough to be filled, and a host tier of a given size.
     tokens = 8 * shape.hit_tokens
     more = ("--max-total-tokens", str(tokens))
     for layout in (None, *options.layouts):

@@ -56,7 +56,7 @@ def test_the_tests_it_names_are_there():
 def test_without_a_gpu_what_can_be_is_rehearsed(machine):
     steps = first_light_steps(machine, on_gpu=False)
     skipped = {step.name: step.without for step in steps if step.without}
-    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU here"
+    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
     assert skipped == {"tests-core": reason, "rates": reason}
     for step in steps:
         assert step.without or "cuda" not in step.command
@@ -65,7 +65,7 @@ def test_without_a_gpu_what_can_be_is_rehearsed(machine):
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--first-light"], "torch sees no GPU here; --device cpu rehearses it without one"),
+        (["--first-light"], "torch sees no GPU; --device cpu rehearses it without a GPU"),
         (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
         (["--first-light", "--device", "cpu", "--only", "rate"], "no step has such a name"),
     ],
@@ -149,7 +149,7 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
     assert "crashes failed: killed by SIGSEGV" in text
     assert "wrong failed: wrong rows: 3 rows, limit at most 0" in text
     assert "hangs timed out: ended at its limit of 1 s" in text
-    assert "elsewhere skipped: torch sees no GPU here" in text
+    assert "elsewhere skipped: torch sees no GPU" in text
     # Again: what has a result, good or bad, stays.
     status, found = go(tmp_path, *every)
     assert (status, runs(tmp_path, "good"), runs(tmp_path, "wrong"), runs(tmp_path, "last")) == (1, 1, 1, 1)
