@@ -20,7 +20,7 @@ from regression.runner import Step
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
-from sgl_kvpool.commands.bench.tiles import choice
+from sgl_kvpool.commands.bench.tiles import tile_table
 
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
@@ -336,7 +336,7 @@ def light(tmp_path, monkeypatch):
     """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
     present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
-    monkeypatch.setattr(choice, "table", lambda: iter(present))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(present))
     steps = [
         Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]
@@ -372,7 +372,7 @@ def light(tmp_path, monkeypatch):
 def test_the_page(light, monkeypatch):
     own = [TileConfig(pairs, block_rows=64, warps=8, stages=1, programs_per_sm=1) for pairs in (16, 32)]
     table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
-    monkeypatch.setattr(choice, "table", lambda: iter(table))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(table))
     text = page(light.report())
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text
