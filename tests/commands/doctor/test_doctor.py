@@ -134,7 +134,7 @@ def test_a_broken_installation_still_gets_a_report(broken):
     problems = {name: found["problems"] for name, found in report["probes"].items()}
     assert "SGLang 0.6.1 is not a version this release was tested with" in problems["packages"][0]
     assert "ended with status -11 and no answer" in problems["gpu"][0]
-    assert "a guess" in report["probes"]["would be used"]["notes"][0]
+    assert "an assumption" in report["probes"]["would be used"]["notes"][0]
     assert len(problems["hook points"]) >= 1
     assert problems["host"] == problems["would be used"] == []
     assert report["probes"]["host"]["facts"]["cores"] == os.cpu_count()

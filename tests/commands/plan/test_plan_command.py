@@ -100,7 +100,7 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
 def test_a_list_is_no_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[1]")
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
-    assert "holds a list" in capsys.readouterr().err
+    assert "contains a list" in capsys.readouterr().err
 
 
 def test_what_a_model_can_be(tmp_path):
@@ -315,7 +315,7 @@ def test_what_the_ranks_hold_is_explained():
     sizes = "--hicache-size 112 with bf16 rows on the host, 94 with fp4 rows on the host: GB of the 125 GB"
     assert sizes in shown
     assert "counts rows only: 8052 bytes per token" in shown
-    assert "host tokens include copies of the device's" in shown
+    assert "host tokens include copies of device tokens" in shown
     assert "adds little" not in shown
     assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=20.0))
     alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
