@@ -171,7 +171,7 @@ def test_other_readers(readers):
 def test_another_dtype(layout):
     """A pool would be built with rows of another size: SGLang takes `kv_cache_dim` for e4m3 alone."""
     other = next(dtype for dtype in DTYPES.values() if dtype != DTYPES[layout])
-    with pytest.raises(ValueError, match=f"layout {layout} is shown to SGLang as {DTYPES[layout]}, but"):
+    with pytest.raises(ValueError, match=f"SGLang sees layout {layout} as {DTYPES[layout]}, but"):
         dsa_pool(layout, dtype=other)
 
 
@@ -191,7 +191,7 @@ def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: allocated.append(a) or zeros(*a, **k))
     with pytest.raises(
         ValueError,
-        match=f"read rows of {read}, and those of KV cache layout {layout} .*--dsa-prefill-backend",
+        match=f"read rows of {read}, which rows of KV cache layout {layout} do not have.*--dsa-prefill-backend",
     ):
         dsa_pool(layout, kv_cache_dim=kv_cache_dim)
     assert not allocated
