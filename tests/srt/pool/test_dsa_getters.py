@@ -155,14 +155,14 @@ def test_row_buffers_are_the_bytes(layout, rank, rope):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
 def test_other_arrangements(layout, arrangement):
-    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}: .*--kv-cache-arrangement"):
+    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}, .*--kv-cache-arrangement"):
         dsa_pool(layout, options={"arrangement": arrangement})
 
 
 @pytest.mark.parametrize("readers", [("flashmla",), ("dsa", "fa3"), ("kvpool_mla",)])
 def test_other_readers(readers):
     other = readers[-1]
-    with pytest.raises(ValueError, match=f"attention backend {other} does not read pools of .* takes dsa"):
+    with pytest.raises(ValueError, match=f"attention backend {other} does not read pools of .* SGLang uses dsa"):
         dsa_pool("fp4", options={"readers": readers})
     dsa_pool("fp4", options={"readers": ("dsa", "dsa")})
 
