@@ -221,7 +221,7 @@ def obstacle(arrangement: KVArrangement) -> str:
     """Why most backends cannot read an arrangement, for messages."""
     if arrangement.is_slot_linear:
         return "its kernels are not known to take rows with other layers between them, and would read those"
-    return "slots do not index its rows directly"
+    return "a slot times a stride is not the place of its row"
 
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:

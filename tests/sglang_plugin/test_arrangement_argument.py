@@ -205,9 +205,7 @@ def test_where_the_layout_is_the_obstacle_it_is_named(arranged):
     ],
 )
 def test_backends_that_cannot_read_an_arrangement(arranged, flag, arrangement, backend):
-    reason = {"token_major": "its kernels are not known", "page_major": "slots do not index its rows"}[
-        arrangement
-    ]
+    reason = {"token_major": "its kernels are not known", "page_major": "a slot times a stride"}[arrangement]
     text = f"^{flag} {backend} cannot read rows of --kv-cache-arrangement {arrangement}: {reason}.*kvpool_mla"
     with pytest.raises(ValueError, match=text):
         arranged(arrangement, flag, backend)

@@ -81,7 +81,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             raise Refusal(
                 f"SGLang's DSA implementations read rows of {self._sglang_row_values} "
                 f"{'bytes' if scaled else 'values'}, which rows of KV cache layout {self.kv_cache_layout} do "
-                "not have; choose others with --dsa-prefill-backend and --dsa-decode-backend, or leave them out"
+                "not have; use other --dsa-prefill-backend and --dsa-decode-backend, or leave both out"
             )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
