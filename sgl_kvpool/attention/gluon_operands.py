@@ -130,7 +130,7 @@ def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr)
 def allocate_raw(
     R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, WARPS: gl.constexpr
 ):
-    """Shared memory of a stored block: words of every 64 bytes, scales, rope; and the next row numbers.
+    """Shared memory of a block as stored: words of every 64 bytes, scales, rope; and the next row numbers.
 
     The buffers are separate, because Triton puts barriers between uses of parts of one buffer.
     """

@@ -298,7 +298,7 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> 
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
-    """Refuse what SGLang's `_check_kpool_tail_backend` raises at the first batch, and readers of other rows."""
+    """Refuse what SGLang's `_check_kpool_tail_backend` raises at the first batch, and other readers."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)
