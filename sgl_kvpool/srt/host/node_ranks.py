@@ -57,9 +57,14 @@ class NodeRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank of this machine, in order; every rank of the group has to call it."""
+        found = self.gather_all(value)
+        return [found[member] for member in self.members]
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """A value of every rank of the group, on every machine, in order; all of them have to call it."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, value, group=self.group)
-        return [found[member] for member in self.members]
+        return found
 
     def minimum(self, *values: int) -> list[int]:
         """The least of each value over all ranks of the group, on every machine."""
