@@ -21,6 +21,7 @@ import hybrid_servers
 import peer_servers
 import psutil
 import pytest
+import ranked_pressure
 import ranked_servers
 import regression_run
 import smollm2_server
@@ -305,6 +306,7 @@ JOBS = {
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
     **ranked_servers.JOBS,
+    **ranked_pressure.JOBS,
     **soak_runs.JOBS,
     **store_servers.JOBS,
 }
@@ -323,7 +325,10 @@ DEMO_MODELS = {
 #: tiers below 10.7 GB.
 SCHEDULERS_AT_ONCE = 3
 #: Schedulers of jobs of `make test` that have more than one at a time.
-SCHEDULERS = {**dict.fromkeys(peer_servers.JOBS, 3), **dict.fromkeys(ranked_servers.JOBS, 2)}
+SCHEDULERS = {
+    **dict.fromkeys(peer_servers.JOBS, 3),
+    **dict.fromkeys([*ranked_servers.JOBS, *ranked_pressure.JOBS], 2),
+}
 
 
 class Room:

@@ -26,7 +26,8 @@ def _store_owns_the_tier(view: Any) -> bool:
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    except (OSError, ValueError):  # the scheduler parses it too, and says what is wrong
+    # The scheduler parses it too, and says what is wrong. The last two: no object.
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
     if view.hicache_storage_backend == "dynamic":
         return config.get("allocator") == "shm"

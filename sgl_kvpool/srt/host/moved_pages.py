@@ -86,6 +86,8 @@ class MovedPagesPool(StoredPagesPool):
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
             return problem
+        if self.shared is not None and self.shared.lost.is_closed:
+            return "the ranks have ended the tier; start the server again to use it"
         if allocated_here and not bool(self.slot_used[host_slots].all()):
             return "a host page of the list is not allocated"
         if self._lost.any(pages_of(host_slots, self.page_size)):

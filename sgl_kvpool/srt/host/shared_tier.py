@@ -140,7 +140,10 @@ class SharedTier:
         self.lost.close()
         metrics.failed("tier_disagreement", why)
 
-    def __str__(self) -> str:
-        """For the log."""
+    def in_words(self, tokens: int) -> str:
+        """For the log, of a tier that holds so many tokens."""
         spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
-        return f"one copy for the {self.ranks.count} ranks of this machine{spread}"
+        return (
+            f"one copy for the {self.ranks.count} ranks of this machine{spread}: {tokens} tokens, "
+            f"{self.ranks.fewest} times those of a tier for each rank"
+        )

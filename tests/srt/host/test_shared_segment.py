@@ -95,6 +95,29 @@ def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
     assert all(said in text and "give --kv-host-sharing rank" in text for text in printed)
 
 
+def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
+    """Which else wait for it. Ranks 0 and 1 are on one machine, rank 2 on another."""
+    statuses, printed = run(
+        tmp_path,
+        """
+        from sgl_kvpool.srt.host import node_ranks
+        node_ranks._machine = lambda: ("machine", rank // 2)
+        node = NodeRanks.of(dist.group.WORLD)
+        assert (node.count, node.rank, node.fewest) == ((2, rank, 1) if rank < 2 else (1, 0, 1))
+        if rank == 2:
+            def refuse(*_):
+                raise OSError(12, "Cannot allocate memory")
+            os.ftruncate = refuse
+        try:
+            SharedSegment(node, 1 << 20)
+        except ValueError as error:
+            print(error)
+        """,
+    )
+    assert statuses == [0] * RANKS, printed
+    assert all("could not share 0.00 GB" in text and "Cannot allocate memory" in text for text in printed)
+
+
 def test_no_memory_is_left_when_all_were_killed(tmp_path):
     """The kernel frees an anonymous file with its last mapping."""
     before = shared_bytes()
