@@ -130,7 +130,7 @@ class MovedPagesPool(StoredPagesPool):
         if not parts:
             return  # a layer of another pipeline stage
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        if self._lost.any(host_pages):
+        if self._lost.any_flagged(host_pages):
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
         for channel, part in parts:

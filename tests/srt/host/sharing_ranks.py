@@ -18,6 +18,7 @@ from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
 from rank_processes import go_through
 from test_hybrid_stores import begin_fetch, fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
+from tree_model import Request
 
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -233,9 +234,15 @@ def other_list(rank):
             return load(host_indices=host_indices.roll(PAGE_SIZE), **rest)
 
         with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(model.cache, "ready_to_load_host_cache", lambda: 0)
+            queued = model.go_on(OTHER, Request())
+        with pytest.MonkeyPatch.context() as patched:
             if ranks.rank == rank:
                 patched.setattr(model.controller, "load", astray)
-            lengths = [model.check(LONGER)]
+            lengths = [len(queued), model.check(LONGER)]
+        # Queued before, and begun behind the end of the tier.
+        assert np.array_equal(model.row_bytes(queued), model.row_bytes_of(OTHER))
+        model.evict()
         lengths.append(model.check(OTHER))
         return {"lengths": lengths, "detail": ranks.details.get("tier_disagreement")}
 

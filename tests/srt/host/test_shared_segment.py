@@ -150,9 +150,15 @@ def test_a_rank_cannot_clear_what_another_one_lost():
     assert not ranks[0].any(np.array([1, 6]))
     ranks[1].set(np.array([4]), False)
     assert not ranks[0].any(4)
-    ranks[0].close()
+    ranks[2].set(np.array([5]), True)
+    for rank in ranks:
+        rank.close()
+        assert rank.of(np.arange(10)).all()
+        assert rank.any(1)
+        # What was to be loaded before.
+        assert [rank.any_flagged(page) for page in (1, 5)] == [False, True]
     ranks[0].set(slice(None), False)
-    assert all(rank.of(np.arange(10)).all() for rank in ranks)
+    assert ranks[0].of(np.arange(10)).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 61])
