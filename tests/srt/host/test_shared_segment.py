@@ -118,6 +118,15 @@ def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
     assert all("could not share 0.00 GB" in text and "Cannot allocate memory" in text for text in printed)
 
 
+def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path):
+    """Some sandboxes have no such file in /proc."""
+    from sgl_kvpool.srt.host import node_ranks
+
+    monkeypatch.setattr(node_ranks, "_BOOT_ID", tmp_path / "boot_id")
+    with pytest.raises(ValueError, match="boot_id .* cannot be read .*; give --kv-host-sharing rank"):
+        node_ranks._machine()
+
+
 def test_no_memory_is_left_when_all_were_killed(tmp_path):
     """The kernel frees an anonymous file with its last mapping."""
     before = shared_bytes()
