@@ -30,6 +30,7 @@ PROMPTS = [f"{number % 6}: {TEXT[:150]}" + TEXT[number * 20 :][:240] + "=" * 40 
 PROMPT_TOKENS = [len(prompt.encode()) for prompt in PROMPTS]
 CLIENTS, SECONDS = 4, 60
 ADMIN = "secret"
+STORE_CONFIG = '{"prefetch_threshold": 16}'
 SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 #: Difference of log-probabilities below which batches of other shapes may decide between two tokens.
 TIE = 0.05
@@ -107,10 +108,10 @@ def traffic(server, cold):
     return seen
 
 
-def store_request(server, method, **fields):
-    """Status and text of an answer to a request about the store."""
+def administer(server, method, path, **fields):
+    """Status and text of an answer to a request that needs the administrator's key."""
     request = urllib.request.Request(
-        server.url + "/hicache/storage-backend", method=method, data=json.dumps(fields).encode(),
+        server.url + path, method=method, data=json.dumps(fields).encode() if fields else None,
         headers={"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN}"},
     )  # fmt: skip
     try:
@@ -118,6 +119,12 @@ def store_request(server, method, **fields):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def flush(server):
+    until(lambda: metric_sum(server, "sglang:num_running_reqs") == 0, "no running request")
+    status, text = administer(server, "GET", FLUSH)
+    assert status == 200, text
 
 
 def mapped_by(inode):
@@ -143,49 +150,51 @@ def kill_all(server):
     return [process.name() for process in left]
 
 
+def drive(server, store, folder):
+    """What is asked of the server, which is killed at last."""
+    answers = {"info": server.info(), "cold": [ask(server, prompt) for prompt in PROMPTS]}
+    answers |= traffic(server, answers["cold"])
+    flush(server)
+    answers["used"] = metric_sum(server, "sglang:hicache_host_used_tokens")
+    answers["stored"] = [ask(server, prompt) for prompt in PROMPTS[:3]]
+    flush(server)
+    path, mooncake = "/hicache/storage-backend", {"hicache_storage_backend": "mooncake"}
+    policy = {**mooncake, "hicache_write_policy": "write_back"}
+    answers["write_back"] = [administer(server, "PUT", path, **policy)]
+    answers["detached"] = administer(server, "DELETE", path)
+    answers["write_back"].append(administer(server, "PUT", path, **policy))
+    configured = {**mooncake, "hicache_storage_backend_extra_config_json": STORE_CONFIG}
+    answers["attached"] = administer(server, "PUT", path, **configured)
+    answers["stored_again"] = [ask(server, prompt) for prompt in PROMPTS[:3]]
+    answers["rows"] = [(folder / f"rows-{rank}").read_text().splitlines() for rank in (0, 1)]
+    answers["failures"] = failures(server)
+    answers["keys"] = len(store.page_keys())
+    answers["mappings"] = mappings(server)
+    answers["left_processes"] = kill_all(server)
+    answers["still_mapped_by"] = mapped_by(answers["mappings"][0][1])
+    return answers
+
+
 def over_mooncake(model_path, folder):
     """A job of conftest's."""
     (folder / "faults").mkdir(parents=True)
     cores = sorted(os.sched_getaffinity(0))
     unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
     log = folder / "server.log"
-    store_config = '{"prefetch_threshold": 16}'
     arguments = [
         *cpu_arguments(model_path, free_port()),
         *("--kv-cache-layout", "bf16", "--tp-size", "2", "--enable-hierarchical-cache"),
         *("--hicache-ratio", str(HOST_RATIO), "--max-total-tokens", str(DEVICE_TOKENS)),
         *("--page-size", str(PAGE_SIZE), "--enable-metrics", "--enable-cache-report"),
         *("--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", store_config, "--served-model-name", "tiny"),
+        *("--hicache-storage-backend-extra-config", STORE_CONFIG, "--served-model-name", "tiny"),
         *("--admin-api-key", ADMIN),
     ]
     with MooncakeStore(folder) as store:
         variables = {**dict.fromkeys(unwanted, ""), **environment(folder, (cores[0], cores[-1]))}
         variables["ROWS_SEEN"] = str(folder)
         with Server(arguments, log, {**variables, **store.environment}) as server:
-            answers = {"info": server.info(), "cold": [ask(server, prompt) for prompt in PROMPTS]}
-            answers |= traffic(server, answers["cold"])
-            until(lambda: metric_sum(server, "sglang:num_running_reqs") == 0, "no running request")
-            server.get(FLUSH)
-            answers["used"] = metric_sum(server, "sglang:hicache_host_used_tokens")
-            answers["stored"] = [ask(server, prompt) for prompt in PROMPTS[:3]]
-            until(lambda: metric_sum(server, "sglang:num_running_reqs") == 0, "no running request")
-            server.get(FLUSH)
-            policy = {"hicache_storage_backend": "mooncake", "hicache_write_policy": "write_back"}
-            answers["write_back"] = [store_request(server, "PUT", **policy)]
-            answers["detached"] = store_request(server, "DELETE")
-            answers["write_back"].append(store_request(server, "PUT", **policy))
-            answers["attached"] = store_request(
-                server, "PUT", hicache_storage_backend="mooncake",
-                hicache_storage_backend_extra_config_json=store_config,
-            )  # fmt: skip
-            answers["stored_again"] = [ask(server, prompt) for prompt in PROMPTS[:3]]
-            answers["rows"] = [(folder / f"rows-{rank}").read_text().splitlines() for rank in (0, 1)]
-            answers["failures"] = failures(server)
-            answers["keys"] = len(store.page_keys())
-            answers["mappings"] = mappings(server)
-            answers["left_processes"] = kill_all(server)
-            answers["still_mapped_by"] = mapped_by(answers["mappings"][0][1])
+            answers = drive(server, store, folder)
     return {**answers, "log": log.read_text(errors="replace")}
 
 

@@ -284,7 +284,7 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     )
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 39 3 False\n"
+    assert done.stdout == "0 40 3 False\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
     # The five on sparse attention alone.
