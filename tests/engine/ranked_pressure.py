@@ -155,7 +155,6 @@ def drive(server, store, folder):
     answers = {"info": server.info(), "cold": [ask(server, prompt) for prompt in PROMPTS]}
     answers |= traffic(server, answers["cold"])
     flush(server)
-    answers["used"] = metric_sum(server, "sglang:hicache_host_used_tokens")
     answers["stored"] = [ask(server, prompt) for prompt in PROMPTS[:3]]
     flush(server)
     path, mooncake = "/hicache/storage-backend", {"hicache_storage_backend": "mooncake"}

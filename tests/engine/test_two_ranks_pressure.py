@@ -37,19 +37,16 @@ def test_nothing_failed_and_the_tier_goes_on(answers):
     assert "Found rank divergence" not in answers["log"]
 
 
-def test_a_flushed_host_tier_is_empty(answers):
-    assert answers["used"] == 0
-
-
 @pytest.mark.parametrize("when", ["stored", "stored_again"])
 def test_what_was_flushed_comes_from_the_store(answers, when):
-    """Also after the store was detached and attached at run time."""
+    """Also after the store was detached and attached at run time.
+
+    Not always the whole prompt: what finds no room in the host tier is not stored.
+    """
     assert answers["keys"] > 0
     for found, cold, tokens in zip(answers[when], answers["cold"], PROMPT_TOKENS, strict=False):
-        assert found["cached"]["storage"] + found["cached"]["device"] + found["cached"]["host"] == (
-            (tokens - 1) // PAGE_SIZE * PAGE_SIZE
-        )
-        assert found["cached"]["storage"] > 0
+        assert found["cached"]["device"] == found["cached"]["host"] == 0
+        assert 0 < found["cached"]["storage"] <= (tokens - 1) // PAGE_SIZE * PAGE_SIZE
         assert found["ids"] == cold["ids"]
 
 
