@@ -21,6 +21,7 @@ import hybrid_servers
 import peer_servers
 import psutil
 import pytest
+import ranked_pressure
 import ranked_servers
 import regression_run
 import smollm2_server
@@ -306,6 +307,7 @@ JOBS = {
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
     **ranked_servers.JOBS,
+    **ranked_pressure.JOBS,
     **soak_runs.JOBS,
     **store_servers.JOBS,
 }
@@ -330,7 +332,7 @@ ADAPTING = ("demo", "regression")
 SCHEDULERS = {
     **dict.fromkeys(ADAPTING, 2),
     **dict.fromkeys(peer_servers.JOBS, 3),
-    **dict.fromkeys(ranked_servers.JOBS, 2),
+    **dict.fromkeys([*ranked_servers.JOBS, *ranked_pressure.JOBS], 2),
 }
 
 

@@ -78,7 +78,8 @@ def test_pages_are_stored_once_or_by_each_rank(record, name):
         lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
         pages = PAGES_OF_TWO if shared else PAGES_OF_ONE
         assert sum(f"sgl-kvpool: host tier of {pages} pages" in line for line in lines) == 1
-        assert sum("one copy for the 2 ranks of this machine" in line for line in lines) == shared
+        held = f"one copy for the 2 ranks of this machine: {PAGES_OF_TWO * PAGE_SIZE} tokens, 2 times those"
+        assert sum(held in line for line in lines) == shared
         assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
     backed_up = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host", engine="cpu")
@@ -149,7 +150,9 @@ def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wro
     assert ids(answers["at_last"]) == ids(answers["first"])
     after = {"host_tier": {"metrics": answers["last_metrics"]}}
     assert metric(after, "sgl_kvpool_failures_total", kind="tier_disagreement") == 2
-    lines = [line for line in answers["log"].splitlines() if "gave out different pages" in line]
+    log = answers["log"].splitlines()
+    assert any("the ranks have ended the tier" in line for line in log)
+    lines = [line for line in log if "gave out different pages" in line]
     assert len(lines) == 2
     assert all("rank 0: alloc of" in line and "rank 1: alloc of 16 slots" in line for line in lines)
 
