@@ -39,7 +39,7 @@ from sgl_kvpool.attention.gluon_operands import (
     scores_layout,
     tile_scales,
 )
-from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
+from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
 __all__ = ["gluon_decode_kernel"]
@@ -61,6 +61,15 @@ def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
     return tiles
+
+
+@gluon.jit
+def _program_again():
+    """`program_id(0)`, read again: tile, split and group then take no registers during the loop.
+
+    With int64 lists or several queries per list they would be spilled, 8 to 32 bytes.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -181,17 +190,19 @@ def gluon_decode_kernel(
     TILES: gl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
     S: gl.constexpr = scores_layout(PAIRS, WARPS)
     PER_PAIR: gl.constexpr = gl.SliceLayout(0, S)
-    program = gl.program_id(0)
-    tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
-    split = program // TILES % splits
-    group = (program // (TILES * splits)).to(gl.int64)
-    list_index = list_of(list_index_ptr, group)
-    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
-    begin = split * per_split
-    if SPLIT and begin >= length:
-        return  # an empty part, which the merge skips; without splits there is no merge, so go on
-    end = gl.minimum(begin + per_split, length)
+    tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
+    list_index, length, begin, end = rows_of_part(
+        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+    )
+    if SPLIT:
+        if begin >= length:
+            return  # an empty part, which the merge skips
+        is_part = begin > 0 or end < length
+        stop = end
+    else:
+        stop = gl.maximum(end, 1)  # without a merge an empty list has a block without rows
+    # A loop that may not run at all has another way around it, where Triton 3.8 spills what both ways need.
+    gl.assume(begin < stop)
     ids = ids_ptr + list_index * ids_list_stride
 
     values = _tiles(R // 128, BLOCK)
@@ -208,8 +219,7 @@ def gluon_decode_kernel(
     numbers.store(row_numbers(load_entries(ids, begin, end, ids_stride, WARPS), row_count, PAGE, PAGE_ROWS))
     entries = load_entries(ids, begin + BLOCK, end, ids_stride, WARPS)
     _barrier()
-    if begin < end:
-        copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, WARPS)
+    copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, WARPS)
     async_copy.commit_group()
     _load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
@@ -226,7 +236,7 @@ def gluon_decode_kernel(
     top = gl.full([PAIRS], _LOWEST, gl.float32, PER_PAIR)  # largest score so far, in powers of two
     # Sums of weights, by lane: lanes are summed up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, PAIRS], gl.float32, S)), 1)
-    for start in range(begin, end, BLOCK):
+    for start in range(begin, stop, BLOCK):
         live = (numbers.load(gl.SliceLayout(1, S)) >= 0)[:, None]
         async_copy.wait_group(0)
         fence_async_shared()  # the rope and, before the first block, the queries
@@ -270,7 +280,8 @@ def gluon_decode_kernel(
     total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_PAIR)
     normal = value_scale / gl.where(total == 0, 1.0, total)
     lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2
-    if SPLIT and per_split < length:
+    tile, split, group = place_of(_program_again(), splits, TILES, SPLIT)
+    if SPLIT and is_part:
         place = split.to(gl.int64) * split_pairs
         _write(
             partial_ptr + place * R, partial_lse_ptr + place, normal, lse, accumulators, tile, group, R, NOPE,

@@ -20,13 +20,7 @@ replayed for other lists.
 import triton
 import triton.language as tl
 
-from sgl_kvpool.attention.triton_lists import (
-    list_length,
-    list_of,
-    row_count_of,
-    rows_of_entries,
-    rows_per_split,
-)
+from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_entries, rows_of_part
 from sgl_kvpool.attention.triton_operands import (
     load_queries,
     load_stored,
@@ -265,18 +259,12 @@ def decode_kernel(
         tl.static_assert(CHUNK == SCALE_BLOCK)
         tl.static_assert(SLICE == CHUNK)
     DIRECT: tl.constexpr = NATIVE and not AHEAD
-    program = tl.program_id(0)
-    tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
-    split = program // TILES % splits
-    group = (program // (TILES * splits)).to(tl.int64)
-
-    list_index = list_of(list_index_ptr, group)
-    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
-    begin = split * per_split
+    tile, split, group = place_of(tl.program_id(0), splits, TILES, SPLIT)
+    list_index, length, begin, end = rows_of_part(
+        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+    )
     if SPLIT and begin >= length:
         return  # an empty part, which the merge skips; without splits there is no merge, so go on
-    end = tl.minimum(begin + per_split, length)
 
     pair = tile * PAIRS + tl.arange(0, PAIRS)  # [PAIRS]
     exists = pair < QUERIES * HEADS
@@ -349,7 +337,7 @@ def decode_kernel(
     # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
     normal = value_scale / tl.where(total == 0, 1.0, total)
     lse = (top + tl.log2(total)) * _LN_2
-    if SPLIT and per_split < length:
+    if SPLIT and (begin > 0 or end < length):
         place = split.to(tl.int64) * split_pairs + token * HEADS + head
         _write(
             partial_ptr + place * R, partial_lse_ptr + place, exists, normal, lse, accumulators, R, CHUNK,
