@@ -33,7 +33,7 @@ def compile_decode(
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
     tile = tile or tile_config(fmt.layout, heads * queries, kernel)
-    config = DecodeConfig(tile, -(-heads * queries // tile.pairs), splits, tile.min_blocks)
+    config = DecodeConfig(tile, -(-heads * queries // tile.query_heads), splits, tile.min_blocks)
     key = fmt, config, heads, queries, tuple(page) if page else None
     if tile.kernel == "gluon":
         fn, source, constants = gluon_decode_kernel, GluonASTSource, dict(gluon_constants(*key))

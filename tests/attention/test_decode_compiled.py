@@ -18,10 +18,10 @@ from ptxrun_builds import cache_folder
 from sgl_kvpool.attention.decode_config import table, tile_config
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-TABLE = [{"layout": layout.value, "heads": tile.pairs} for layout, tile in table("triton")]
+TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
 #: Of `gluon_decode`, the tiles and what a batch may ask of them.
 GLUON = [
-    {"layout": layout.value, "heads": tile.pairs, "kernel": "gluon"}
+    {"layout": layout.value, "heads": tile.query_heads, "kernel": "gluon"}
     for layout, tile in table("gluon")
     if tile.kernel == "gluon"
 ]

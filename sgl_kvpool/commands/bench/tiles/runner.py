@@ -42,7 +42,7 @@ class TileRunner:
         from sgl_kvpool.attention.decode_launch import launch
 
         w, fmt = problem.workload, problem.fmt
-        tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
+        tiles = -(-w.heads * w.queries_per_list // self.tile.query_heads)
         config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
