@@ -59,7 +59,7 @@ def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[
         found += [
             TileConfig(query_heads, 16 * warps, warps, 1, programs, "gluon", late_parts)
             for query_heads, warps, programs, late_parts in _GLUON_SHAPES.get(layout.latent, ())
-            if query_heads in wanted
+            if query_heads == heads
         ]
     for query_heads in wanted:
         for rows, warps, stages, programs in shapes:
