@@ -126,10 +126,10 @@ def _scores(
     BLOCK: gl.constexpr = 16 * WARPS
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    # Products go on while the next chunk is decoded; 16 query heads of 4 warps leave too few registers.
+    # Products go on while the next chunk is decoded, unless there are too few registers (16 heads, 4 warps).
     IN_FLIGHT: gl.constexpr = BLOCK_H <= 2 * WARPS and SCALE != "fp32"
     COPIED: gl.constexpr = copied_words(R, NOPE, LATE)
-    OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # where the rope is among late words
+    OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among late words
     words, scales, rope, _ = raw
     of_tiles = ()
     if SCALE == "fp32":
@@ -160,7 +160,7 @@ def _scores(
             x = bf16_operand(late[OF_ROPE], late[OF_ROPE + 1], A, WARPS)
         else:
             EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
-            codes = words_of((rope,), late, 0 if LATE == 0 else OF_ROPE, 1 if LATE == 0 else 0, WARPS)
+            codes = words_of((rope,), late, OF_ROPE, 1 if LATE == 0 else 0, WARPS)
             x = decoded_e4m3(codes, A, EXPONENT, WARPS)
         s = warpgroup_mma(x, rope_queries.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s]), of_tiles
@@ -284,9 +284,8 @@ def gluon_decode_kernel(
         weights = gl.exp2(s - new_top[None, :])
         decay = gl.exp2(top - new_top)
         top = new_top
-        decay_of_lanes = gl.max(
-            _rows_of_lanes(decay[None, :].broadcast_to([BLOCK, BLOCK_H])), 1
-        )  # both alike
+        decay_of_rows = decay[None, :].broadcast_to([BLOCK, BLOCK_H])
+        decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two that are the same
         total = total * decay_of_lanes + gl.sum(_rows_of_lanes(weights), 1)
         # Rows are the contiguous side, as the values' products want it.
         if SCALE == "fp32":
