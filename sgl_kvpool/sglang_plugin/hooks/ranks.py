@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_kvpool import metrics
 
-__all__ = ["backup_is_good", "load_is_miss"]
+__all__ = ["backup_is_good", "everywhere", "load_is_miss"]
 
 
 def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str | None) -> bool:
@@ -16,7 +16,7 @@ def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str |
     """
     if pool.shared is None or device_slots.device.type != "cpu":
         return problem is None
-    return _everywhere(controller, problem is None)
+    return everywhere(controller, problem is None)
 
 
 def load_is_miss(controller: Any, problem: str | None) -> bool:
@@ -39,7 +39,7 @@ def load_is_miss(controller: Any, problem: str | None) -> bool:
         It is a miss, and the server has pipeline stages. These do not wait for each other when they schedule:
         the stages before this one have taken the tokens for loaded.
     """
-    if _everywhere(controller, problem is None):
+    if everywhere(controller, problem is None):
         return False
     if problem is None:
         metrics.failed("load_elsewhere", "see the log of that rank")
@@ -53,7 +53,7 @@ def load_is_miss(controller: Any, problem: str | None) -> bool:
     return True
 
 
-def _everywhere(controller: Any, good: bool) -> bool:
+def everywhere(controller: Any, good: bool) -> bool:
     """Whether something is so on all ranks, over the groups that SGLang's tree agrees over on transfers.
 
     Those are gloo's, of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler, as with DP
