@@ -190,3 +190,13 @@ def test_replicas_share_a_store(record, name):
         lines = [line for line in answers["log"].splitlines() if f" DP{replica}" in line]
         assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
         assert any("Prefill batch" in line for line in lines)
+
+
+@both
+def test_ranks_check_themselves_before_they_serve(record, name):
+    """The pages of a shared tier are stored by all of its ranks, so that they go through it together."""
+    lines = [line for line in record(name)["log"].splitlines() if "self-check" in line]
+    assert len(lines) == 2
+    pages = 3 if name == TWO_RANKS else 2
+    assert all("self-check passed in " in line for line in lines)
+    assert all(line.endswith(f", {pages} pages to the host tier and back") for line in lines)

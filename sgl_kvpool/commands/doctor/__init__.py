@@ -15,8 +15,14 @@ __all__ = ["SCHEMA", "as_json", "as_text", "examine", "problems"]
 SCHEMA = 1
 
 
-def examine() -> dict[str, Finding]:
-    """Run every probe, whatever happens to the others; findings by the probe's name."""
+def examine(*, with_self_check: bool = False) -> dict[str, Finding]:
+    """Run every probe, whatever happens to the others; findings by the probe's name.
+
+    Parameters
+    ----------
+    with_self_check : bool
+        Whether to write, read, attend and transfer rows of every layout too.
+    """
     findings = {
         "packages": _guarded(probes.packages),
         "plugin": _guarded(probes.plugin),
@@ -28,6 +34,8 @@ def examine() -> dict[str, Finding]:
     if "devices" not in findings["gpu"].facts:
         findings["would be used"].notes.append("a guess: whether there is a GPU is not known, see above")
     findings["host"] = _guarded(partial(probes.in_child, "host"))
+    if with_self_check:
+        findings["self-check"] = _guarded(partial(probes.in_child, "self-check"))
     return findings
 
 

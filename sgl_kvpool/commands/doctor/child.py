@@ -9,7 +9,19 @@ from dataclasses import asdict
 
 from sgl_kvpool.commands.doctor import probes
 
-_PROBES = {"hook points": probes.hook_points, "gpu": probes.gpu, "host": probes.host}
+
+def _self_check() -> probes.Finding:
+    from sgl_kvpool.commands.doctor.self_check import self_check  # imports torch
+
+    return self_check()
+
+
+_PROBES = {
+    "hook points": probes.hook_points,
+    "gpu": probes.gpu,
+    "host": probes.host,
+    "self-check": _self_check,
+}
 
 
 def main() -> None:
