@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal
@@ -68,13 +69,12 @@ def _why_due(device: str) -> str | None:
     import torch
 
     kind = torch.device(device).type
-    on_cuda = kind == "cuda"
-    return why_due(
-        hook_points.version_problem(),
-        kind,
-        torch.cuda.get_device_capability(device) if on_cuda else None,
-        importlib.metadata.version("triton") if on_cuda else None,
-    )
+    capability = triton = None
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            triton = importlib.metadata.version("triton")
+    return why_due(hook_points.version_problem(), kind, capability, triton)
 
 
 def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
@@ -120,14 +120,15 @@ def _own_class(device: str) -> type:
     return KVPoolMLACudaBackend
 
 
-def _nested(backend: Any) -> Iterator[Any]:
+def _nested(backend: Any) -> list[Any]:
     """A backend and those inside: of hybrid models, of two batches that overlap."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-    yield backend
-    for inner in vars(backend).values():
-        if isinstance(inner, AttentionBackend) and inner is not backend:
-            yield from _nested(inner)
+    found = [backend]
+    for outer in found:  # grows on the way
+        inside = getattr(outer, "__dict__", {}).values()
+        found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
+    return found
 
 
 def _absorbed_layers(model: Any, pool: Any) -> list[Any]:

@@ -122,8 +122,9 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     """
     pool, table = backend.token_to_kv_pool, backend.req_to_token_pool.req_to_token
     rank = pool.row_format.kv_lora_rank
-    # Row 0 of the table is that of padding.
-    requests = _Requests.at_random(pool, layer.tp_q_head_num, len(table) - 1, table.shape[1])
+    # Row 0 of the table is that of padding; backends have room for `size` requests.
+    most = min(backend.req_to_token_pool.size, len(table) - 1)
+    requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1])
     count, device = len(requests.lengths), requests.slots.device
     own = torch.arange(count, 0, -1, device=device)
     rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
