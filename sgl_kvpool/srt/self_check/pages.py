@@ -9,7 +9,6 @@ import torch
 
 from sgl_kvpool.codec import reference
 from sgl_kvpool.layout import RowFormat
-from sgl_kvpool.srt.pool.regions import describe
 
 if TYPE_CHECKING:
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
@@ -18,7 +17,9 @@ __all__ = ["PageBytes", "decoded", "encoded", "random_values"]
 
 
 class PageBytes:
-    """Some pages of a pool in all layers, through the byte view that transfers use.
+    """Some pages of a pool in all layers, in SGLang's tensors or in the buffer that all layers share.
+
+    Not by `describe`, which needs classes of SGLang that a pool without a host tier does without.
 
     Parameters
     ----------
@@ -27,24 +28,27 @@ class PageBytes:
     """
 
     def __init__(self, pool: LayoutMLATokenToKVPool, pages: Sequence[int]):
-        caches = describe(pool).only("kv")
-        (group,) = caches.groups
-        self._views = [caches.view(group, layer.runs) for layer in group.layers]
+        rows, page_size = pool.size // pool.page_size * pool.page_size + pool.page_size, pool.page_size
+        if pool.cross_layer is None:
+            tensors = [buffer.view(torch.uint8)[:rows].squeeze(1) for buffer in pool.kv_buffer]
+            self._views = [tensor.unflatten(0, (-1, page_size)) for tensor in tensors]
+        else:
+            group = pool.cross_layer.group
+            (layers,) = group.layers
+            self._views = [group.layer_view(layer.name).view(torch.uint8) for layer in layers if layer]
         self.pages = list(pages)
         self._index = torch.tensor(self.pages, device=pool.device)
         self._shape = (len(self.pages), pool.page_size, pool.row_format.row_bytes)
 
     def read(self) -> torch.Tensor:
         """`[layers, pages, page_size, row_bytes]` uint8, a copy on the CPU."""
-        layers = [view[self._index].cpu().view(torch.uint8).view(self._shape) for view in self._views]
+        layers = [view[self._index].cpu().view(self._shape) for view in self._views]
         return torch.stack(layers) if layers else torch.empty((0, *self._shape), dtype=torch.uint8)
 
     def write(self, rows: torch.Tensor) -> None:
         """Put rows of the shape of `read` into the pages."""
         for view, layer in zip(self._views, rows, strict=True):
-            view[self._index] = (
-                layer.reshape(len(self.pages), *view.shape[1:]).view(torch.int8).to(view.device)
-            )
+            view[self._index] = layer.reshape(len(self.pages), *view.shape[1:]).to(view.device)
 
 
 def random_values(tokens: int, fmt: RowFormat, seed: int) -> torch.Tensor:

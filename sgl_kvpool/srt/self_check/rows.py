@@ -1,4 +1,4 @@
-"""Rows that SGLang's calls write and read, beside the codec's bytes at the places of the byte view."""
+"""Rows that SGLang's calls write and read, beside the codec's bytes."""
 
 from __future__ import annotations
 
