@@ -43,7 +43,7 @@ def decode_constants(
     else:
         chunk = loaded = _CHUNK_VALUES
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "CHUNK": chunk,
@@ -60,19 +60,16 @@ def gluon_constants(
     """The constexpr arguments of `gluon_decode_kernel`, but for one."""
     row = codec_triton.geometry(fmt)
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "WARPS": config.tile.warps,
     }
 
 
 def _of_both(
-    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
     """What the kernels have in common."""
-    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
-        # Scores of both parts are one sum, which is multiplied by k_scale.
-        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,

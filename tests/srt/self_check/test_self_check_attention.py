@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("published")
 def backend_of(kind, layout, monkeypatch, **placed):
     """A backend over a pool of NaN bytes, and the layer it is asked for."""
     case = {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
-    case.backend.req_to_token_pool = case.runner.req_to_token_pool
     return case
 
 
