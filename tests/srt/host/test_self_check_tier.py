@@ -59,7 +59,7 @@ def test_pages_of_the_same_layout(controller_of, layout, arrangement, page_size,
 
 @pytest.mark.parametrize(
     ("layout", "host"),
-    [("bf16", "fp8"), ("bf16", "fp4"), ("fp8_block_scale", "fp4"), ("fp8", "fp4_fp8_rope")],
+    [("bf16", "fp8_block_scale"), ("bf16", "fp4"), ("fp8_block_scale", "fp4"), ("fp8", "fp4_fp8_rope")],
 )
 def test_pages_of_a_narrower_layout(controller_of, layout, host):
     from sgl_kvpool.srt.self_check import check_tier
