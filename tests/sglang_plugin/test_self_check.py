@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hybrid_case import HybridCase
 from test_backend import Case, radix_attention
 
 from sgl_kvpool.refusal import Refusal
@@ -110,7 +111,7 @@ def test_success_is_one_line(scheduler, caplog):
         run(scheduler)
     (line,) = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
     assert re.fullmatch(
-        r"sgl-kvpool: self-check passed in \d\.\d\d s \(this SGLang is not a tested one\): "
+        r"sgl-kvpool: self-check passed in [0-4]\.\d\d s \(this SGLang is not a tested one\): "
         r"rows of 2 of 2 layers, attention of 3 requests with a largest error of \S+",
         line,
     )
@@ -138,6 +139,18 @@ def test_a_backend_inside_another_is_found(scheduler, caplog):
     with caplog.at_level(logging.INFO):
         run(scheduler)
     assert caplog.text.count("attention of 3 requests") == 1
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp4"])
+def test_hybrid_models(scheduler, layout, monkeypatch, caplog):
+    """Layers have the model's numbers, and k_scales of their own; others keep states."""
+    case = HybridCase(layout, [1], [0], monkeypatch, arrangement="page_major", page_size=7)
+    case.runner.attn_backend = case.backend
+    scheduler.tp_worker.model_runner = case.runner
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    assert "rows of 3 of 3 layers, attention of" in caplog.text
+    assert caplog.text.count("attention of 3 requests") == 2
 
 
 def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
