@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import cluster_servers
+import foreign_version
 import host_tier_servers as host_tier
 import hybrid_servers
 import peer_servers
@@ -110,9 +111,7 @@ def serve(name, model_path, folder):
     """Start one configuration, ask it everything, stop it; returns the answers."""
     folder.mkdir()
     (folder / "arranged.yaml").write_text(ARRANGED_YAML)
-    foreign = folder / "foreign" / "sglang-0.6.1.dist-info"
-    foreign.mkdir(parents=True)
-    (foreign / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    foreign = foreign_version.write(folder / "foreign")
     arguments, environment = CONFIGURATIONS[name]
     arguments = [a.replace("{tmp}", str(folder)) for a in arguments]
     environment = {k: v.replace("{tmp}", str(folder)) for k, v in environment.items()}
@@ -127,6 +126,9 @@ def serve(name, model_path, folder):
             *host_tier.CHOICES.get(name, []),
         ]
         environment.update(host_tier.environment(HERE, folder.parent, name))
+        if name == host_tier.SELF_CHECKED:
+            environment["PYTHONPATH"] = os.pathsep.join([str(foreign), environment["PYTHONPATH"]])
+            environment["KVPOOL_ALLOW_UNTESTED"] = "1"
         store = environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]
         if name == host_tier.AGAIN[layout]:
             host_tier.damage(store, layout)

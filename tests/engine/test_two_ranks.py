@@ -16,6 +16,8 @@ from tiny_model import KNOWN
 #: Ranks that share one host tier, as they do unless told otherwise, and ranks with one each.
 TWO_RANKS, APART = "two-ranks", "two-ranks-apart"
 STAGES, REPLICAS = "two-stages", "two-replicas"
+#: Pages that the self-check at start moves there and back.
+SELF_CHECK_PAGES = {TWO_RANKS: 3, APART: 2}
 #: Pages of a rank's own tier, and of one that two ranks share; the last is SGLang's padding.
 PAGES_OF_ONE, PAGES_OF_TWO = 513, 1025
 #: The server of one process that the answers are compared with.
@@ -83,9 +85,10 @@ def test_pages_are_stored_once_or_by_each_rank(record, name):
         assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
     backed_up = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host", engine="cpu")
-    assert backed_up == (1 if shared else 2) * answers["stored"] * page_bytes
+    copies, checked = 1 if shared else 2, SELF_CHECK_PAGES[name]
+    assert backed_up == copies * (answers["stored"] + checked) * page_bytes
     assert metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu") == (
-        2 * LONG // PAGE_SIZE * page_bytes
+        2 * (LONG // PAGE_SIZE + checked) * page_bytes
     )
 
 
@@ -193,3 +196,13 @@ def test_replicas_share_a_store(record, name):
         lines = [line for line in answers["log"].splitlines() if f" DP{replica}" in line]
         assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
         assert any("Prefill batch" in line for line in lines)
+
+
+@both
+def test_ranks_check_themselves_before_they_serve(record, name):
+    """The pages of a shared tier are stored by all of its ranks, so that they go through it together."""
+    lines = [line for line in record(name)["log"].splitlines() if "self-check" in line]
+    assert len(lines) == 2
+    assert all("self-check passed in " in line for line in lines)
+    ending = f", {SELF_CHECK_PAGES[name]} pages to the host tier and back"
+    assert all(line.endswith(ending) for line in lines)

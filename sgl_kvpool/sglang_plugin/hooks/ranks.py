@@ -7,7 +7,7 @@ from typing import Any
 from sgl_kvpool import metrics
 from sgl_kvpool.srt.host.allocation_log import slots_digest
 
-__all__ = ["backup_is_good", "load_is_miss"]
+__all__ = ["backup_is_good", "everywhere", "load_is_miss"]
 
 
 def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str | None) -> bool:
@@ -17,8 +17,7 @@ def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str |
     """
     if pool.shared is None or device_slots.device.type != "cpu":
         return problem is None
-    (good,) = _least(controller, int(problem is None))
-    return bool(good)
+    return everywhere(controller, problem is None)
 
 
 def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | None) -> bool:
@@ -62,6 +61,12 @@ def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | Non
             "pipeline stages cannot agree on a miss; start the server again"
         )
     return True
+
+
+def everywhere(controller: Any, good: bool) -> bool:
+    """Whether a condition holds on every rank that `_least` compares."""
+    (all_good,) = _least(controller, int(good))
+    return bool(all_good)
 
 
 def _least(controller: Any, *values: int) -> list[int]:

@@ -75,7 +75,7 @@ class _Times:
                 self.of[job["heads"]][tile][_where(job)] = best_us(row)
 
     def best(self, heads: int, query_heads: int, current: TileConfig | None) -> TileConfig | None:
-        """The fastest tile with this number of query heads; the current tile unless another is clearly faster."""
+        """The fastest tile of this many query heads; the current tile unless another is clearly faster."""
         found = [t for t in self.of[heads] if t.query_heads == query_heads and t not in self.wrong]
         if not found:
             return None
