@@ -64,7 +64,7 @@ _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """bfloat16 [ROWS, 128] in shared memory, COUNT times. Parts of one buffer would get barriers between."""
+    """COUNT buffers, bfloat16 [ROWS, 128], in shared memory. Parts of one buffer would get barriers between."""
     tiles = ()
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
@@ -109,7 +109,7 @@ def _load_queries(
     at = (q_rope + token * q_rope_token_stride + head * q_rope_head_stride)[:, None]
     x = gl.load(at + gl.arange(0, 64, gl.SliceLayout(0, L2))[None, :], mask=exists[:, None], other=0.0)
     if NOPE == "e2m1" and ROPE == "bf16":
-        # Scores of both parts are one sum; an e4m3 rope has the latent's factor in its operand.
+        # The scores of both parts are added up, so the rope's operand needs the latent's factor.
         x = x.to(gl.float32) * _LATENT_FACTOR
     rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, LATE)))
 
@@ -121,7 +121,7 @@ def _scores(
 ):  # fmt: skip
     """float32 [rows, BLOCK_H] of a block, and its tile scales; its decoded latent goes to `values`.
 
-    `raw` is not needed afterwards.
+    The contents of `raw` are not needed afterwards.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
@@ -168,7 +168,7 @@ def _scores(
 
 @gluon.jit
 def _rows_of_lanes(x):
-    """[rows, N] as [warps, 2, 8, N]: the second axis are the two rows of each lane."""
+    """[rows, N] as [warps, 2, 8, N]; the second axis has the two rows of each lane."""
     return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]])
 
 
@@ -233,7 +233,7 @@ def gluon_decode_kernel(
     raw = allocate_raw(R, NOPE, SCALE, ROPE, LATE, WARPS)
     numbers = raw[3]
 
-    # Rows are copied one block ahead, their numbers loaded two.
+    # Rows are copied one block ahead, row numbers are loaded two blocks ahead.
     numbers.store(row_numbers(load_entries(ids, begin, end, ids_stride, WARPS), row_count, PAGE, PAGE_ROWS))
     entries = load_entries(ids, begin + BLOCK, end, ids_stride, WARPS)
     _barrier()
@@ -287,7 +287,7 @@ def gluon_decode_kernel(
         decay_of_rows = decay[None, :].broadcast_to([BLOCK, BLOCK_H])
         decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two that are the same
         total = total * decay_of_lanes + gl.sum(_rows_of_lanes(weights), 1)
-        # Rows are the contiguous side, as the values' products want it.
+        # Rows are contiguous, as the products of the values require.
         if SCALE == "fp32":
             for c in gl.static_range(R // 128):
                 factor = (weights * of_tiles[c]).to(gl.bfloat16)

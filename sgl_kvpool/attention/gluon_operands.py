@@ -1,9 +1,9 @@
-"""Rows as they lie in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
+"""Rows in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
 
-A block has 16 rows for each warp of the program. Warp w decodes rows 16 w to 16 w + 15, lane (g, c) of it,
-g = 0..7 and c = 0..3, rows g and g + 8: 16 contiguous bytes of each 64. Decoded, these are the A operand of
-`wgmma` as it stands in registers, because the columns of an operand may be in any order if the queries come
-in the same one. The same registers go to shared memory by `stmatrix` as the values' tile.
+A block has 16 rows per warp of the program. Warp w decodes rows 16 w to 16 w + 15. Its lane (g, c), g = 0..7
+and c = 0..3, decodes rows g and g + 8: 16 contiguous bytes of every 64. The decoded values are the A operand
+of `wgmma` in registers without a permutation, because the columns of an operand may be in any order if the
+queries use the same order. `stmatrix` stores the same registers to shared memory as the tile of values.
 
 Position k of 128 decoded FP4 values holds value d = 32 c + 8 w + 4 h + 2 i2 + i1, where k = 32 w + 16 i2 +
 8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, of which w is one. Position k of 64 decoded e4m3 values
@@ -62,7 +62,7 @@ def _words_layout(WARPS):
 
 @gluon.constexpr_function
 def _block_scales_layout(WARPS):
-    """FP4's scales of those words, [rows, 8], each beside its two words."""
+    """Scales of these words for FP4, [rows, 8], in the lane that holds their two words."""
     warps = [[row, 0, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     words = [[0, 0, 1], [0, 1, 0], [8, 0, 0]]
@@ -77,8 +77,8 @@ def _tile_scales_layout(WARPS):
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 4])
 
 
-# Copies, 16 bytes of a lane. Four lanes take 64 bytes of a row, and a lane copies parts of the same two rows,
-# whatever the segment, so that it reads two row numbers; scales aside. 64 bytes of a row are whole sectors.
+# Each lane copies 16 bytes, and four lanes 64 bytes of a row, which are whole sectors. In every segment but
+# the scales, a lane copies parts of the same two rows, so that it reads two row numbers.
 @gluon.constexpr_function
 def _copy_words_layout(WARPS):
     return gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
@@ -94,7 +94,7 @@ def _copy_rope_layout(WARPS):
 
 @gluon.constexpr_function
 def _copy_scales_layout(WARPS, SCALE):
-    """With four lanes per row, half of the copies of scales, or more, would be idle."""
+    """Layout with fewer lanes per row: with four, at least half of the copies of scales would be idle."""
     if SCALE == "fp32":
         return gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     return gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
@@ -106,10 +106,10 @@ def _entries_layout(WARPS):
 
 
 # -------------------------------------------------------------------------------- shared memory
-#: Words [rows, 16]. Rows are 64 bytes: the next row's quad of lanes takes the other half of the banks.
+#: Words [rows, 16]. Rows are 64 bytes: the four lanes of the next row use the other half of the banks.
 _S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-#: FP4's scales [rows, 32]. Halves of every other four rows are exchanged: 8 lanes read 8 bytes of 8 rows
-#: each, which would be at half of the banks twice.
+#: FP4's scales [rows, 32]. In every other four rows, the halves are swapped: 8 lanes read 8 bytes of 8 rows
+#: each, which would otherwise use half of the banks twice.
 _S_BLOCK_SCALES = gl.constexpr(gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
 _S_TILE_SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 _S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -140,7 +140,7 @@ def rope_order(ROPE, LATE):
 # ------------------------------------------------------------------------------------- row numbers
 @gluon.jit
 def load_entries(ids, start, end, ids_stride, WARPS: gl.constexpr):
-    """Entries of a list from `start`, a block of them, int32 or int64; -1 from `end` on."""
+    """A block of entries of a list from `start`, int32 or int64; -1 from `end` on."""
     position = start + gl.arange(0, 16 * WARPS, _entries_layout(WARPS))
     return gl.load(ids + position.to(gl.int64) * ids_stride, mask=position < end, other=-1)
 
@@ -159,7 +159,7 @@ def allocate_raw(
 ):  # fmt: skip
     """Shared memory for what is copied of a block, words of 64 bytes each, scales, rope; next row numbers.
 
-    Buffers of their own, because Triton puts barriers between uses of parts of one buffer.
+    The buffers are separate, because Triton puts barriers between uses of parts of one buffer.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     words = ()
@@ -183,7 +183,7 @@ def allocate_raw(
 
 @gluon.jit
 def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
-    """Pointers to the rows of `numbers` [rows, 1], and which of them are rows."""
+    """Pointers to the rows of `numbers` [rows, 1], and a mask of the valid numbers."""
     live = numbers >= 0
     rows = pool + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
     return rows.expand_dims(1), live.expand_dims(1)
@@ -197,7 +197,7 @@ def copy_rows(
 ):  # fmt: skip
     """Start to copy the rows whose numbers are in shared memory; zeros where the number is -1.
 
-    Not the contents of some other row: those may decode to NaN, and so would a weight of 0 times them.
+    Contents of another row instead of zeros might decode to NaN, and a weight of 0 times NaN is NaN.
     """
     words, scales, rope, numbers = raw
     WORDS: gl.constexpr = _copy_words_layout(WARPS)
@@ -282,7 +282,7 @@ def _e2m1_pair(magnitudes, signs):
 
 @gluon.jit
 def _scaled(pair, both):
-    """(low, high) bfloat16 of int32 `pair`, two of them, times those of `both`."""
+    """(low, high) bfloat16 of int32 `pair` times those of `both`."""
     pair = gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -348,7 +348,7 @@ def decoded_e4m3_twice(words, more, A: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
-    """float32 [rows, 4] in shared memory -> scales of the four tiles, [rows, 1] each, as scores lie."""
+    """float32 [rows, 4] in shared memory -> scales of the four tiles, [rows, 1] each, laid out as scores."""
     x = scales.load(_tile_scales_layout(WARPS)).reshape([16 * WARPS, 2, 2])
     even, odd = gl.split(x)
     first, third = gl.split(even)
@@ -365,7 +365,7 @@ def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
 # ------------------------------------------------------------------------------- orders of columns
 @gluon.jit
 def in_operand_order(x, ENCODING: gl.constexpr):
-    """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 unless for e2m1."""
+    """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 except for e2m1."""
     N: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
@@ -381,7 +381,7 @@ def in_operand_order(x, ENCODING: gl.constexpr):
 
 @gluon.jit
 def in_value_order(x, ENCODING: gl.constexpr):
-    """[128, N] in the order of an operand's columns -> in that of values."""
+    """[128, N] in the order of an operand's columns -> in the order of values."""
     N: gl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
         # w, i2, i1, c, h -> c, w, h, i2, i1

@@ -1,4 +1,5 @@
-"""The kernel of `mla_decode` that reads rows and attends them; `triton_merge` has the one that merges splits.
+"""The kernel of `mla_decode` that reads rows and attends them; `triton_merge` has the kernel that merges
+splits.
 
 A program of `decode_kernel` takes one list of rows, one tile of its query heads (of all its queries) and one
 split of the list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and
@@ -6,15 +7,15 @@ values. Matrices are transposed against the usual way: scores are [rows, query h
 [values, query heads] += V^T P. Rows then fill the 64-row side that Hopper's warp group instruction demands,
 and the query heads its other side, which may be 16: a model with 16 heads wastes nothing.
 
-The latent goes in chunks of `CHUNK` values, each with an accumulator of its own. `fp8_block_scale` has one
-chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead
-of into its values.
+The latent is processed in chunks of `CHUNK` values, each with a separate accumulator. `fp8_block_scale` has
+one chunk per tile; the tile's scale is multiplied into the scores and weights of the chunk instead of its
+values.
 
-Tuples grow by `t + (x,)` in place: in a function of its own, Triton 3.6 would take a tuple of tensors for a
-tuple of tuples, which it spells alike in names.
+Tuples grow by `t + (x,)` in place: in a separate function, Triton 3.6 would confuse a tuple of tensors with a
+tuple of tuples, because it gives both the same mangled name.
 
-Everything that depends on the batch is found on the device from the counts, so a captured CUDA graph can be
-replayed for other lists.
+Everything that depends on the batch is computed on the device from the counts, so that a captured CUDA graph
+can be replayed for other lists.
 """
 
 import triton
@@ -39,7 +40,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr):
-    """int64 row numbers of list entries, 0 for entries without a row, and which of them are rows."""
+    """int64 row numbers of list entries, 0 for entries without a row, and a mask of those with a row."""
     rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS)
     return tl.where(is_row, rows, 0), is_row
 
@@ -71,9 +72,9 @@ def _load_block(
     SLICE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """What is stored in the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
+    """Stored bytes of the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
 
-    Also which entries are rows, bool [BLOCK, 1]; the others give zeros.
+    Also returns a mask of the entries with a row, bool [BLOCK, 1]; the others give zeros.
     """
     number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
     rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
@@ -101,7 +102,7 @@ def _operands_of(
     operands = ()
     for s in tl.static_range(R // SLICE):
         operands = operands + (operand_of(stored[s], NOPE, NATIVE),)  # noqa: RUF005
-    # Neighbours are put together until they are chunks: one, two or four slices each.
+    # Adjacent slices are joined until they are chunks: one, two or four slices each.
     for doubling in tl.static_range(0, 2):
         if SLICE << doubling < CHUNK:
             wider = ()
@@ -115,7 +116,7 @@ def _operands_of(
 
 @triton.jit
 def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.constexpr):
-    """float32 [BLOCK, 1]: the tile scale of every chunk, which is a slice; nothing for layouts without."""
+    """Tile scales, float32 [BLOCK, 1], of every chunk, which is a slice; empty for layouts without them."""
     scales = ()
     if TILE_SCALES:
         for c in tl.static_range(R // CHUNK):
@@ -148,7 +149,7 @@ def _attend_block(
     TILE_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The state after one more block of rows."""
+    """Add a block of rows to the state."""
     top, total, accumulators = state
     CHUNKS: tl.constexpr = R // CHUNK
     scores = tl.zeros(seen.shape, tl.float32)
@@ -191,7 +192,7 @@ def _write(
     NOPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Results of a program, normalised."""
+    """Write the normalised results of a program."""
     for c in tl.static_range(R // CHUNK):
         values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
         x = permuted(accumulators[c] * normal[None, :], NOPE)
@@ -208,13 +209,13 @@ def decode_kernel(
     ids_ptr,  # int32 or int64 [lists, bound]
     counts_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
-    out_ptr,  # [T, H, R], written for lists of one part
-    lse_ptr,  # fp32 [T, H], the same
-    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists of several parts
-    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, the same
+    out_ptr,  # [T, H, R], written for lists with one part
+    lse_ptr,  # fp32 [T, H], written for lists with one part
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists with several parts
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, written for lists with several parts
     row_count,
     lists,
-    bound,  # largest count
+    bound,  # maximum count
     splits,
     min_blocks,  # fewest blocks of a part
     query_heads,  # T * H
@@ -228,8 +229,8 @@ def decode_kernel(
     out_head_stride,
     lse_token_stride,
     lse_head_stride,
-    score_scale,  # of the dot products: softmax scale, k_scale and fixed factors
-    value_scale,  # of the weighted sums: k_scale and fixed factors
+    score_scale,  # factor of the dot products: softmax scale, k_scale and fixed factors
+    value_scale,  # factor of the weighted sums: k_scale and fixed factors
     ROW_STRIDE: tl.constexpr,  # bytes, a multiple of 16
     PAGE: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
@@ -245,7 +246,7 @@ def decode_kernel(
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
     CHUNK: tl.constexpr,  # latent values of a product and its accumulator
-    SLICE: tl.constexpr,  # latent values of a load
+    SLICE: tl.constexpr,  # latent values per load
     BLOCK: tl.constexpr,  # rows at a time
     BLOCK_H: tl.constexpr,  # query heads of a program
     SPLIT: tl.constexpr,  # whether lists may have several parts, and a merge is behind
@@ -281,7 +282,7 @@ def decode_kernel(
     q_rope = ()
     if P > 0:
         at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
-        # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
+        # Products of latent and rope are added up, so the rope's queries carry the latent's factor.
         part = load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE)
         q_rope = q_rope + (part,)  # noqa: RUF005
 
@@ -294,9 +295,10 @@ def decode_kernel(
 
     state = (top, total, accumulators)
     if AHEAD:
-        # Rows are loaded one block ahead, their numbers two. Operands go from one iteration to the next also
-        # because Triton puts the first operand of a product into shared memory only if it comes from a load
-        # or from an earlier iteration; from registers, the same rows would be laid out twice.
+        # Rows are loaded one block ahead, row numbers two blocks ahead. Operands are passed from one
+        # iteration to the next also because Triton puts the first operand of a product into shared memory
+        # only if it comes from a load or an earlier iteration; from registers, the same rows would be laid
+        # out twice.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
@@ -306,7 +308,7 @@ def decode_kernel(
         operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
         scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
         for start in range(begin, end, BLOCK):
-            # What is stored of the next block shall not be in registers together with these operands.
+            # The stored bytes of the next block must not be in registers together with these operands.
             tl.debug_barrier()
             stored, next_live = _load_block(
                 entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
@@ -321,7 +323,7 @@ def decode_kernel(
             scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
             live = next_live
     else:
-        # Bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
+        # Stored bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
                 _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,

@@ -121,7 +121,7 @@ def test_a_damaged_file_costs_what_follows_it(record, layout, name):
     kind = "page_read" if layout == "bf16" else "page_checksum"
     assert metric(after, "sgl_kvpool_failures_total", kind=kind) == 1
     assert metric(before, "sgl_kvpool_failures_total", kind=kind) == 0
-    reason = {"bf16": "Short read"}.get(layout, "its checksum is not that of its bytes, format and key")
+    reason = {"bf16": "Short read"}.get(layout, "its checksum does not match its bytes, format and key")
     assert reason in after["log"]
     # The others came from the store whole.
     for answer in after["host_tier"]["fillers"][1:]:

@@ -1,4 +1,4 @@
-"""The ranks of one machine that hold the same rows, and what they tell each other. Needs torch alone."""
+"""The ranks of one machine that hold the same rows, and their collectives. Torch is the only dependency."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class NodeRanks:
     Attributes
     ----------
     group : ProcessGroup
-        Of gloo: all ranks that hold the same rows, on one machine or several.
+        Gloo group of all ranks that hold the same rows, on one or several machines.
     members : tuple of int
-        Ranks of the group that are on this machine, in order.
+        Ranks of the group on this machine, in order.
     rank : int
-        Place of this process among them.
+        Index of this process in `members`.
     fewest : int
-        Ranks on the machine of the group that has the fewest: tiers have to be of one size everywhere.
+        Number of ranks on the machine with the fewest: tiers have to be of one size everywhere.
     """
 
     group: Any
@@ -41,7 +41,7 @@ class NodeRanks:
 
     @classmethod
     def of(cls, group: Any) -> NodeRanks:
-        """Find out who of a group is on this machine; every rank of the group has to call it."""
+        """Find the ranks of a group on this machine; every rank of the group has to call it."""
         places: list[Any] = [None] * dist.get_world_size(group)
         here = _machine()
         dist.all_gather_object(places, here, group=group)
@@ -51,7 +51,7 @@ class NodeRanks:
 
     @property
     def count(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return len(self.members)
 
     @property
@@ -71,7 +71,7 @@ class NodeRanks:
         return found
 
     def minimum(self, *values: int) -> list[int]:
-        """The least of each value over all ranks of the group, on every machine."""
+        """Minimum of each value over all ranks of the group, on all machines."""
         least = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return least.tolist()

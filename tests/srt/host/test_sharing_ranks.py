@@ -182,4 +182,4 @@ def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
     """None of them allocates, so that none waits for the others."""
     errors = {found["error"] for found in seen[f"no-memory-{rank}"]}
     assert len(errors) == 1
-    assert "a rank's part of the tier that 3 ranks share has" in errors.pop()
+    assert "a rank's part of the tier of 3 ranks needs" in errors.pop()
