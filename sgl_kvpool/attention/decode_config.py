@@ -47,7 +47,7 @@ MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
 #: A part of a list has at least 128 rows, unless the list has fewer, and 256 once the lists alone fill an
-#: eighth of the device: the results of a part, 16 pairs in float32, cost as much traffic as 157 rows of
+#: eighth of the device: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
 #: `fp4`. A list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
@@ -61,8 +61,8 @@ class TileConfig:
 
     Attributes
     ----------
-    pairs : int
-        (query, head) pairs it attends.
+    query_heads : int
+        It attends; n queries of h heads are n * h query heads.
     block_rows : int
         Rows it reads at a time: 64 for each of its warp groups. A matrix instruction is 64 rows high, so that
         of two groups with 64 rows each would read all of them for the scores.
@@ -72,14 +72,18 @@ class TileConfig:
         Number of programs that fit an SM, by shared memory and registers.
     kernel : str
         "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
+    late_parts : int
+        Of `gluon_decode`, parts of a row that take no shared memory: they are loaded into registers when
+        their block begins and decoded last. 1 is the rope, each one more another 64 bytes of the latent.
     """
 
-    pairs: int
+    query_heads: int
     block_rows: int
     warps: int
     stages: int
     programs_per_sm: int
     kernel: str = "triton"
+    late_parts: int = 0
 
     @property
     def min_blocks(self) -> int:
@@ -95,7 +99,7 @@ class DecodeConfig:
     ----------
     tile : TileConfig
     tiles : int
-        Tiles of pairs per list.
+        Tiles of query heads per list.
     splits : int
         Maximum number of parts of a list.
     min_blocks : int
@@ -108,25 +112,26 @@ class DecodeConfig:
     min_blocks: int
 
 
-def _single(pairs: int, kernel: str = "triton") -> TileConfig:
+def _single(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
     """One program per SM: two warp groups, of which each decodes and attends half of a block."""
-    return TileConfig(pairs, 128, 8, 1, 1, kernel)
+    return TileConfig(query_heads, 128, 8, 1, 1, kernel, late_parts)
 
 
-def _double(pairs: int, kernel: str = "triton") -> TileConfig:
+def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
     """Two programs per SM: one decodes while the other waits for products."""
-    return TileConfig(pairs, 64, 4, 1, 2, kernel)
+    return TileConfig(query_heads, 64, 4, 1, 2, kernel, late_parts)
 
 
 _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
-#: shared memory, the queries 18 KB per 16 pairs. Two programs of 128 threads have 255 registers per thread,
-#: as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a product
-#: each, and 32 pairs), one program takes 128 rows. Tiles of 64 pairs would spill 700 bytes. Latents of `bf16`
-#: are operands as they are and wait in shared memory, two blocks of them, so that one program fits.
+#: shared memory, the queries 18 KB per 16 query heads. Two programs of 128 threads have 255 registers per
+#: thread, as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a
+#: product each, and 32 query heads), one program takes 128 rows. Tiles of 64 query heads would spill 700
+#: bytes. Latents of `bf16` are operands as they are and wait in shared memory, two blocks of them, so that
+#: one program fits.
 _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
-    _E.BF16: tuple(TileConfig(pairs, 64, 4, 3, 1) for pairs in (8, 16, 32)),
+    _E.BF16: tuple(TileConfig(query_heads, 64, 4, 3, 1) for query_heads in (8, 16, 32)),
     _E.E4M3_BY_K_SCALE: (_double(8), _double(16), _single(32)),
     _E.E4M3_IN_TILES: (_single(8), _single(16), _single(32)),
     _E.E2M1_IN_BLOCKS: (_double(8), _double(16), _single(32)),
@@ -135,16 +140,14 @@ check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
-#: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too, so that two programs
-#: fit only with FP4; one of `fp8_block_scale` fits with 64 rows, and none of e4m3 with 32 pairs.
+#: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too: late parts are what
+#: does not fit there. 32 query heads of `fp8_block_scale` would need six and spill 240 bytes. FP4's rope is
+#: late with 32 query heads, which saves clocks of shared memory; with 16 that would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
-    _E.E4M3_BY_K_SCALE: (_single(8, "gluon"), _single(16, "gluon"), _single(32)),
-    _E.E4M3_IN_TILES: (
-        *(TileConfig(pairs, 64, 4, 1, 1, "gluon") for pairs in (8, 16)),
-        _single(32),
-    ),
-    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon")),
+    _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
+    _E.E4M3_IN_TILES: (_double(8, "gluon", 1), _single(16, "gluon", 2), _single(32)),
+    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon", 1)),
 }
 check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
@@ -173,10 +176,10 @@ def tiles_of_both_kernels() -> list[tuple[MLAKVCacheLayout, TileConfig]]:
 
 
 @cache
-def tile_config(layout: MLAKVCacheLayout, pairs: int, kernel: str) -> TileConfig:
-    """The smallest tile that takes all pairs of a list, else the largest there is."""
+def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> TileConfig:
+    """The smallest tile that takes all query heads of a list, else the largest there is."""
     tiles = _TABLES[kernel][layout.latent]
-    return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
+    return next((tile for tile in tiles if query_heads <= tile.query_heads), tiles[-1])
 
 
 @cache
@@ -232,7 +235,7 @@ def decode_config(
     ----------
     fmt : RowFormat
     heads, queries_per_list : int
-        Their product is the number of pairs that share the rows of a list.
+        Their product is the number of query heads that share the rows of a list.
     lists : int
         Groups of queries in the batch.
     max_rows : int
@@ -246,14 +249,16 @@ def decode_config(
         Its number of splits is the smallest of those that keep most of the device busy in up to `MAX_ROUNDS`
         rounds, at most `MAX_SPLITS` and at most the number of blocks of the bound.
     """
-    pairs = heads * queries_per_list
-    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
-    return config_of_tile(tile, pairs, lists, max_rows, sm_count)
+    query_heads = heads * queries_per_list
+    tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
+    return config_of_tile(tile, query_heads, lists, max_rows, sm_count)
 
 
-def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_count: int) -> DecodeConfig:
-    """As `decode_config`, with a tile that the table need not have; `pairs` are those of a list."""
-    tiles = -(-pairs // tile.pairs)
+def config_of_tile(
+    tile: TileConfig, query_heads: int, lists: int, max_rows: int, sm_count: int
+) -> DecodeConfig:
+    """As `decode_config`, with a tile that the table need not have; `query_heads` are those of a list."""
+    tiles = -(-query_heads // tile.query_heads)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
     programs = max(lists * tiles, 1)

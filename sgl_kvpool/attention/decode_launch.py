@@ -63,6 +63,7 @@ def gluon_constants(
     return {
         **_of_both(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
+        "LATE": config.tile.late_parts,
         "WARPS": config.tile.warps,
     }
 
@@ -77,7 +78,7 @@ def _of_both(
         "PAGE_ROWS": rows_per_page,
         "HEADS": heads,
         "QUERIES": queries_per_list,
-        "PAIRS": config.tile.pairs,
+        "BLOCK_H": config.tile.query_heads,
         "SPLIT": config.splits > 1,
     }
 
@@ -119,11 +120,11 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         return None
     native = codec_triton._is_native(pool.device)
     splits = config.splits
-    pairs = tokens * heads
+    query_heads = tokens * heads
     results = results_lse = None
     if splits > 1:
-        results = partial[: splits * pairs * rank]
-        results_lse = partial[splits * pairs * rank : splits * pairs * (rank + 1)]
+        results = partial[: splits * query_heads * rank]
+        results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
     # FP4's operands are not in true size.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
     if config.tile.kernel == "gluon":
@@ -149,7 +150,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         p.kv_indices.shape[1],
         splits,
         config.min_blocks,
-        pairs,
+        query_heads,
         p.q.stride(0),
         p.q.stride(1),
         0 if p.q_rope is None else p.q_rope.stride(0),
@@ -168,7 +169,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         num_stages=config.tile.stages,
     )
     if splits > 1:
-        merge_kernel[(pairs, rank // _CHUNK_VALUES)](
+        merge_kernel[(query_heads, rank // _CHUNK_VALUES)](
             results,
             results_lse,
             p.kv_lens,
@@ -179,7 +180,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
             p.kv_indices.shape[1],
             splits,
             config.min_blocks,
-            pairs,
+            query_heads,
             out.stride(0),
             out.stride(1),
             lse.stride(0),

@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-__all__ = ["list_length", "list_of", "row_count_of", "rows_of_entries", "rows_per_split"]
+__all__ = [
+    "list_length",
+    "list_of",
+    "place_of",
+    "row_count_of",
+    "rows_of_entries",
+    "rows_of_part",
+    "rows_per_split",
+]
 
 
 @triton.jit
@@ -48,3 +56,31 @@ def list_of(list_index_ptr, group):
         return group
     else:
         return tl.load(list_index_ptr + group).to(tl.int64)
+
+
+@triton.jit
+def place_of(program, splits, TILES: tl.constexpr, SPLIT: tl.constexpr):
+    """(tile, split, group as int64) of a program of a decode kernel.
+
+    Tiles are the fastest: those of a list read the same rows at about the same time.
+    """
+    if SPLIT:
+        return program % TILES, program // TILES % splits, (program // (TILES * splits)).to(tl.int64)
+    else:
+        return program % TILES, 0, (program // TILES).to(tl.int64)
+
+
+@triton.jit
+def rows_of_part(
+    counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(list, its length, begin, end) of one part of a group's list; an empty part has begin >= length."""
+    list_index = list_of(list_index_ptr, group)
+    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
+    if SPLIT:
+        per_split = rows_per_split(length, splits, BLOCK, min_blocks)
+        begin = split * per_split
+        return list_index, length, begin, tl.minimum(begin + per_split, length)
+    else:
+        return list_index, length, 0, length

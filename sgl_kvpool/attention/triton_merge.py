@@ -12,7 +12,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "split_pairs"])
+@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"])
 def merge_kernel(
     partial_ptr,  # fp32 [splits, T, H, R], contiguous
     partial_lse_ptr,  # fp32 [splits, T, H], contiguous
@@ -24,7 +24,7 @@ def merge_kernel(
     bound,
     splits,
     min_blocks,
-    split_pairs,  # T * H
+    query_heads,  # T * H
     out_token_stride,
     out_head_stride,
     lse_token_stride,
@@ -38,10 +38,10 @@ def merge_kernel(
     TOGETHER: tl.constexpr,  # splits added at a time
     NATIVE: tl.constexpr,
 ):
-    """Merge `CHUNK` values of one (query, head) pair; weights are the exponentials of each part's lse."""
-    pair = tl.program_id(0).to(tl.int64)
-    token = pair // HEADS
-    head = pair % HEADS
+    """Merge `CHUNK` values of one query head; weights are the exponentials of each part's lse."""
+    query_head = tl.program_id(0).to(tl.int64)
+    token = query_head // HEADS
+    head = query_head % HEADS
     group = token // QUERIES
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
@@ -52,7 +52,9 @@ def merge_kernel(
 
     split = tl.arange(0, MOST)
     lse = tl.load(
-        partial_lse_ptr + split.to(tl.int64) * split_pairs + pair, mask=split < filled, other=float("-inf")
+        partial_lse_ptr + split.to(tl.int64) * query_heads + query_head,
+        mask=split < filled,
+        other=float("-inf"),
     )
     top = tl.max(lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -66,7 +68,7 @@ def merge_kernel(
     for start in range(0, filled, TOGETHER):
         some = start + tl.arange(0, TOGETHER)
         there = some < filled
-        place = some.to(tl.int64) * split_pairs + pair
+        place = some.to(tl.int64) * query_heads + query_head
         # Read again: a register array cannot be indexed.
         some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
         weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal

@@ -1,4 +1,4 @@
-"""What a host tier's allocator has done, as a digest that ranks compare. Needs numpy and xxhash alone."""
+"""What a host tier's allocator has done, as digests that ranks compare. Needs numpy and xxhash alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import xxhash
 
-__all__ = ["AllocationLog", "first_difference"]
+__all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
 #: Number of operations kept to name the first one in which ranks differ: those of some hundred requests.
 _KEPT = 1024
@@ -40,20 +40,30 @@ class AllocationLog:
         self._hash.update(what.encode())
         self._hash.update(np.ascontiguousarray(slots, dtype=np.int64).data)
         self._count += 1
-        self._latest.append((self._count, f"{what} of {_in_words(slots)}", self.digest))
+        self._latest.append((self._count, f"{what} of {slots_in_words(slots)}", self.digest))
 
     @property
     def digest(self) -> int:
         """Equal on ranks that have done the same; from 0 to 2 ** 62 - 1."""
-        return self._hash.intdigest() >> (64 - _DIGEST_BITS)
+        return _int62(self._hash)
 
     def latest(self) -> list[tuple[int, str, int]]:
         """The latest operations as (number, text, digest after it)."""
         return list(self._latest)
 
 
-def _in_words(slots: np.ndarray) -> str:
+def slots_digest(slots: np.ndarray) -> int:
+    """Of one list, in its order; from 0 to 2 ** 62 - 1."""
+    return _int62(xxhash.xxh3_64(np.ascontiguousarray(slots, dtype=np.int64).data))
+
+
+def slots_in_words(slots: np.ndarray) -> str:
+    """A list for the log."""
     return f"{len(slots)} slots from {slots[0]}" if len(slots) else "0 slots"
+
+
+def _int62(hashed: xxhash.xxh3_64) -> int:
+    return hashed.intdigest() >> (64 - _DIGEST_BITS)
 
 
 def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:

@@ -31,18 +31,20 @@ class LostPages:
 
     def of(self, pages: np.ndarray) -> np.ndarray:
         """Whether each of some pages is lost, `[pages]` bool."""
-        return np.asarray(self._columns[:, pages].any(axis=0))
+        return np.asarray(self._columns[:, pages].any(axis=0) | self.is_closed)
 
     def any(self, pages: np.ndarray | slice | int) -> bool:
         """Whether one of some pages is lost."""
+        return self.is_closed or self.any_flagged(pages)
+
+    def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
+        """Whether the backup of one of some pages failed: loads that were agreed on before `close` go on."""
         return bool(self._columns[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:
         """What this rank says of some pages."""
-        if not self.is_closed:
-            self._own[pages] = lost
+        self._own[pages] = lost
 
     def close(self) -> None:
-        """Every page is lost from now on."""
-        self._own[:] = True
+        """Every page is lost from now on; each rank has to call it."""
         self.is_closed = True

@@ -86,6 +86,8 @@ class MovedPagesPool(StoredPagesPool):
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
             return problem
+        if self.shared is not None and self.shared.lost.is_closed:
+            return "the ranks have ended the tier; start the server again to use it"
         if allocated_here and not bool(self.slot_used[host_slots].all()):
             return "a host page of the list is not allocated"
         if self._lost.any(pages_of(host_slots, self.page_size)):
@@ -128,7 +130,7 @@ class MovedPagesPool(StoredPagesPool):
         if not parts:
             return  # a layer of another pipeline stage
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        if self._lost.any(host_pages):
+        if self._lost.any_flagged(host_pages):
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
         for channel, part in parts:

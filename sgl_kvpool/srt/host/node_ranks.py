@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_kvpool.refusal import Refusal
+
 __all__ = ["NodeRanks"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,14 @@ class NodeRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank of this machine, in order; every rank of the group has to call it."""
+        found = self.gather_all(value)
+        return [found[member] for member in self.members]
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """A value of every rank of the group, on every machine, in order; all of them have to call it."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, value, group=self.group)
-        return [found[member] for member in self.members]
+        return found
 
     def minimum(self, *values: int) -> list[int]:
         """Minimum of each value over all ranks of the group, on all machines."""
@@ -70,5 +79,10 @@ class NodeRanks:
 
 def _machine() -> tuple[str, int]:
     """What processes have in common that can open each other's files in /proc: kernel and PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.stat("/proc/self/ns/pid").st_ino
+    try:
+        return _BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        raise Refusal(
+            f"{error.filename} tells which ranks are on one machine and cannot be read ({error.strerror}); "
+            "give --kv-host-sharing rank"
+        ) from error

@@ -260,7 +260,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             " and ".join(map(str, self._channels.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
             self.page_format.size_bytes,
-            "" if self.shared is None else f", {self.shared}",
+            "" if self.shared is None else f", {self.shared.in_words(self.size)}",
         )
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:

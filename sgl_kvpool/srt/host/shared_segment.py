@@ -48,7 +48,7 @@ class SharedSegment:
     Raises
     ------
     Refusal
-        Some rank could not map it; then no rank has it.
+        Some rank of the group could not map it; then no rank has it.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -68,12 +68,13 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        problems = [found for found in ranks.gather(failed) if found is not None]
+        # Of all machines: those of one that can would wait for the others later on.
+        problems = [found for found in ranks.gather_all(failed) if found is not None]
         if descriptor >= 0:
             os.close(descriptor)
         if problems:
             raise Refusal(
-                f"the ranks of this machine could not share {size_bytes / 1e9:.2f} GB of host memory "
+                f"the ranks of a machine could not share {size_bytes / 1e9:.2f} GB of host memory "
                 f"({problems[0]}); give --kv-host-sharing rank, or a smaller --hicache-size"
             )
         assert self._mapping is not None

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sgl_kvpool import metrics
-from sgl_kvpool.srt.host.allocation_log import AllocationLog, first_difference
+from sgl_kvpool.srt.host.allocation_log import AllocationLog, first_difference, slots_in_words
 from sgl_kvpool.srt.host.lost_pages import LostPages
 from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.shared_segment import SharedSegment
@@ -129,15 +129,25 @@ class SharedTier:
         data.copy_(extended[:-2])
         least, negative = extended[-2:].tolist()
         if least != -negative:
-            self.end(f"at {first_difference(self.ranks.gather(self.log.latest()))}")
+            self.end(f"at {first_difference(self.ranks.gather_all(self.log.latest()))}")
         self.may_submit = True
+
+    def end_at_load(self, slots: np.ndarray) -> None:
+        """End the tier: the ranks are about to load different slots; every rank has to call it."""
+        if not self.lost.is_closed:
+            lists = self.ranks.gather_all(slots_in_words(slots))
+            said = [f"rank {rank}: {words}" for rank, words in enumerate(lists)]
+            self.end(f"at a load, {'; '.join(said)}")
 
     def end(self, why: str) -> None:
         """End the tier: treat all pages as lost from now on."""
         self.lost.close()
         metrics.failed("tier_disagreement", why)
 
-    def __str__(self) -> str:
-        """For the log."""
+    def in_words(self, tokens: int) -> str:
+        """For the log, of a tier that holds so many tokens."""
         spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
-        return f"one copy for the {self.ranks.count} ranks of this machine{spread}"
+        return (
+            f"one copy for the {self.ranks.count} ranks of this machine{spread}: {tokens} tokens, "
+            f"{self.ranks.fewest} times those of a tier for each rank"
+        )

@@ -26,10 +26,10 @@ from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 from sgl_kvpool.srt.pool.row_pool import RowPool
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
-__all__ = ["LayoutMLATokenToKVPool"]
+__all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
 
 #: torch dtype of the `kv_cache_dtype` that SGLang is shown.
-_SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
@@ -99,7 +99,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
                 f"{type(self).__name__} serves models {'with' if self.serves_dsa else 'without'} sparse "
                 "attention (DSA); LayoutMLATokenToKVPool is for dense MLA, LayoutDSATokenToKVPool for DSA"
             )
-        shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
+        shown = SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
         if self.dtype != shown:
             raise Refusal(
                 f"SGLang sees layout {self.kv_cache_layout} as {shown}, but the pool was built "
