@@ -1,4 +1,4 @@
-"""Host pages that were lost in their backup, by one rank or by ranks that share a tier. Numpy only."""
+"""Host pages lost in their backup, of one rank or of ranks that share a tier. Needs numpy only."""
 
 from __future__ import annotations
 
