@@ -64,7 +64,7 @@ _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """COUNT buffers, bfloat16 [ROWS, 128], in shared memory. Parts of one buffer would get barriers between."""
+    """COUNT buffers in shared memory, bfloat16 [ROWS, 128]; parts of one would get barriers between them."""
     tiles = ()
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
