@@ -12,7 +12,7 @@ from sgl_kvpool.refusal import Refusal
 __all__ = [
     "ALLOW_UNTESTED",
     "CHECK_FINITE",
-    "CHILD_LAYOUT",
+    "CHILD_HOOK_GROUPS",
     "CHILD_REFUSAL",
     "CHOICES",
     "DECODE_KERNEL",
@@ -51,9 +51,9 @@ KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
 KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
 #: Those that stand for an argument of the server.
 OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
-#: Set by a server for its own children around their spawn, so that a child knows whether to hook the
-#: pools. Not for users.
-CHILD_LAYOUT = "_KVPOOL_CHILD_LAYOUT"
+#: Set by a server with a layout for its own children around their spawn: the hook groups that they apply, by
+#: name. They load plugins before they know their arguments. Not for users.
+CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: The same: the file in which a child leaves what it was refused for when it starts. Not for users.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
 #: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show

@@ -57,7 +57,8 @@ def as_text(findings: dict[str, Finding]) -> str:
     lines = []
     for name, finding in findings.items():
         lines.append(name)
-        lines += [f"  {key:20} {_value(key, value)}" for key, value in finding.facts.items()]
+        width = max(20, *map(len, finding.facts), 0)
+        lines += [f"  {key:{width}} {_value(key, value)}" for key, value in finding.facts.items()]
         lines += [f"  PROBLEM {problem}" for problem in finding.problems]
         lines += [f"  note: {note}" for note in finding.notes]
     found = problems(findings)

@@ -68,7 +68,7 @@ class Attention:
     @cached_property
     def pool(self) -> Any:
         """SGLang's pool with rows of the layout, of a few pages."""
-        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
         served = self.served
         tokens = max(self.most_requests * max(served.draft_tokens, 1), _PREFIX + _NEW)
