@@ -1,49 +1,201 @@
 #!/usr/bin/env python3
-"""Check every hook point of sgl-kvpool in the installed SGLang.
+"""Check every hook point of sgl-kvpool in the installed SGLang, or compare two releases of SGLang.
 
     python scripts/check_hook_points.py
+    python scripts/check_hook_points.py --compare OTHER/bin/python
 
-Exits with 1 if a hook point fails. Works on any SGLang version; importing its modules takes half a minute.
+The first prints a table of hook groups and every hook point that fails, and exits with 1 if one fails. The
+second takes the Python of another environment with another SGLang, where this package need not be installed.
+It prints the table for both, and lists the hook points that one release lacks, those with another signature,
+and functions with the same signature and another source; it exits with 1 if there are any. Each release takes
+half a minute to import.
 """
 
 from __future__ import annotations
 
+import argparse
+import enum
+import hashlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
-from sgl_kvpool.sglang_plugin import hook_points, point_lists
+ROOT = Path(__file__).resolve().parents[1]
+#: Characters of a signature that is printed whole.
+LONG_SIGNATURE = 700
 
 
-def main() -> int:
-    """Print one line per hook point; return the exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Print the table, and what fails or changed; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--compare", metavar="PYTHON", help="interpreter of an environment with another SGLang"
+    )
+    parser.add_argument("--json", metavar="FILE", help=argparse.SUPPRESS)  # of the other interpreter
+    arguments = parser.parse_args(argv)
+    from sgl_kvpool.sglang_plugin import hook_points
+
     try:
-        version = hook_points.installed_version()
+        hook_points.installed_version()
     except ImportError:
         print(hook_points.version_problem())
         return 1
-    print(f"SGLang {version}")
+    found = examine()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found))
+        return 0
+    if arguments.compare:
+        other = examine_with(arguments.compare)
+        print("\n".join(table(other, found)))
+        changes = differences(other, found)
+        print("\n".join(["", *changes]) if changes else "\nno hook point changed")
+        return 1 if changes else 0
     problem = hook_points.version_problem()
     if problem:
-        print(f"  {problem}")
-    broken = 0
-    groups = {
-        "every process": point_lists.SERVER_ARGS,
-        "arguments of a server with a layout": point_lists.MODEL,
-        "launcher of a server with a layout": point_lists.LAUNCHER,
-        "scheduler of a server with a layout": point_lists.SCHEDULER,
-        **{
-            f"prefill or decode server with a layout on a CPU, over {backend}": group
-            for backend, group in point_lists.DISAGGREGATION_ON_CPU.items()
-        },
-    }
-    for title, group in groups.items():
-        print(f"{title}:")
-        for point in group:
+        print(f"{problem}\n")
+    print("\n".join(table(found)))
+    failures = [
+        f"  {name}: {point['problem']}"
+        for name, group in found["groups"].items()
+        for point in group["points"].values()
+        if point["problem"]
+    ]
+    print(
+        "\n".join(
+            ["", f"{len(failures)} hook points fail:", *failures]
+            if failures
+            else ["", "all hook points hold"]
+        )
+    )
+    return 1 if failures else 0
+
+
+def examine() -> dict[str, Any]:
+    """Version of the installed SGLang, and of each hook group its points: what they are, and what fails."""
+    from sgl_kvpool.sglang_plugin import hook_points
+    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+
+    groups = {}
+    for group in GROUPS:
+        points = {}
+        for point in group.points():
             problems = hook_points.check([point])
-            broken += len(problems)
-            kind = "hooked" if point.hooked else "used"
-            print(f"  {'FAILS' if problems else 'ok':5} {kind:6} {problems[0] if problems else point.target}")
-    print(f"{broken} hook points fail" if broken else "all hook points hold")
-    return 1 if broken else 0
+            points[point.target] = {"problem": "; ".join(problems) or None, **described(point)}
+        groups[group.name] = {"leave_out": group.leave_out, "points": points}
+    return {"version": hook_points.installed_version(), "groups": groups}
+
+
+def examine_with(python: str) -> dict[str, Any]:
+    """`examine` by another interpreter, of this source."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "examined.json"
+        done = subprocess.run(
+            [python, __file__, "--json", path],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+        )
+        if done.returncode or not path.exists():
+            raise SystemExit(f"{python} ended with status {done.returncode}, see above")
+        return json.loads(path.read_text())
+
+
+def described(point: Any) -> dict[str, Any]:
+    """Signature, members or value of a hook point, and a digest of its source; None where there is none."""
+    try:
+        found = pkgutil.resolve_name(point.target)
+    except (ImportError, AttributeError):
+        return {"signature": None, "source": None}
+    try:
+        source = hashlib.sha256(inspect.getsource(found).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        source = None
+    return {"signature": signature(found), "source": None if inspect.ismodule(found) else source}
+
+
+def signature(found: Any) -> str:
+    """Parameters of a callable without annotations, names of an enum, value of a number or text."""
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return ", ".join(found.__members__)
+    if callable(found):
+        try:
+            parameters = inspect.signature(found).parameters.values()
+        except (TypeError, ValueError):
+            return type(found).__name__
+        text = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+        return re.sub(r" at 0x[0-9a-f]+", "", text)
+    return repr(found) if isinstance(found, int | float | str) else type(found).__name__
+
+
+def table(*releases: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table of the hook groups, a column for each release."""
+    heads = " | ".join(f"SGLang {release['version']}" for release in releases)
+    lines = [f"| hook group | hook points | {heads} |", "|---|---|" + "---|" * len(releases)]
+    for name, group in releases[-1]["groups"].items():
+        cells = [verdict(release["groups"][name]["points"]) for release in releases]
+        lines.append(f"| {name} | {len(group['points'])} | {' | '.join(cells)} |")
+    return lines
+
+
+def verdict(points: dict[str, Any]) -> str:
+    """Whether a group works, or the first hook point that fails."""
+    problems = [point["problem"] for point in points.values() if point["problem"]]
+    if not problems:
+        return "works"
+    target, _, what = problems[0].partition(": ")
+    what = re.sub(r" \(.*", "", what)
+    names = what.split(", ")
+    if len(names) > 2:
+        what = f"{names[0]} and {len(names) - 1} more {names[-1].partition(' ')[2]}"
+    more = f"; {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"`{'.'.join(target.split('.')[-2:])}`: {what}{more}"
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Lines: hook points that are gone or new, those with another signature, those with another source."""
+    before, after = (
+        {target: point for group in release["groups"].values() for target, point in group["points"].items()}
+        for release in (one, other)
+    )
+    versions = [release["version"] for release in (one, other)]
+    absent: list[str] = []
+    signatures: list[str] = []
+    sources: list[str] = []
+    for target in sorted(before.keys() & after.keys()):
+        old, new = before[target], after[target]
+        if (old["signature"] is None) != (new["signature"] is None):
+            absent.append(f"  {target}: in {versions[old['signature'] is None]} only")
+        elif old["signature"] != new["signature"] or old["problem"] != new["problem"]:
+            signatures.append(f"  {target}")
+            for version, point, opposite in zip(versions, (old, new), (new, old), strict=True):
+                failing = f"  FAILS: {point['problem'].partition(': ')[2]}" if point["problem"] else ""
+                signatures.append(
+                    f"    {version} {shown(point['signature'], opposite['signature'])}{failing}"
+                )
+        elif old["source"] != new["source"]:
+            sources.append(f"  {target}")
+    lines = []
+    for title, found in (
+        ("in one release only", absent),
+        ("another signature, members or value", signatures),
+        ("the same signature, another source", sources),
+    ):
+        lines += [f"{title}:", *found] if found else []
+    return lines
+
+
+def shown(text: str, opposite: str) -> str:
+    """A signature; of a long one, as of ServerArgs, what the other release does not have."""
+    if len(text) <= LONG_SIGNATURE:
+        return text
+    others = set(opposite.strip("()").split(", "))
+    return f"(..., {', '.join(part for part in text.strip('()').split(', ') if part not in others)})"
 
 
 if __name__ == "__main__":

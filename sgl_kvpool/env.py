@@ -12,7 +12,7 @@ from sgl_kvpool.refusal import Refusal
 __all__ = [
     "ALLOW_UNTESTED",
     "CHECK_FINITE",
-    "CHILD_LAYOUT",
+    "CHILD_HOOK_GROUPS",
     "CHILD_REFUSAL",
     "CHOICES",
     "DECODE_KERNEL",
@@ -51,9 +51,9 @@ KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
 KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
 #: Variables that replace a server argument.
 OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
-#: Internal: a server sets it around the spawn of its own children, so that a child knows whether to hook the
-#: pools.
-CHILD_LAYOUT = "_KVPOOL_CHILD_LAYOUT"
+#: Internal: a server with a layout sets it around the spawn of its own children, which load plugins before
+#: they know their arguments: the names of the hook groups that they apply.
+CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
 #: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show the cost

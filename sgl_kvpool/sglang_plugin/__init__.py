@@ -1,8 +1,8 @@
 """Entry point of the SGLang plugin.
 
 SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds its
-arguments and changes nothing. A scheduler process learns from the environment that its server was asked
-for a layout, and only then hooks the pools; or for KVPOOL_FIX_TOPK=1, and hooks the DSA backend alone.
+arguments and changes nothing. A scheduler process learns from the environment which hook groups its server
+uses, and applies these; for KVPOOL_FIX_TOPK=1 without a layout, sparse attention alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from typing import NoReturn
 
 from sgl_kvpool import env
-from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.refusal import Refusal, line
 from sgl_kvpool.sglang_plugin.options import LAYOUT, OPTIONS, Option, environment_problems
 
 __all__ = ["register"]
@@ -47,7 +47,7 @@ def _end(text: str) -> NoReturn:
 
 
 def _install() -> None:
-    from sgl_kvpool.sglang_plugin import hook_points, point_lists
+    from sgl_kvpool.sglang_plugin import hook_groups, hook_points
 
     problem, wrong = hook_points.version_problem(), environment_problems()
     if wrong and (problem is not None or not _is_a_program()):
@@ -60,31 +60,27 @@ def _install() -> None:
         hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
 
-    if hook_points.stop_if(hook_points.check(point_lists.SERVER_ARGS), fatal=bool(asked)):
+    try:
+        hook_groups.apply((hook_groups.ARGUMENTS,))
+    except Refusal as refusal:
+        if asked:
+            raise
+        hook_points.warn(line(refusal))
         return
-    from sgl_kvpool.sglang_plugin.hooks import server_args
-
-    server_args.install()
-    hook_points.stop_if(hook_points.check(point_lists.SERVER_ARGS, applied=True), fatal=bool(asked))
 
     # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
     # an Engine: hooking the pools there does nothing, since it builds none.
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
-    if _exported(LAYOUT):
-        from sgl_kvpool.sglang_plugin import startup
-        from sgl_kvpool.sglang_plugin.hooks import pools
-
-        hook_points.stop_if(hook_points.check(point_lists.SCHEDULER))
-        pools.install()
-        startup.install()
-        hook_points.stop_if(hook_points.check(point_lists.SCHEDULER, applied=True))
+    told = env.text(env.CHILD_HOOK_GROUPS)
+    if told is not None:
+        hook_groups.apply(hook_groups.named(told))
+    elif _exported(LAYOUT):
+        # No launcher named the groups. If this is a scheduler, its arguments were resolved before the plugin
+        # was loaded, which the hooks of the pools refuse.
+        hook_groups.apply((hook_groups.POOLS,))
     elif env.is_requested(env.FIX_TOPK):
-        from sgl_kvpool.sglang_plugin.hooks import dsa
-
-        hook_points.stop_if(hook_points.check(point_lists.SPARSE_ATTENTION))
-        dsa.install()
-        hook_points.stop_if(hook_points.check(point_lists.SPARSE_ATTENTION, applied=True))
+        hook_groups.apply((hook_groups.SPARSE_ATTENTION,))
 
 
 def _is_a_program() -> bool:
@@ -110,5 +106,5 @@ def _asked_for() -> str | None:
 
 def _exported(option: Option) -> bool:
     """Whether the environment asks for it: the user's, or the server that spawned this process."""
-    told = option is LAYOUT and env.text(env.CHILD_LAYOUT) is not None
+    told = option is LAYOUT and env.text(env.CHILD_HOOK_GROUPS) is not None
     return told or (env.text(option.env) or option.default) != option.default

@@ -1,8 +1,8 @@
 """Hook points: whether the installed SGLang has what sgl-kvpool hooks or uses, and how it is hooked.
 
 SGLang logs and swallows the errors of a plugin, and a hook that does not apply is a pool of another
-layout. So a process that was asked for a layout checks every hook point before and after hooking, and stops.
-:mod:`.point_lists` has the lists; `docs/hooks.md` says what each hook does and why.
+layout. So a process that was asked for a layout checks its hook points before and after hooking, and stops.
+:mod:`.hook_groups` says which these are; `docs/hooks.md` says what each hook does and why.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from sgl_kvpool import env
-from sgl_kvpool.refusal import Refusal, line
 
 __all__ = [
     "TESTED",
     "HookPoint",
     "check",
     "installed_version",
-    "stop_if",
     "version_problem",
     "warn",
     "wrap",
@@ -31,9 +29,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-#: Of what a line on stderr lists; more of them are read in a report.
-_SHOWN_PROBLEMS = 3
 
 #: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
@@ -99,7 +94,7 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     Parameters
     ----------
     points : iterable of HookPoint
-        A list of :mod:`.point_lists`. Each one's module is imported.
+        Each one's module is imported.
     applied : bool
         Also require that hooked functions are wrapped by now, and that collections hold the added names.
     """
@@ -153,20 +148,6 @@ def wrap_all(hooks: Mapping[str, Callable]) -> None:
     """Wrap every target of a mapping from dotted path to hook."""
     for target, hook in hooks.items():
         wrap(target, hook)
-
-
-def stop_if(problems: list[str], *, fatal: bool = True) -> bool:
-    """Raise a Refusal that lists problems of hook points; warn and return True if it is not to be fatal."""
-    if not problems:
-        return False
-    shown, more = problems[:_SHOWN_PROBLEMS], len(problems) - _SHOWN_PROBLEMS
-    text = "this SGLang differs at the plugin's hook points: " + "; ".join(shown)
-    if more > 0:
-        text += f"; and {more} more, which `sgl-kvpool doctor` lists"
-    if fatal:
-        raise Refusal(text)
-    warn(line(text))
-    return True
 
 
 def warn(text: str) -> None:

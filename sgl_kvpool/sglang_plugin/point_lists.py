@@ -1,6 +1,7 @@
-"""Hook points of each process, as lists that :mod:`.hook_points` checks.
+"""Hook points of arguments, pools and attention, as lists for the hook groups of :mod:`.hook_groups`.
 
-`docs/hooks.md` says what each hook does and why.
+What a module of ours imports is not in them: :mod:`.imports` reads that from its source. `docs/hooks.md` says
+what each hook does and why.
 """
 
 from __future__ import annotations
@@ -11,24 +12,17 @@ from sgl_kvpool.sglang_plugin.hook_points import HookPoint
 from sgl_kvpool.sglang_plugin.rules.arguments import NUMBERS
 from sgl_kvpool.sglang_plugin.rules.attention import SPECULATIVE_FIELDS
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, LAYOUT_FEATURES
-from sgl_kvpool.sglang_plugin.tier_point_lists import (
-    DISAGGREGATION,
-    DISAGGREGATION_ON_CPU,
-    HOST_TIER,
-    STATE_TIER,
-)
 
 __all__ = [
+    "ARGUMENTS",
     "ATTENTION",
-    "DISAGGREGATION",
-    "DISAGGREGATION_ON_CPU",
-    "HOST_TIER",
+    "HYBRID",
     "LAUNCHER",
-    "MODEL",
-    "SCHEDULER",
-    "SERVER_ARGS",
+    "METRICS",
+    "MODEL_RULES",
+    "POOLS",
     "SPARSE_ATTENTION",
-    "STATE_TIER",
+    "SPECULATIVE",
     "STEPS",
 ]
 
@@ -64,8 +58,8 @@ FIELDS = (
     "ep_join_mode",
 )
 
-#: Used in every process that loads plugins.
-SERVER_ARGS = (
+#: Of every process that loads plugins.
+ARGUMENTS = (
     HookPoint(f"{_ARGS}.add_cli_args", ("parser",)),
     HookPoint(f"{_ARGS}.from_cli_args", ("args",)),
     HookPoint(f"{_ARGS}._NS_BY_FIELD", hooked=False, members=FIELDS),
@@ -85,9 +79,8 @@ SERVER_ARGS = (
     HookPoint(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
 )
 
-#: Used where arguments are resolved for a model. Not imported before: it takes longer than all that a refusal
-#: of arguments alone needs.
-MODEL = (
+#: Of the rules for models.
+MODEL_RULES = (
     HookPoint("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
     HookPoint("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
     HookPoint("sglang.srt.configs.model_config.get_dsa_index_kpool_compress", ("config",), hooked=False),
@@ -99,7 +92,7 @@ MODEL = (
     HookPoint("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 
-#: Used in the process that launches a server which was asked for a layout.
+#: Of the process that launches a server with a layout.
 LAUNCHER = (
     HookPoint(
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
@@ -116,20 +109,9 @@ LAUNCHER = (
 )
 
 _DEEPSEEK = "sglang.srt.models.deepseek_common"
-_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
-#: Used in schedulers for attention.
+#: Of the backend `kvpool_mla`, on a CPU and on CUDA.
 ATTENTION = (
-    HookPoint(
-        f"{_DRAFTS}._create_backend",
-        ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
-    ),
-    HookPoint(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        ("runner", "full_attn_backend"),
-    ),
-    HookPoint(f"{_DRAFTS}.create_decode_backend", ("self",), hooked=False),
-    HookPoint(f"{_DRAFTS}.create_draft_extend_backend", ("self",), hooked=False),
     HookPoint(
         "sglang.srt.layers.attention.attention_registry.register_attention_backend",
         ("name",),
@@ -178,11 +160,29 @@ ATTENTION = (
         members=("flashinfer",),
         added=(KVPOOL_BACKEND,),
     ),
+    HookPoint("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
+    HookPoint(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+        hooked=False,
+    ),
+)
+
+_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+
+#: Of backends of draft models.
+SPECULATIVE = (
+    HookPoint(
+        f"{_DRAFTS}._create_backend",
+        ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
+    ),
+    HookPoint(f"{_DRAFTS}.create_decode_backend", ("self",), hooked=False),
+    HookPoint(f"{_DRAFTS}.create_draft_extend_backend", ("self",), hooked=False),
 )
 
 _DSA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
-#: Used in schedulers for models with sparse attention.
+#: Of models with sparse attention (DSA).
 SPARSE_ATTENTION = (
     HookPoint(f"{_DSA}.__init__", ("self", "model_runner")),
     HookPoint(f"{_DSA}.set_dsa_prefill_impl", ("self", "forward_batch")),
@@ -209,18 +209,59 @@ SPARSE_ATTENTION = (
         hooked=False,
         members=(*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES),
     ),
-    HookPoint("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", hooked=False),
     HookPoint("sglang.srt.configs.model_config.get_dsa_index_topk", ("config",), hooked=False),
     HookPoint("sglang.srt.runtime_context.get_buffer", ("name", "factory"), hooked=False),
+    HookPoint(
+        "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.__init__",
+        ("self", "size", "kv_cache_dim", "index_kpool"),
+        hooked=False,
+    ),
+)
+
+#: Of the pools of every layout, and of their budget.
+POOLS = (
+    HookPoint("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
+    HookPoint(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
+    HookPoint(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
+    HookPoint(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
+    HookPoint(f"{_SIZES}.__init__", ("self", "kvc")),
+    # SGLang's Rust server describes itself from inside a scheduler.
+    HookPoint("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
+    HookPoint(
+        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
+        ("model_config", "kv_cache_dtype"),
+        hooked=False,
+    ),
+    HookPoint(
+        f"{_POOL}.__init__",
+        (
+            *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
+            *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
+        ),
+        hooked=False,
+    ),
+    HookPoint(f"{_POOL}._create_buffers", ("self",), hooked=False),
+    HookPoint(
+        f"{_POOL}.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "layer_id_override"),
+        hooked=False,
+    ),
+    HookPoint(
+        f"{_POOL}.set_mla_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
+        hooked=False,
+    ),
+    HookPoint(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
 )
 
 _HYBRID_POOL = "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool"
-_DSA_POOL = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
 
-#: Used in the scheduler processes of such a server.
-SCHEDULER = (
-    HookPoint("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
-    HookPoint(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
+#: Of models that mix MLA with linear attention.
+HYBRID = (
+    HookPoint(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        ("runner", "full_attn_backend"),
+    ),
     HookPoint(
         f"{_KVC}._build_hybrid_linear_kv_pool",
         (
@@ -251,48 +292,8 @@ SCHEDULER = (
     ),
     HookPoint(f"{_HYBRID_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
     HookPoint(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
-    HookPoint(f"{_KVC}._build_token_to_kv_pool", ("self", "sizes")),
-    HookPoint(f"{_SIZES}._compute_cell_size", ("self", "kvc", "num_layers")),
-    HookPoint(f"{_SIZES}.__init__", ("self", "kvc")),
-    # SGLang's Rust server describes itself from inside a scheduler.
-    HookPoint("sglang.srt.utils.common.build_server_info", ("server_args", "scheduler_info")),
-    HookPoint(
-        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
-        ("model_config", "kv_cache_dtype"),
-        hooked=False,
-    ),
-    HookPoint("sglang.srt.runtime_context.attention_backends", hooked=False),
-    HookPoint("sglang.srt.runtime_context.get_spec", hooked=False),
-    HookPoint(
-        f"{_POOL}.__init__",
-        (
-            *("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num"),
-            *("device", "enable_memory_saver", "start_layer", "end_layer", "use_dsa"),
-        ),
-        hooked=False,
-    ),
-    HookPoint(f"{_POOL}._create_buffers", ("self",), hooked=False),
-    HookPoint(
-        f"{_POOL}.set_kv_buffer",
-        ("self", "layer", "loc_info", "cache_k", "cache_v", "layer_id_override"),
-        hooked=False,
-    ),
-    HookPoint(
-        f"{_POOL}.set_mla_kv_buffer",
-        ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
-        hooked=False,
-    ),
-    HookPoint(f"{_POOL}.get_mla_kv_buffer", ("self", "layer", "loc", "dst_dtype"), hooked=False),
-    *HOST_TIER,
-    *STATE_TIER,
-    *DISAGGREGATION,
-    *ATTENTION,
-    *SPARSE_ATTENTION,
-    HookPoint(f"{_DSA_POOL}.__init__", ("self", "size", "kv_cache_dim", "index_kpool"), hooked=False),
-    HookPoint("sglang.srt.mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",), hooked=False),
-    HookPoint(
-        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_extend",
-        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-        hooked=False,
-    ),
 )
+
+#: Of `--enable-metrics`: what is counted in a scheduler appears among SGLang's metrics through the files of
+#: prometheus_client's multi-process mode.
+METRICS = (HookPoint("sglang.srt.utils.set_prometheus_multiproc_dir", hooked=False),)

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ __all__ = ["install", "leave", "refusal_path", "relay"]
 
 def install() -> None:
     """Hook the construction of this process's scheduler."""
-    hook_points.wrap("sglang.srt.managers.scheduler.Scheduler.__init__", _init_scheduler)
+    hook_points.wrap_all(HOOKS)
 
 
 def _init_scheduler(original, self, *args, **kwargs):
@@ -52,6 +52,10 @@ def _init_scheduler(original, self, *args, **kwargs):
     finally:
         for handler in handlers:
             handler.removeFilter(_without_traceback)
+
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {"sglang.srt.managers.scheduler.Scheduler.__init__": _init_scheduler}
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

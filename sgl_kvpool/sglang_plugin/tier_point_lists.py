@@ -1,4 +1,4 @@
-"""Hook points in SGLang's host tiers and in transfers to other servers; see :mod:`.point_lists`."""
+"""Hook points of host tiers and of transfers to other servers; see :mod:`.point_lists`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DISAGGREGATION", "DISAGGREGATION_ON_CPU", "HOST_TIER", "STATE_TIER"]
 _HICACHE = "sglang.srt.mem_cache.hybrid_cache"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 
-#: Used in schedulers with a host tier.
+#: Of a host tier.
 HOST_TIER = (
     HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
@@ -120,22 +120,15 @@ HOST_TIER = (
             "set_from_flat_data_page": ("index", "data_page"),
         }.items()
     ),
-    HookPoint("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", hooked=False),
-    HookPoint(
-        "sglang.srt.mem_cache.pool_host.common._CUDA_HOST_REGISTERED_RANGES_ATTR",
-        hooked=False,
-    ),
-    HookPoint("sglang.srt.mem_cache.pool_host.common.get_allocator_type", hooked=False),
     HookPoint(
         "sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size"), hooked=False
     ),
-    HookPoint("sglang.srt.runtime_context.get_memory", hooked=False),
 )
 
 _STATES = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
 _STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
 
-#: Used in schedulers with a host tier of a hybrid model.
+#: Of a host tier's states of a hybrid model.
 STATE_TIER = (
     HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_hybrid_mamba_stack",
@@ -196,7 +189,7 @@ STATE_TIER = (
     HookPoint(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
 )
 
-#: Used in schedulers for `--disaggregation-mode`.
+#: Of `--disaggregation-mode`.
 DISAGGREGATION = (
     HookPoint(
         "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
@@ -235,11 +228,9 @@ DISAGGREGATION = (
         hooked=False,
         members=("kv_cache_dtype_str", "kv_data_ptrs", "kv_item_lens", "num_draft_entries"),
     ),
-    HookPoint("sglang.srt.runtime_context.get_parallel", hooked=False),
 )
 
-#: Set or replaced for prefill and decode servers on a CPU, by transfer backend. Checked when such a server
-#: makes its manager: other servers import none of it.
+#: Of prefill and decode servers on a CPU, by transfer backend.
 DISAGGREGATION_ON_CPU = {
     "mooncake": (
         HookPoint(

@@ -19,13 +19,11 @@ def configurator(published, resolve, checkpoints):
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    assert hook_points.check(point_lists.SCHEDULER) == []
-    pools.install()
-    startup.install()
-    assert hook_points.check(point_lists.SCHEDULER, applied=True) == []
+    # All that a scheduler may have, on one model after the other.
+    elsewhere = ("arguments", "model rules", "launcher", "commands")
+    hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
 
     def build(layout, *, backend=None, arrangement=None, model="mla3", draft=False, eagle=0):
         named = ["--attention-backend", backend] if backend else []

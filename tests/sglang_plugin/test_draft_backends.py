@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sgl_kvpool.sglang_plugin.hooks import attention
+from sgl_kvpool.sglang_plugin.hooks import attention, drafts
 
 OURS = "kvpool_mla"
 
@@ -61,7 +61,7 @@ def factory(published, monkeypatch):
     )
 
     def hooked(self, *args, **kwargs):
-        return attention._create_draft(original, self, *args, **kwargs)
+        return drafts._create_draft(original, self, *args, **kwargs)
 
     monkeypatch.setattr(draft_utils.DraftBackendFactory, "_create_backend", hooked)
     monkeypatch.setattr(draft_utils, "attention_backends", lambda: (OURS, OURS))

@@ -31,10 +31,10 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.srt.attention import sparse
 
-    pools.install()
+    hook_groups.apply(hook_groups.named("pools"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(sparse, "sm_count_of", lambda device: 132)
 

@@ -125,7 +125,7 @@ def test_all_that_is_wrong_is_in_the_line(launcher):
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"SGL_KVPOOL_KV_CACHE_LAYOUT": ""}, {"_KVPOOL_CHILD_LAYOUT": "fp4"}, {"TEST_KVPOOL_X": "1"}],
+    [{}, {"SGL_KVPOOL_KV_CACHE_LAYOUT": ""}, {"_KVPOOL_CHILD_HOOK_GROUPS": "pools"}, {"TEST_KVPOOL_X": "1"}],
     ids=str,
 )
 def test_what_is_no_name_of_ours_or_empty_changes_nothing(environment, variables):

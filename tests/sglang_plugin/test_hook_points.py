@@ -57,46 +57,22 @@ def test_all_hook_points_hold_in_this_sglang():
 
 
 def test_every_hooked_point_has_its_hook():
-    """Each target that the lists call hooked is in one mapping of hooks, and no other target is."""
-    from sgl_kvpool.sglang_plugin import point_lists
-    from sgl_kvpool.sglang_plugin.hooks import (
-        attention,
-        budget,
-        disaggregation,
-        dsa,
-        host_tier,
-        launching,
-        peer_mismatch,
-        pools,
-        server_args,
-        sharing,
-        state_tier,
-        stores,
-    )
+    """Each target that a group calls hooked is in a mapping of its modules, and no other target is."""
+    from importlib import import_module
 
-    hooked = {
-        name: {point.target for point in getattr(point_lists, name) if point.hooked}
-        for name in ("SERVER_ARGS", "LAUNCHER", "SCHEDULER")
-    }
-    assert hooked["SERVER_ARGS"] == set(server_args.HOOKS)
-    assert hooked["LAUNCHER"] == set(launching.HOOKS)
-    scheduler = [
-        *(
-            attention,
-            budget,
-            disaggregation,
-            dsa,
-            host_tier,
-            peer_mismatch,
-            pools,
-            sharing,
-            state_tier,
-            stores,
-        )
-    ]
-    targets = [target for module in scheduler for target in module.HOOKS]
-    assert len(targets) == len(set(targets))
-    assert hooked["SCHEDULER"] == {*targets, "sglang.srt.managers.scheduler.Scheduler.__init__"}
+    from sgl_kvpool.sglang_plugin import hook_groups, point_lists
+    from sgl_kvpool.sglang_plugin.hooks import server_args
+
+    applied = set()
+    for group in hook_groups.GROUPS:
+        modules = group.source_modules[: len(group.hooks)]
+        targets = [t for name in modules for t in getattr(import_module(name), "HOOKS", ())]
+        assert len(targets) == len(set(targets))
+        assert {point.target for point in group.listed if point.hooked} == set(targets), group.name
+        applied |= set(modules)
+    hooks = ROOT / "sgl_kvpool" / "sglang_plugin" / "hooks"
+    with_hooks = {path.stem for path in hooks.glob("*.py") if "def install(" in path.read_text()}
+    assert {name.rpartition(".")[2] for name in applied} == with_hooks | {"startup"}
     assert tuple(server_args.STEPS) == point_lists.STEPS
 
 
@@ -175,7 +151,7 @@ def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
         "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
     )
-    done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
+    done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools")
     assert done.returncode == 1, done.stderr
     assert "went on" not in done.stdout
     assert "KVCacheConfigurator._resolve_kv_pool_class: not there" in done.stderr
@@ -184,7 +160,7 @@ def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
 def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
     """Of the plugin as of what its construction raises; here without a launcher that reads the file."""
     left = tmp_path / "refusal"
-    told = {"_KVPOOL_CHILD_LAYOUT": "fp4", "_KVPOOL_CHILD_REFUSAL": str(left)}
+    told = {"_KVPOOL_CHILD_HOOK_GROUPS": "pools", "_KVPOOL_CHILD_REFUSAL": str(left)}
     code = (
         "import sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
@@ -198,7 +174,7 @@ def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_pa
 
 def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_scheduler, tmp_path):
     """As on a full disk: SGLang would swallow an OSError of the plugin, and serve without the layout."""
-    told = {"_KVPOOL_CHILD_LAYOUT": "fp4", "_KVPOOL_CHILD_REFUSAL": str(tmp_path / "gone" / "refusal")}
+    told = {"_KVPOOL_CHILD_HOOK_GROUPS": "pools", "_KVPOOL_CHILD_REFUSAL": str(tmp_path / "gone" / "refusal")}
     code = (
         "import sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
@@ -206,16 +182,6 @@ def test_a_refusal_that_cannot_be_written_ends_the_scheduler_too(run_in_schedule
     done = run_in_scheduler(code, **told)
     assert (done.returncode, done.stdout) == (1, "")
     assert "_resolve_kv_pool_class: not there" in done.stderr
-
-
-def test_of_many_problems_the_first_are_in_the_line():
-    from sgl_kvpool.refusal import Refusal
-    from sgl_kvpool.sglang_plugin.hook_points import stop_if
-
-    with pytest.raises(Refusal, match="hook points: a; b; c; and 2 more, which `sgl-kvpool doctor` lists$"):
-        stop_if([*"abcde"])
-    with pytest.raises(Refusal, match="hook points: a; b; c$"):
-        stop_if([*"abc"])
 
 
 def test_a_step_or_field_that_is_gone_is_named():
@@ -271,27 +237,61 @@ def test_auto_is_not_asking_for_a_layout(run, other_sglang):
         assert "went on" in done.stdout, done.stderr
 
 
+#: Prints which hook groups are hooked, all their points, and which are half hooked.
+HOOKED = (
+    "from sgl_kvpool.sglang_plugin.hook_groups import GROUPS;"
+    "from sgl_kvpool.sglang_plugin.hook_points import check;"
+    "n = {g.name: (len(check(g.listed, applied=True)), sum(p.hooked or bool(p.added) for p in g.listed))"
+    " for g in GROUPS};"
+    "print([g for g, (bad, of) in n.items() if of and not bad],"
+    " [g for g, (bad, of) in n.items() if 0 < bad < of])"
+)
+
+
 def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     """In a scheduler process: our hook points there are unmarked, and our backend is not registered."""
-    code = (
-        "import sglang.srt.mem_cache.memory_pool;"
-        + LOAD.format(argv=["x"])
-        + "from sgl_kvpool.sglang_plugin.hook_points import check;"
-        "from sgl_kvpool.sglang_plugin.point_lists import SERVER_ARGS, SCHEDULER, LAUNCHER;"
-        "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as A;"
-        "print(len(check(SERVER_ARGS, applied=True)), len(check(SCHEDULER, applied=True)),"
-        " len(check(LAUNCHER, applied=True)), 'kvpool_mla' in A)"
-    )
+    code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 40 3 False\n"
-    done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
-    assert done.stdout == "0 0 2 True\n", done.stderr
-    # The five on sparse attention alone.
+    assert done.stdout == "['arguments'] []\n"
+    done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, dense MLA on a CPU, host tier")
+    # The two of attention register the same, and the launcher's description of a server is hooked here too.
+    attention = "'dense MLA on a CPU', 'dense MLA on CUDA'"
+    assert done.stdout == f"['arguments', 'pools', {attention}, 'host tier'] ['launcher']\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
-    assert done.stdout == "0 35 3 False\n", done.stderr
+    assert done.stdout == "['arguments', 'sparse attention'] []\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
-    assert done.stdout == "0 40 3 False\n", done.stderr
+    assert done.stdout == "['arguments'] []\n", done.stderr
+
+
+def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_applied(run_in_scheduler):
+    """The last of the groups, and the last of its hook points."""
+    code = (
+        "import sglang.srt.utils as u; del u.set_prometheus_multiproc_dir; import sys; sys.argv = ['x']\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "try: load_plugins()\n"
+        "except SystemExit: "
+    ) + HOOKED
+    done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, host tier, metrics")
+    assert done.stdout == "['arguments'] []\n", done.stderr
+    assert "hook group 'metrics' does not work on SGLang 0.5.23: sglang.srt.utils.set_prom" in done.stderr
+    assert "; leave out --enable-metrics\n" in done.stderr
+
+
+def test_a_scheduler_that_nobody_told_hooks_the_pools_which_refuse(run_in_scheduler):
+    """Its server's arguments were resolved before plugins were loaded."""
+    code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
+    done = run_in_scheduler(code, KVPOOL_KV_CACHE_LAYOUT="fp4")
+    assert done.stdout == "['arguments', 'pools'] ['launcher']\n", done.stderr
+
+
+def test_a_hook_group_that_is_not_known_stops_a_scheduler(run_in_scheduler):
+    """Another version of this package was put in place of the launcher's."""
+    done = run_in_scheduler(
+        LOAD.format(argv=["x"]) + "print('went on')", _KVPOOL_CHILD_HOOK_GROUPS="pools, x"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "KeyError('x')" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    pools.install()
+    hook_groups.apply(hook_groups.named("pools, hybrid models"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
 

@@ -91,10 +91,10 @@ def sglang(published, resolve, folders, monkeypatch):
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
 
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.srt.attention import decode_verify, sparse
 
-    pools.install()
+    hook_groups.apply(hook_groups.named("pools, hybrid models"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     for module in (decode_verify, sparse):

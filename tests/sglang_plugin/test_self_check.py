@@ -92,6 +92,7 @@ def scheduler(published, monkeypatch):
 
     monkeypatch.setattr(hook_points, "version_problem", lambda: UNTESTED)
     monkeypatch.setattr(disaggregation, "remembered", list)
+    monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: ("kvpool_mla",) * 2)
     case = Case("fp4", [1], [0], monkeypatch)
     runner = case.runner
     runner.attn_backend = case.backend

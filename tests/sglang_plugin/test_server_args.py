@@ -247,17 +247,17 @@ def test_children_are_told_around_the_spawn_only(resolve, checkpoints, monkeypat
     seen = []
 
     def spawn(cls, server_args, *args, **kwargs):
-        seen.append((os.environ.get(env.CHILD_LAYOUT), env.CHILD_REFUSAL in os.environ))
+        seen.append((os.environ.get(env.CHILD_HOOK_GROUPS), env.CHILD_REFUSAL in os.environ))
         return SimpleNamespace(wait_for_ready=None), []
 
     packed = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
     plain = resolve(checkpoints["mla"])
     _launch_scheduler_processes(spawn, object, packed, None, None)
-    assert not {env.CHILD_LAYOUT, env.CHILD_REFUSAL} & set(os.environ)
-    monkeypatch.setenv(env.CHILD_LAYOUT, "left over")
+    assert not {env.CHILD_HOOK_GROUPS, env.CHILD_REFUSAL} & set(os.environ)
+    monkeypatch.setenv(env.CHILD_HOOK_GROUPS, "left over")
     _launch_scheduler_processes(spawn, object, plain, None, None)
-    assert seen == [("fp4", True), (None, False)]
-    assert os.environ[env.CHILD_LAYOUT] == "left over"
+    assert seen == [("pools, dense MLA on a CPU", True), (None, False)]
+    assert os.environ[env.CHILD_HOOK_GROUPS] == "left over"
 
 
 def test_ray_is_refused_where_its_arguments_do_not_say_so(resolve, checkpoints):

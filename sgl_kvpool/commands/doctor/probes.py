@@ -126,16 +126,23 @@ def plugin() -> Finding:
 
 
 def hook_points() -> Finding:
-    """Whether the installed SGLang has every hook point. Imports SGLang."""
-    from sgl_kvpool.sglang_plugin import point_lists
+    """Which hook groups work on the installed SGLang. Imports SGLang."""
+    from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
     from sgl_kvpool.sglang_plugin.hook_points import check
 
-    every = [
-        *(*point_lists.SERVER_ARGS, *point_lists.MODEL),
-        *(*point_lists.LAUNCHER, *point_lists.SCHEDULER),
-    ]
-    problems = check(every)
-    return Finding({"checked": len(every), "hold": len(every) - len(problems)}, problems)
+    finding = Finding({"checked": 0, "hold": 0})
+    for group in GROUPS:
+        points = group.points()
+        problems = check(points)
+        finding.facts["checked"] += len(points)
+        finding.facts["hold"] += len(points) - len(problems)
+        finding.facts[group.name] = f"{len(points)} hook points hold"
+        if problems:
+            finding.facts[group.name] = (
+                f"{len(problems)} of {len(points)} hook points fail; leave out {group.leave_out}"
+            )
+        finding.problems += [f"{group.name}: {problem}" for problem in problems]
+    return finding
 
 
 def gpu() -> Finding:
@@ -323,7 +330,7 @@ def self_check() -> Finding:
     """Whether rows of every layout are stored, attended and moved rightly here. Imports SGLang and torch."""
     from sgl_kvpool.commands.doctor import self_check as checks
 
-    return checks.self_check()
+    return Finding(*checks.self_check())
 
 
 def in_child(name: str) -> Finding:

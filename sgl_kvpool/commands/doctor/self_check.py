@@ -12,7 +12,6 @@ import torch
 
 from sgl_kvpool.attention.decode import mla_decode
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.doctor.probes import Finding
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.transfer.conversion import narrower_layouts
@@ -24,22 +23,22 @@ _LAYERS, _PAGE_SIZE, _PAGES, _HEADS, _SCALE = 3, 64, 9, 16, 0.072
 _GEOMETRY: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def self_check() -> Finding:
+def self_check() -> tuple[dict[str, str], list[str]]:
     """Check each layout in each arrangement, with each narrower host tier, and with sparse attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)  # tensors this small lose more by threads than they gain
     _publish(device)
-    finding = Finding({"device": device})
+    facts, problems = {"device": device}, []
     for name, make in _pools(device):
         began = time.monotonic()
         try:
             found = list(_checks(make()))
         except Exception as error:  # whatever it is, the other layouts are checked too
-            finding.facts[name] = "failed"
-            finding.problems.append(f"{name}: {error}; do not serve this, and report it")
+            facts[name] = "failed"
+            problems.append(f"{name}: {error}; do not serve this, and report it")
         else:
-            finding.facts[name] = f"passed in {time.monotonic() - began:.2f} s: {', '.join(found)}"
-    return finding
+            facts[name] = f"passed in {time.monotonic() - began:.2f} s: {', '.join(found)}"
+    return facts, problems
 
 
 def _publish(device: str) -> None:

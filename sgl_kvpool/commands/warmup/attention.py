@@ -99,7 +99,7 @@ class Attention:
     @cached_property
     def pool(self) -> Any:
         """SGLang's pool of a few pages, with rows of the layout."""
-        from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+        from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
         served = self.served
         tokens = max(self.most_requests * max(served.draft_tokens, 1), _PREFIX + _NEW)

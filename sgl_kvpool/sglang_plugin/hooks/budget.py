@@ -19,7 +19,7 @@ __all__ = ["install", "page_buffer_bytes"]
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `pools.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 

@@ -28,11 +28,7 @@ _pools: WeakSet = WeakSet()
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `pools.install`.
-
-    Also in a server that is not disaggregated: which one it is, is not known when plugins are loaded. Nothing
-    is imported for it, because SGLang's scheduler imports its KV managers before it loads plugins.
-    """
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 
@@ -137,11 +133,7 @@ def _on_cpu(args: Any, transfer_backend: str) -> None:
     """
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
-    from sgl_kvpool.sglang_plugin.tier_point_lists import DISAGGREGATION_ON_CPU
-
-    backend = TransferBackend(transfer_backend)
-    hook_points.stop_if(hook_points.check(DISAGGREGATION_ON_CPU.get(backend.value, ())))
-    sender = get_kv_class(backend, KVClassType.SENDER)
+    sender = get_kv_class(TransferBackend(transfer_backend), KVClassType.SENDER)
     if hasattr(sender, "supports_host_tensor_indices"):
         sender.supports_host_tensor_indices = False
     args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)

@@ -1,17 +1,27 @@
-"""Draft models of a server, as far as its target's budget and host tier have to know their pools."""
+"""Draft models: their attention backends, and what their target's budget has to know of their pools."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.models import is_dsa, model_name, row_format_of
 
-__all__ = ["OwnDraft", "own_draft", "packed_layers", "without_drafts"]
+__all__ = ["OwnDraft", "install", "own_draft", "packed_layers", "require_mla", "without_drafts"]
+
+
+def install() -> None:
+    """Apply the hooks."""
+    hook_points.wrap_all(HOOKS)
+
+
+# -------------------------------------------------------------------- pools
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,47 @@ def _check_backend(draft: OwnDraft) -> None:
 def _drafts(configurator: Any) -> bool:
     algorithm = configurator.spec_algorithm
     return not configurator.is_draft_worker and (algorithm.is_eagle() or algorithm.is_standalone())
+
+
+# -------------------------------------------------------------------- attention backends
+
+
+def require_mla(runner: Any) -> None:
+    """Refuse a draft model whose attention is no MLA: it has a pool of its own, which ours does not read."""
+    if runner.is_draft_worker and not runner.use_mla_backend:
+        name = (getattr(runner.model_config.hf_config, "architectures", None) or ["the draft model"])[0]
+        raise Refusal(
+            f"{name}, the draft model, does not use multi-head latent attention (MLA), and attention backend "
+            f"{KVPOOL_BACKEND} reads MLA pools; name one for the draft with "
+            "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
+        )
+
+
+def _create_draft(original, self, backend_name, backend_map, error_template, stamps_children=False):
+    """Add our backends to the map that SGLang is about to look the name up in.
+
+    Only the backends of draft decoding are containers of one backend per step, whose children SGLang names
+    too: that tells the two maps apart.
+    """
+    runner = self.draft_model_runner
+
+    def steps():
+        require_mla(runner)
+        from sgl_kvpool.srt.attention.draft import KVPoolMultiStepDraftBackend
+
+        return KVPOOL_BACKEND, KVPoolMultiStepDraftBackend(runner, self.topk, self.speculative_num_steps)
+
+    def extend():
+        require_mla(runner)
+        from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
+
+        return KVPOOL_BACKEND, KVPoolMLACudaBackend(runner, skip_prefill=False)
+
+    backend_map = {**backend_map, KVPOOL_BACKEND: steps if stamps_children else extend}
+    return original(self, backend_name, backend_map, error_template, stamps_children=stamps_children)
+
+
+#: Function of SGLang -> hook around it.
+HOOKS: Mapping[str, Callable] = {
+    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": _create_draft,
+}

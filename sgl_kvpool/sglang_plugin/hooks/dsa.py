@@ -1,7 +1,7 @@
 """Hooks on SGLang's DSA backend: the top-k transform from one table, and readers of rows that it cannot read.
 
 On the class and not on an object, so that they reach target, drafts and the steps of a draft alike. Installed
-in schedulers that were asked for a layout, and with KVPOOL_FIX_TOPK=1 alone.
+for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READER = "_kvpool_sparse_reader"
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `pools.install`, or all there is to install."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import ranks, sharing, state_tier, stores
+from sgl_kvpool.sglang_plugin.hooks import ranks, sharing, state_tier
 from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
 
 __all__ = ["install"]
@@ -23,11 +23,8 @@ _STOCK_TIER = "sglang-"
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `pools.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
-    sharing.install()
-    stores.install()
-    state_tier.install()
 
 
 # -------------------------------------------------------------------- construction
@@ -70,7 +67,7 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
     rows would read what one with other rows wrote under the same model name. Rows that are SGLang's own stay
     unnamed, as those of servers without the plugin: they are the same.
     """
-    from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
     target = pools[0]
     if isinstance(target, LayoutMLATokenToKVPool) and not target.kv_cache_layout.is_sglang_native:

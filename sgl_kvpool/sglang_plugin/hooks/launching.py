@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from sgl_kvpool import env
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin import hook_points, point_lists, startup
+from sgl_kvpool.sglang_plugin import hook_groups, hook_points, startup
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
     HOST_LAYOUT,
@@ -27,23 +27,23 @@ def install() -> None:
 
     Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
     """
-    hook_points.stop_if(hook_points.check(point_lists.LAUNCHER))
     hook_points.wrap_all(HOOKS)
     if "sglang.srt.ray.engine" in sys.modules:
         ray = "sglang.srt.ray.engine.RayEngine._launch_scheduler_processes"
         hook_points.wrap(ray, _launch_scheduler_actors)
-    hook_points.stop_if(hook_points.check(point_lists.LAUNCHER, applied=True))
 
 
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
-    """Tell the schedulers whether to hook the pools, and where to leave what they are refused for."""
-    layout = layout_of(server_args)
-    if layout is None:
-        with env.exported_to_children(env.CHILD_LAYOUT, None):
+    """Tell the schedulers which hook groups to apply, and where to leave what they are refused for."""
+    if layout_of(server_args) is None:
+        with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
     path = startup.refusal_path(server_args)
+    groups = hook_groups.used_by(resolving_view(server_args), model_config_of(server_args))
     with (
-        env.exported_to_children(env.CHILD_LAYOUT, layout.value),
+        env.exported_to_children(env.CHILD_HOOK_GROUPS, hook_groups.names(groups)),
         env.exported_to_children(env.CHILD_REFUSAL, path),
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)

@@ -63,7 +63,7 @@ _refusals: WeakKeyDictionary[Any, _Refusal] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `pools.install`, as `disaggregation.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 

@@ -1,4 +1,4 @@
-"""Hooks of the scheduler process: the pool's class; installs the others too."""
+"""Hooks of the scheduler process: the pool's class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks import attention, budget, disaggregation, dsa, host_tier, peer_mismatch
+from sgl_kvpool.sglang_plugin.hooks import disaggregation
 from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
 from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
@@ -22,24 +22,18 @@ from sgl_kvpool.sglang_plugin.rules.dsa import check_draft_backend
 from sgl_kvpool.sglang_plugin.rules.host_tier import has_host_tier
 
 if TYPE_CHECKING:
-    from sgl_kvpool.srt.pool import RowPool
+    from sgl_kvpool.srt.pool.row_pool import RowPool
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["collect_k_scales", "install"]
+__all__ = ["bound", "collect_k_scales", "install"]
 
 _GB = 1 << 30  # as in SGLang's own log lines
 
 
 def install() -> None:
-    """Register and apply the hooks of a scheduler process that was asked for a layout."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
-    budget.install()
-    host_tier.install()
-    disaggregation.install()
-    peer_mismatch.install()
-    attention.install()
-    dsa.install()
 
 
 # -------------------------------------------------------------------- the pool
@@ -63,29 +57,16 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
         _check_draft(self, layout, sparse)
     if is_hybrid(self.model_config):
         return pool_class  # of the pool inside a hybrid one, which brings its own
-    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+    if sparse:
+        from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 
-    return _bound(self, layout, LayoutDSATokenToKVPool if sparse else LayoutMLATokenToKVPool)
+        return bound(self, layout, LayoutDSATokenToKVPool)
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
-
-def _build_hybrid_linear_kv_pool(original, self, **kwargs):
-    """SGLang's wrapper of rows and states, of our class: its builder finds the class by this global name."""
-    layout = asked_layout(self)
-    if layout is None:
-        return original(self, **kwargs)
-    from sglang.srt.mem_cache import kv_cache_configurator
-
-    from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
-
-    stock = kv_cache_configurator.HybridLinearKVPool
-    kv_cache_configurator.HybridLinearKVPool = _bound(self, layout, LayoutHybridLinearKVPool)
-    try:
-        return original(self, **kwargs)
-    finally:
-        kv_cache_configurator.HybridLinearKVPool = stock
+    return bound(self, layout, LayoutMLATokenToKVPool)
 
 
-def _bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]) -> type:
+def bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]) -> type:
     """A class of ours with what a KVCacheConfigurator's server asked for."""
     readers = (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
     return pool_class.bind(
@@ -197,7 +178,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     layout = asked_layout(self)
     if layout is None:
         return pool
-    from sgl_kvpool.srt.pool import RowPool
+    from sgl_kvpool.srt.pool.row_pool import RowPool
 
     if not isinstance(pool, RowPool) or pool.kv_cache_layout is not layout:
         raise RuntimeError(
@@ -250,7 +231,6 @@ _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 #: Function of SGLang -> hook around it.
 HOOKS: Mapping[str, Callable] = {
     f"{_CONFIGURATOR}._resolve_kv_pool_class": _resolve_kv_pool_class,
-    f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool": _build_hybrid_linear_kv_pool,
     f"{_CONFIGURATOR}._build_token_to_kv_pool": _build_token_to_kv_pool,
     "sglang.srt.utils.common.build_server_info": build_server_info,
 }

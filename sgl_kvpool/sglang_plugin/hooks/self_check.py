@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import disaggregation, dsa, ranks
@@ -110,7 +111,15 @@ def _local_checks(runner: Any) -> Iterator[str]:
                 yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, reader.attend)
 
 
-def _own_class(device: str) -> type:
+def _own_class(device: str) -> type | tuple[()]:
+    """Our attention backend, for `isinstance`; nothing where SGLang's backends alone read the rows.
+
+    Such a server does not use the hook groups of our backends, whose modules may not import on its SGLang.
+    """
+    from sglang.srt.runtime_context import attention_backends
+
+    if KVPOOL_BACKEND not in attention_backends():
+        return ()
     if device == "cpu":
         from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
 

@@ -15,8 +15,7 @@ from typing import Any
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal, say_alone
-from sgl_kvpool.sglang_plugin import hook_points, point_lists
-from sgl_kvpool.sglang_plugin.hooks import launching
+from sgl_kvpool.sglang_plugin import hook_groups, hook_points
 from sgl_kvpool.sglang_plugin.models import host_tier_page_size, is_dsa, keeps_states_by_token
 from sgl_kvpool.sglang_plugin.options import (
     AUTO,
@@ -179,7 +178,7 @@ def _decide(server_args):
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
     if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
-        hook_points.stop_if(hook_points.check(point_lists.MODEL))
+        hook_groups.require((hook_groups.MODEL_RULES,))
 
 
 def _check_model(server_args):
@@ -254,8 +253,10 @@ def _finish(server_args):
     sparse = is_dsa(model_config)
     if layout is None:
         if sparse:
+            hook_groups.require((hook_groups.SPARSE_ATTENTION,))
             dsa_rules.check_stock(model_config, view)
         return
+    hook_groups.require(hook_groups.used_by(view, model_config))
     host_tier_rules.check_features(layout, arrangement, view)
     argument_rules.check_page(view)
     if host_tier_rules.has_host_tier(view):
@@ -278,7 +279,7 @@ def _finish(server_args):
             f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
             f"{shown}; another plugin or model rule changed it"
         )
-    launching.install()
+    hook_groups.apply((hook_groups.LAUNCHER,))
 
 
 #: Step of SGLang's argument resolution -> what runs in its place; in the order in which SGLang runs them.

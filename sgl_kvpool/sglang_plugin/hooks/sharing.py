@@ -19,7 +19,7 @@ __all__ = ["install", "sharing_ranks"]
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `host_tier.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvpool import metrics
 from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
 from sgl_kvpool.srt.host.page_checksum import failure_kind
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["device_problem", "host_problem", "install", "join_states", "row_tier
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `host_tier.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 
@@ -116,12 +117,15 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout
 
 
 def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
-    """Our host pool of states of a controller."""
-    from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+    """Our host pool of states of a controller: the one of our pools that is not of rows.
+
+    Not found by its class, whose module needs SGLang's pool of states: models without states come here too.
+    """
+    from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
 
     # Decode servers that offload have one pool, and no group.
     pools = (entry.host_pool for entry in getattr(controller.mem_pool_host, "entries", ()))
-    return next((pool for pool in pools if isinstance(pool, HierarchicalStatePoolHost)), None)
+    return next((pool for pool in pools if isinstance(pool, MovedPagesPool) and not is_ours(pool)), None)
 
 
 def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:

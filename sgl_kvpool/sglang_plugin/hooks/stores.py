@@ -18,7 +18,7 @@ __all__ = ["install", "is_ours"]
 
 
 def install() -> None:
-    """Register and apply the hooks; part of `host_tier.install`."""
+    """Apply the hooks."""
     hook_points.wrap_all(HOOKS)
 
 

@@ -31,7 +31,8 @@ from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, DIRECT_IO_BYTES, HostPageFormat
 from sgl_kvpool.srt.host.shared_tier import SharedTier
 from sgl_kvpool.srt.host.stored_pages import storage_format_tag
-from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, describe
+from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+from sgl_kvpool.srt.pool.regions import describe
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.channel_builder import EngineRequest, build_channels
 from sgl_kvpool.transfer.conversion import host_layout_problem

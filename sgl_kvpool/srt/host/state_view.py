@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches, LayerReference
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.srt.pool import describe
+from sgl_kvpool.srt.pool.regions import describe
 
 __all__ = ["STATE_FORMAT_VERSION", "StateView"]
 

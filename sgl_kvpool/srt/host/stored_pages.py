@@ -14,8 +14,8 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.host import page_checksum
 from sgl_kvpool.srt.host.lost_pages import LostPages
 from sgl_kvpool.srt.host.page_format import HostPageFormat
-from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 from sgl_kvpool.srt.pool.k_scales import k_scales_digest
+from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 

@@ -1,15 +1,22 @@
 """Subclasses of SGLang's token-to-KV pools that store rows of a chosen layout."""
 
-from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
-from sgl_kvpool.srt.pool.hybrid import LayoutHybridLinearKVPool
-from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
-from sgl_kvpool.srt.pool.regions import describe
-from sgl_kvpool.srt.pool.row_pool import RowPool
+import importlib
+from typing import Any
 
-__all__ = [
-    "LayoutDSATokenToKVPool",
-    "LayoutHybridLinearKVPool",
-    "LayoutMLATokenToKVPool",
-    "RowPool",
-    "describe",
-]
+#: Public name -> module.
+_MODULES = {
+    "LayoutDSATokenToKVPool": "dsa",
+    "LayoutHybridLinearKVPool": "hybrid",
+    "LayoutMLATokenToKVPool": "mla",
+    "RowPool": "row_pool",
+    "describe": "regions",
+}
+
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    # Not at once: where SGLang lacks what one of them needs, servers that do not use it go on.
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -202,10 +202,10 @@ class HybridCase:
         """Put SGLang's wrapper around our backend, as the scheduler does; steps go through it from now on."""
         from sglang.srt.layers.attention import attention_registry
 
-        from sgl_kvpool.sglang_plugin.hooks import attention
+        from sgl_kvpool.sglang_plugin.hooks import hybrid
 
         own = inspect.unwrap(attention_registry.attn_backend_wrapper)
-        self.backend = attention._wrap_for_model(own, self.runner, full or self.full)
+        self.backend = hybrid._wrap_for_model(own, self.runner, full or self.full)
         self.linear = self.backend.linear_attn_backend
         return self.backend
 

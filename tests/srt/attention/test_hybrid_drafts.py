@@ -35,13 +35,13 @@ def factory(monkeypatch):
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
     from sglang.srt.speculative import draft_utils
 
-    from sgl_kvpool.sglang_plugin.hooks import attention
+    from sgl_kvpool.sglang_plugin.hooks import drafts
 
     own = inspect.unwrap(draft_utils.DraftBackendFactory._create_backend)
     monkeypatch.setattr(
         draft_utils.DraftBackendFactory,
         "_create_backend",
-        lambda self, *a, **named: attention._create_draft(own, self, *a, **named),
+        lambda self, *a, **named: drafts._create_draft(own, self, *a, **named),
     )
     monkeypatch.setattr(draft_utils, "attention_backends", lambda: (OURS, OURS))
     monkeypatch.setattr(FlashInferMLAAttnBackend, "__init__", flashinfer_part)

@@ -41,9 +41,9 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    host_tier.install()
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
     before = snapshot_context()
     made = []
 
@@ -169,9 +169,9 @@ def hybrid_of(no_reserve, published, process_group, monkeypatch):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    host_tier.install()
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
     before = snapshot_context()
     made, in_gigabytes = [], []
 

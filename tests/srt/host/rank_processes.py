@@ -49,11 +49,11 @@ def go_through(make_rank, cases):
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
+    from sgl_kvpool.sglang_plugin import hook_groups
 
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    host_tier.install()
+    hook_groups.apply(hook_groups.named("host tier, host tier of hybrid models"))
     this = make_rank(rank, folder)
     for case in sys.argv[3:] or cases:
         (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))

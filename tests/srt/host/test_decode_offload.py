@@ -31,9 +31,9 @@ def manager_of(no_reserve, process_group, tmp_path, monkeypatch):
     from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    host_tier.install()
+    hook_groups.apply(hook_groups.named("host tier"))
     before, made = snapshot_context(), []
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store"))
 

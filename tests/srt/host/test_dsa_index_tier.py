@@ -111,9 +111,9 @@ def stack_of(kernels, published, process_group):
     )
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_kvpool.sglang_plugin.hooks import host_tier
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    host_tier.install()
+    hook_groups.apply(hook_groups.named("host tier"))
     before = snapshot_context()
 
     def build(pool, label="page_first", drafts=()):

@@ -1,0 +1,146 @@
+"""What modules of this package import of SGLang, read from their source.
+
+Each of these names is a hook point: where SGLang lacks one, the module cannot be imported or fails when the
+function with the import is called. Read from the source at each check, so that there is no second list.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Imports", "imports_of", "sglang_names"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = _ROOT.name
+_SGLANG = "sglang"
+#: Floors that import SGLang and are imported by other modules; those below work without it.
+_FLOORS = (f"{_PACKAGE}.srt.", f"{_PACKAGE}.sglang_plugin.")
+
+
+class Imports(NamedTuple):
+    """What one module imports.
+
+    Attributes
+    ----------
+    at_import, in_functions : frozenset of str
+        Dotted names in SGLang: modules, what is imported from them, and attributes of either that the module
+        names (``ForwardMode.EXTEND``). Imports for type checkers alone are left out.
+    own : frozenset of str
+        Modules of this package that it imports when it is imported itself.
+    """
+
+    at_import: frozenset[str]
+    in_functions: frozenset[str]
+    own: frozenset[str]
+
+
+def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
+    """Dotted names in SGLang that must be there for some modules of this package; sorted.
+
+    Parameters
+    ----------
+    modules : iterable of str
+        Full names. What they import of this package is followed, as far as importing them imports it.
+    """
+    listed = set(modules)
+    names: set[str] = set()
+    seen: set[str] = set()
+    remaining = set(listed)
+    while remaining:
+        module = remaining.pop()
+        seen.add(module)
+        found = imports_of(module)
+        names |= found.at_import
+        if module in listed:
+            names |= found.in_functions
+        remaining |= {name for name in found.own if name.startswith(_FLOORS)} - seen
+    return tuple(sorted(names))
+
+
+@cache
+def imports_of(module: str) -> Imports:
+    """What a module of this package, by its full name, imports; OSError without its source."""
+    reader = _Reader()
+    path = _path(module)
+    assert path is not None, module
+    reader.visit(ast.parse(path.read_text(encoding="utf-8")))
+    return reader.found()
+
+
+def _path(module: str) -> Path | None:
+    """Source of a module of this package; None if there is no such module."""
+    base = _ROOT.joinpath(*module.split(".")[1:])
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+class _Reader(ast.NodeVisitor):
+    """Goes through a module's tree once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._names: tuple[set[str], set[str]] = (set(), set())  # at import, in functions
+        self._own: set[str] = set()
+        #: Local name -> dotted name in SGLang; None for names that something else is bound to as well.
+        self._bound: dict[str, str | None] = {}
+        self._attributes: set[tuple[str, str, bool]] = set()
+
+    def found(self) -> Imports:
+        for local, attribute, in_function in self._attributes:
+            dotted = self._bound.get(local)
+            if dotted is not None:
+                self._names[in_function].add(f"{dotted}.{attribute}")
+        at_import, in_functions = map(frozenset, self._names)
+        return Imports(at_import, in_functions, frozenset(self._own))
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for statement in node.orelse:
+                self.visit(statement)
+        else:
+            self.generic_visit(node)
+
+    def _visit_function(self, node: ast.AST) -> None:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.partition(".")[0] == _SGLANG:
+                self._add(alias.name, alias.asname or _SGLANG, alias.name if alias.asname else _SGLANG)
+            elif not self._depth and alias.name.startswith(f"{_PACKAGE}."):
+                self._own.add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        root = (node.module or "").partition(".")[0]
+        for alias in node.names:
+            dotted = f"{node.module}.{alias.name}"
+            if root == _SGLANG:
+                self._add(dotted, alias.asname or alias.name, dotted)
+            elif not self._depth and root == _PACKAGE:
+                self._own.add(dotted if _path(dotted) is not None else str(node.module))
+
+    def _add(self, dotted: str, local: str, bound: str) -> None:
+        self._names[self._depth > 0].add(dotted)
+        known = self._bound.setdefault(local, bound)
+        if known != bound:
+            self._bound[local] = None
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name):
+            self._attributes.add((node.value.id, node.attr, self._depth > 0))
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._bound[node.id] = None
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self._bound[node.arg] = None
+        self.generic_visit(node)

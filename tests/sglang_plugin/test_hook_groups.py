@@ -1,0 +1,290 @@
+"""Hook groups: a hook point that differs refuses the groups that have it, and no others."""
+
+import enum
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import hook_groups
+from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+
+SGLANG = Path(importlib.util.find_spec("sglang").origin).parent
+
+
+def is_module(parts):
+    path = SGLANG.joinpath(*parts)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+POINTS = {group.name: {point.target: point for point in group.points()} for group in GROUPS}
+TARGETS = sorted({target for points in POINTS.values() for target in points} - {"sglang"})
+MODULES = sorted(
+    {
+        ".".join(parts[:length])
+        for parts in (target.split(".") for target in TARGETS)
+        for length in range(3, len(parts))
+        if is_module(parts[1:length])
+    }
+)
+
+
+def refused():
+    """Groups that do not work, by name."""
+    return {group.name for group in GROUPS if group.problem() is not None}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """All of SGLang that is checked, which takes half a minute in the first test that comes here."""
+    assert refused() == set()
+
+
+def groups_with(*targets):
+    return {name for name, points in POINTS.items() if points.keys() & set(targets)}
+
+
+class Gone:
+    """A class attribute that is not there, though a base may have it."""
+
+    def __get__(self, instance, owner):
+        raise AttributeError("gone")
+
+
+@contextmanager
+def without(target):
+    """SGLang where the last name of `target` is another."""
+    owner_name, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(owner, enum.EnumType):
+            module_name, _, owner_attribute = owner_name.rpartition(".")
+            kept = {k: v.value for k, v in owner.__members__.items() if k != name}
+            patch.setattr(pkgutil.resolve_name(module_name), owner_attribute, enum.Enum(owner.__name__, kept))
+        elif isinstance(owner, type):
+            patch.setattr(owner, name, Gone(), raising=False)
+        elif isinstance(owner, ModuleType):
+            patch.delattr(owner, name)
+        else:
+            patch.setattr(type(owner), name, Gone())
+        if target in sys.modules:
+            patch.setitem(sys.modules, target, None)
+        yield
+
+
+def test_names_of_groups_are_their_own():
+    assert len(GROUPS) == len(POINTS)
+    assert not any(hook_groups._SEPARATOR in name for name in POINTS)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if not t.endswith("__")])
+def test_a_name_that_is_gone_refuses_the_groups_that_have_it(target):
+    owner, _, name = target.rpartition(".")
+    #: Names below it are gone as well, and of an enumeration the collection of its members lacks it.
+    below = [other for other in TARGETS if other == target or other.startswith(f"{target}.")]
+    expected = groups_with(*below)
+    members = f"{owner}.__members__"
+    expected |= {g for g, points in POINTS.items() if members in points and name in points[members].members}
+    with without(target):
+        assert refused() == expected
+    assert refused() == set()
+
+
+@pytest.mark.parametrize(
+    "target", [t for t in TARGETS if any(t in points and points[t].parameters for points in POINTS.values())]
+)
+def test_another_signature_refuses_the_groups_that_pass_arguments(target):
+    owner, _, name = target.rpartition(".")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pkgutil.resolve_name(owner), name, staticmethod(lambda other, **_: None), raising=False)
+        found = refused()
+    assert found == {g for g, points in POINTS.items() if target in points and points[target].parameters}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_that_is_gone_refuses_the_groups_that_use_it(module):
+    expected = groups_with(*(t for t in TARGETS if t == module or t.startswith(f"{module}.")))
+    parent, _, name = module.rpartition(".")
+    with pytest.MonkeyPatch.context() as patch:
+        for loaded in [m for m in sys.modules if m == module or m.startswith(f"{module}.")]:
+            patch.setitem(sys.modules, loaded, None)
+        patch.delattr(pkgutil.resolve_name(parent), name)
+        assert refused() == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "point"), [(g, p) for g in GROUPS for p in g.listed if p.members and "__" not in p.target]
+)
+def test_a_member_that_is_gone_refuses_the_group(group, point):
+    owner, _, name = point.target.rpartition(".")
+    whole = pkgutil.resolve_name(point.target)
+    lacking = [member for member in whole if member != point.members[-1]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pkgutil.resolve_name(owner), name, lacking)
+        assert group.name in refused()
+        assert f"has no {point.members[-1]}" in group.problem()
+
+
+# -------------------------------------------------------------------- servers
+
+CHAIN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+TIER = "--enable-hierarchical-cache"
+DENSE_CPU, DENSE_CUDA = "dense MLA on a CPU", "dense MLA on CUDA"
+#: name: (checkpoint, device, arguments beside the layout, groups beside "pools").
+SERVERS = {
+    "dense": ("mla", "cpu", [], {DENSE_CPU}),
+    "tier": ("mla", "cpu", [TIER], {DENSE_CPU, "host tier"}),
+    "metrics": ("mla", "cpu", ["--enable-metrics"], {DENSE_CPU, "metrics"}),
+    "hybrid": ("kda", "cpu", ["--disable-overlap-schedule"], {DENSE_CPU, "hybrid models"}),
+    "cuda": ("mla", "cuda", [], {DENSE_CUDA}),
+    "drafts": (
+        *("mla", "cuda"),
+        [*CHAIN, "--speculative-num-draft-tokens", "4"],
+        {DENSE_CUDA, "speculative decoding"},
+    ),
+    "sparse": ("dsa", "cuda", [], {"sparse attention"}),
+    "prefill": (
+        *("mla", "cpu"),
+        ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake_tcp"],
+        {DENSE_CPU, "disaggregation", "disaggregation over mooncake on a CPU"},
+    ),
+    "decode": (
+        *("mla", "cpu"),
+        ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"],
+        {DENSE_CPU, "disaggregation", "disaggregation over nixl on a CPU"},
+    ),
+}
+ALWAYS = {"arguments", "model rules", "launcher", "pools"}
+#: group: a hook point that is no other group's.
+BROKEN = {
+    "pools": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class",
+    DENSE_CUDA: "sglang.srt.layers.attention.merge_state.merge_state",
+    "sparse attention": "sglang.kernels.ops.attention.dsa.dequant_k_cache.dequantize_k_cache_paged_dsa",
+    "hybrid models": "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool._wait_for_layer",
+    "speculative decoding": "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+    "host tier": "sglang.srt.managers.cache_controller.HiCacheController.move_indices",
+    "host tier of hybrid models": "sglang.srt.mem_cache.hicache_storage.HiCacheStorage.batch_get_v2",
+    "disaggregation": "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info",
+    "disaggregation over mooncake on a CPU": (
+        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices"
+    ),
+    "disaggregation over nixl on a CPU": "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds",
+    "metrics": "sglang.srt.utils.set_prometheus_multiproc_dir",
+}
+
+
+@pytest.fixture
+def serve(resolve, checkpoints, monkeypatch):
+    """`serve(name)`: SGLang's resolution of that server's arguments."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def run(name):
+        model, device, arguments, _ = SERVERS[name]
+        return resolve(checkpoints[model], "--kv-cache-layout", "fp4", *arguments, device=device)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_groups_of_a_server(serve, name):
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    args = serve(name)
+    used = hook_groups.used_by(resolving_view(args), model_config_of(args))
+    assert {group.name for group in used} == {"pools", *SERVERS[name][3]}
+    assert hook_groups.named(hook_groups.names(used)) == used
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_servers_that_use_a_broken_group_are_refused_by_name_and_the_others_start(serve, broken):
+    (group,) = (group for group in GROUPS if group.name == broken)
+    started = set()
+    with without(BROKEN[broken]):
+        assert broken in refused()
+        for name in SERVERS:
+            uses = {"pools", *SERVERS[name][3]}
+            if not uses & refused():
+                serve(name)
+                started.add(name)
+                continue
+            with pytest.raises(
+                Refusal, match=f"^hook group '{broken}' does not work on SGLang 0.5.23: "
+            ) as error:
+                serve(name)
+            assert BROKEN[broken] in str(error.value)
+            assert str(error.value).endswith(f"; leave out {group.leave_out}")
+            assert "\n" not in str(error.value)
+    assert started == {name for name in SERVERS if broken not in {"pools", *SERVERS[name][3]}}
+
+
+def test_of_many_problems_the_first_is_in_the_line():
+    group = next(group for group in GROUPS if group.name == "canonical views")
+    module = "sglang.srt.mem_cache.device_pool_info"
+    with without(f"{module}.MHABufferInfo"), without(f"{module}.KVScaleLayout"):
+        text = group.problem()
+    assert text.startswith(
+        f"hook group 'canonical views' does not work on SGLang 0.5.23: {module}.KVScaleLayout"
+    )
+    assert "(and 2 more hook points, which `sgl-kvpool doctor` lists); leave out" in text
+
+
+def test_no_group_shares_a_hook_with_another_of_the_same_process():
+    """What is hooked belongs to one group of schedulers: `attention` registers, and hooks nothing."""
+    owner = {}
+    for group in GROUPS:
+        if group.name != "launcher":
+            for point in group.listed:
+                if point.hooked:
+                    assert owner.setdefault(point.target, group.name) == group.name
+    assert len(owner) > 35
+
+
+def test_the_rules_for_models_are_checked_before_they_are_asked(resolve, checkpoints):
+    with without("sglang.srt.configs.hybrid_arch.mambaish_config"):
+        with pytest.raises(Refusal, match="hook group 'model rules' .* leave out --kv-cache-layout$"):
+            resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")
+        resolve(checkpoints["mla"])
+
+
+def test_the_cost_of_reading_the_imports_of_a_server():
+    """Of everything at once: 0.15 s of a core at 2.5 GHz. Dense MLA on a CPU takes 0.05 s."""
+    import time
+
+    from sgl_kvpool.sglang_plugin import imports
+
+    groups = [group for group in GROUPS if group.name != "commands"]
+    seconds = []
+    for _ in range(3):
+        imports.imports_of.cache_clear()
+        started = time.process_time()
+        for group in groups:
+            group.points()
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.4  # twice, for a machine that others use
+
+
+def test_hooks_take_what_their_hook_points_say():
+    """A hook that names a parameter which its point does not list would not notice that it is renamed."""
+    from importlib import import_module
+
+    listed = {p.target: p.parameters for g in GROUPS for p in g.listed if p.hooked}
+    seen = 0
+    for group in GROUPS:
+        for module in group.source_modules[: len(group.hooks)]:
+            for target, hook in getattr(import_module(module), "HOOKS", {}).items():
+                names = [
+                    name
+                    for name, p in list(inspect.signature(hook).parameters.items())[1:]
+                    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in ("self", "cls")
+                ]
+                assert set(names) <= {*listed[target], "forward_batch", "self_or_cls"}, target
+                seen += 1
+    assert seen > 35

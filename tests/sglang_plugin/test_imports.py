@@ -1,0 +1,134 @@
+"""What our modules import of SGLang, as read from their source, against what Python compiles them to."""
+
+import dis
+import re
+from pathlib import Path
+
+import pytest
+
+from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
+from sgl_kvpool.sglang_plugin.imports import imports_of, sglang_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in (ROOT / "sgl_kvpool").rglob("*.py")}
+IMPORTING = {
+    name: path
+    for name, path in MODULES.items()
+    if re.search(r"^\s*(from|import) sglang\b", path.read_text(), re.MULTILINE)
+}
+
+
+def compiled_imports(code):
+    """(names of SGLang that a code object imports, whether in a function), by its instructions."""
+    found, module = set(), None
+    in_function = code.co_name != "<module>" and bool(code.co_flags & 0x2)  # a class body has no fast locals
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+            bare = module
+        elif instruction.opname == "IMPORT_FROM" and module.partition(".")[0] == "sglang":
+            found.add((f"{module}.{instruction.argval}", in_function))
+            bare = None
+        elif instruction.opname.startswith("STORE_") and module is not None:
+            if bare is not None and bare.partition(".")[0] == "sglang":
+                found.add((bare, in_function))
+            bare = None
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            found |= {(name, in_function or deeper) for name, deeper in compiled_imports(constant)}
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(IMPORTING))
+def test_every_import_is_found(module):
+    """Python leaves out what is behind `if False`, as we do what is for type checkers."""
+    text = re.sub(r"^if TYPE_CHECKING:", "if False:", IMPORTING[module].read_text(), flags=re.MULTILINE)
+    expected = compiled_imports(compile(text, module, "exec"))
+    found = imports_of(module)
+    for in_function, names in ((False, found.at_import), (True, found.in_functions)):
+        imported = {name for name, inside in expected if inside is in_function}
+        assert imported <= names
+        # What is beyond: attributes of what is imported somewhere in the module.
+        everywhere = {name for name, _ in expected}
+        assert {name.rpartition(".")[0] for name in names - imported} <= everywhere
+
+
+def test_every_module_that_imports_sglang_belongs_to_a_hook_group():
+    listed = {module for group in GROUPS for module in group.source_modules}
+    assert listed <= MODULES.keys()
+    importing = {name for name in IMPORTING if imports_of(name).at_import | imports_of(name).in_functions}
+    # What only hooks, and imports nothing of SGLang for it, is listed to be applied.
+    hooks = {name for name in MODULES if name.startswith("sgl_kvpool.sglang_plugin.hooks.")}
+    assert importing <= listed
+    assert listed - importing <= hooks | {"sgl_kvpool.sglang_plugin.startup"}
+    assert len(importing) > 40
+
+
+def test_imports_of_imported_modules_are_hook_points_too():
+    """Importing the backend of drafts imports that of targets, but not what that imports in functions."""
+    (name,) = [n for n in sglang_names(["sgl_kvpool.srt.attention.draft"]) if "kv_indices" in n]
+    assert name == "sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton"
+    inside = "sglang.srt.layers.attention.merge_state.merge_state"
+    assert inside in sglang_names(["sgl_kvpool.srt.attention.extend"])
+    assert inside not in sglang_names(["sgl_kvpool.srt.attention.draft"])
+
+
+def test_attributes_of_what_is_imported():
+    names = imports_of("sgl_kvpool.sglang_plugin.hooks.attention").in_functions
+    handler = "sglang.srt.models.deepseek_common.attention_backend_handler"
+    assert {f"{handler}._dispatch_mla_subtype", f"{handler}._handle_attention_backend"} <= names
+    assert "sglang.srt.mem_cache.hicache_storage.PoolName.MAMBA" in (
+        imports_of("sgl_kvpool.sglang_plugin.hooks.state_tier").in_functions
+    )
+
+
+#: Imports inside functions that lead from a group to modules which other groups have: what keeps a server
+#: that does not use that group from calling the function.
+GUARDED = {
+    ("hooks.pools", "srt.pool.dsa"): "a model with sparse attention",
+    ("hooks.workspaces", "srt.attention.extend"): "CUDA",
+    ("hooks.attention", "srt.attention.cpu"): "a CPU",
+    ("hooks.attention", "srt.attention.cuda"): "CUDA",
+    ("hooks.self_check", "srt.attention.cpu"): "kvpool_mla on a CPU",
+    ("hooks.self_check", "srt.attention.cuda"): "kvpool_mla on CUDA",
+}
+
+
+def test_no_group_leads_to_modules_of_another_unguarded():
+    """Or a server would be served at first, and fail at a call of a function."""
+    always = {m for group in GROUPS[:4] for m in group.source_modules}
+    assert [group.name for group in GROUPS[:4]] == ["arguments", "model rules", "launcher", "pools"]
+    #: Groups whose servers use the others too.
+    with_others = {"host tier of hybrid models": ("host tier", "hybrid models")}
+    with_others["speculative decoding"] = ("dense MLA on CUDA",)  # refused on a CPU
+    by_name = {group.name: group for group in GROUPS}
+    unguarded = set()
+    for group in GROUPS:
+        if group.name == "commands":
+            continue
+        own = always | set(group.source_modules)
+        for other in with_others.get(group.name, ()):
+            own |= set(by_name[other].source_modules)
+        for module in group.source_modules:
+            for imported in inner_imports(MODULES[module].read_text()):
+                needs = imports_of(imported).at_import | imports_of(imported).in_functions
+                if needs and imported not in own:
+                    unguarded.add((short(module), short(imported)))
+    assert unguarded == GUARDED.keys()
+
+
+def short(module):
+    return module.removeprefix("sgl_kvpool.").removeprefix("sglang_plugin.")
+
+
+def inner_imports(text):
+    found = re.findall(r"^ +from (sgl_kvpool[\w.]*) import (\w+)", text, re.MULTILINE)
+    for module, name in found:
+        yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module
