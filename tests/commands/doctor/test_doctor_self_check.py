@@ -47,8 +47,7 @@ def broken(rows, slots, nope, rope, fmt, **named):
 mla.store_rows = broken
 from sgl_kvpool.commands.doctor.self_check import self_check
 import json
-finding = self_check()
-print("@" + json.dumps([finding.facts, finding.problems]))
+print("@" + json.dumps(self_check()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     facts, problems = json.loads(done.stdout.rpartition("@")[2])

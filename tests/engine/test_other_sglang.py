@@ -1,0 +1,109 @@
+"""Real servers on another release of SGLang, which this package was not tested with: `make test-other-sglang`.
+
+The environment has the packages of constraints.txt but for SGLang itself.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_questions import clean_environment
+
+from sgl_kvpool.demo.measure import generate_greedily
+from sgl_kvpool.demo.server import DEMO_MODELS, Server, cpu_arguments, free_port
+from sgl_kvpool.demo.shipped import model_path
+
+pytestmark = pytest.mark.other_sglang
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+VERSION = re.search(r"^OTHER_SGLANG := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+PYTHON = ROOT / f".venv-{VERSION}" / "bin" / "python"
+UNTESTED = {"KVPOOL_ALLOW_UNTESTED": "1"}
+LAYOUT = ("--kv-cache-layout", "fp4")
+
+
+def environment(**more):
+    assert PYTHON.exists(), "run `make test-other-sglang`, which makes the environment"
+    return {**clean_environment(), "KVPOOL_PREFILL_READS_ROWS": "1", **more}
+
+
+def refused(*arguments, **more):
+    """What a server that does not start leaves on its output; it has to end by itself."""
+    command = [PYTHON, "-m", "sglang.launch_server", *cpu_arguments(model_path(), free_port()), *arguments]
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "CUDA_VISIBLE_DEVICES": ""}
+        | {"SGLANG_EXTERNAL_MODEL_PACKAGE": DEMO_MODELS}
+        | environment(**more),
+    )
+    assert done.returncode == 1
+    assert "Load weight" not in done.stdout + done.stderr
+    return done.stderr
+
+
+def test_dense_mla_serves_the_same_tokens_with_the_opt_in(tmp_path):
+    goldens = json.loads((HERE / "goldens.json").read_text())
+    arguments = [*cpu_arguments(model_path(), free_port(), 22656), *LAYOUT, "--page-size", "64"]
+    log = tmp_path / "server.log"
+    program = (str(PYTHON), "-m", "sglang.launch_server")
+    with Server(arguments, log, environment(**UNTESTED), program=program) as server:
+        info = server.info()
+        found = generate_greedily(server, goldens["prompts"], 48)
+    assert info["version"] == VERSION
+    assert info["kv_cache_layout"] == "fp4"
+    assert "sgl-kvpool: KV cache layout fp4: 416 bytes per token and layer" in log.read_text()
+    expected = goldens["greedy"]["fp4"]
+    # Where a margin is within bfloat16's rounding of the logits, another CPU may give another token.
+    wide = [number for number, golden in enumerate(expected) if golden["smallest_margin"] > 0.1]
+    assert len(wide) >= 4
+    assert [found[n].token_ids for n in wide] == [expected[n]["token_ids"] for n in wide]
+
+
+def test_the_host_tier_is_refused_by_name():
+    last = refused(*LAYOUT, "--enable-hierarchical-cache", **UNTESTED).rstrip().splitlines()[-1]
+    assert last.startswith(
+        f"sgl-kvpool: hook group 'host tier' does not work on SGLang {VERSION}: sglang.srt."
+    )
+    assert "_build_mha_mla_host_pool: takes no host_token_capacity" in last
+    assert "; leave out --enable-hierarchical-cache" in last
+
+
+@pytest.mark.parametrize("more", [(), ("--enable-hierarchical-cache",)])
+def test_without_the_opt_in_everything_is_refused(more):
+    last = refused(*LAYOUT, *more).rstrip().splitlines()[-1]
+    assert last.startswith(
+        f"sgl-kvpool: a KV cache layout was asked for, but SGLang {VERSION} is not a version this release was "
+        "tested with (sglang>=0.5.23,<0.5.24)"
+    )
+
+
+def test_the_published_table_is_what_the_command_prints(sglang_table):
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert "\n".join(sglang_table) in page
+
+
+@pytest.fixture(scope="module")
+def sglang_table():
+    """The table for both releases, by the command for maintainers."""
+    done = subprocess.run(
+        [ROOT / ".venv" / "bin" / "python", ROOT / "scripts" / "check_hook_points.py", "--compare", PYTHON],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    table, _, changes = done.stdout.partition("\n\n")
+    assert done.returncode == 1
+    for line in (  # an import that is gone, and both signatures
+        "  sglang.srt.mem_cache.device_pool_info.MLABufferInfo: in 0.5.23 only",
+        "    0.5.22 (mamba_pool, *, host_size, layout, mtp_draft_device_pools=())  FAILS: takes no pool_info,",
+        "    0.5.23 (mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=())",
+        "the same signature, another source:\n",
+    ):
+        assert line in changes
+    return table.splitlines()
