@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: venv usable demo check test test-cluster lint clean constraints
+.PHONY: venv usable demo check test test-cluster lint wheel clean constraints
 
 venv: $(STAMP)
 
@@ -46,6 +46,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+
+# For an environment or an image that has SGLang. Needs no .venv. setuptools would pack the files of an older build/.
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 # What CI tested; made on Linux x86-64 with Python 3.11.
 constraints:
@@ -56,4 +62,4 @@ constraints:
 	echo "$$smollm2" >> constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info .ptxrun_cache
+	rm -rf $(VENV) build dist *.egg-info .ptxrun_cache
