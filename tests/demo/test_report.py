@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import sys
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -210,7 +210,9 @@ def texts(monkeypatch):
 def test_plot_names_what_was_measured_where_and_when(tmp_path, results, texts):
     image = pytest.importorskip("matplotlib.image")
     figure, shown = texts(tmp_path / "demo.png", results)
-    title = "a model, served once per layout\na processor, 2 cores, SGLang 0.5.23, 1024 bytes scored, 2026-11-24"
+    title = (
+        "a model, served once per layout\na processor, 2 cores, SGLang 0.5.23, 1024 bytes scored, 2026-11-24"
+    )
     assert title in shown
     for result in results:
         assert f"{result.layout}\n{result.row_bytes}-byte rows" in shown
