@@ -185,7 +185,7 @@ def compared(old: Run, new: Run) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for; returns the exit status."""
+    """Run what was requested; returns the exit status."""
     made = parser()
     arguments = made.parse_args(argv)
     try:

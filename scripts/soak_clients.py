@@ -49,7 +49,7 @@ class Outcome:
     log_probabilities : list of float
         Of those tokens.
     complete : bool
-        All tokens that were asked for; what was given up has the first ones, or none.
+        All tokens that were requested; what was given up has the first ones, or none.
     cached : dict of str to int
         Tokens of the prompt found on the `device`, `host` and in `storage`.
     """

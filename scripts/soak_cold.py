@@ -76,7 +76,7 @@ class Comparison:
         With every token the cold run's.
     near_ties : int
         With another token where the cold run finds it as good as its own within the tolerance, and so on to
-        the end, each token being asked for behind the same tokens before it.
+        the end, each token being requested behind the same tokens before it.
     same_bits : int
         Tokens with the very log-probability of the cold run.
     largest_difference, mean_difference : float

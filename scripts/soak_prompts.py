@@ -11,8 +11,8 @@ __all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 #: Tokens that a request may ask for.
 NEW_TOKENS = (1, 4, 12, 32)
 
-#: Pieces that a text too short is lengthened by. Prompts that happen to begin at the same place of two copies
-#: of a piece have no more than this in common.
+#: Tokens that a short text is lengthened by. Prompts that happen to begin at the same place of two copies of
+#: an excerpt have no more than this in common.
 _WINDOW_TOKENS = 256
 
 
@@ -63,7 +63,7 @@ def make_prompts(
     Parameters
     ----------
     text_ids : sequence of int
-        Tokens of some text, which pieces are taken from; one shorter than two pools is `lengthened`, as a
+        Tokens of some text, which excerpts are taken from; one shorter than two pools is `lengthened`, as a
         tokenizer of words makes few tokens of the text that the package has.
     device_tokens, page_size_tokens : int
         Of the pool.
@@ -87,25 +87,27 @@ def make_prompts(
     text_ids = lengthened(text_ids, 2 * device_tokens)
     rng = random.Random(seed)
 
-    def piece(length: int) -> tuple[int, ...]:
+    def excerpt(length: int) -> tuple[int, ...]:
         start = rng.randrange(len(text_ids) - length)
         return tuple(text_ids[start : start + length])
 
-    made = [piece(length) for length in (1, 2, page_size_tokens - 1, page_size_tokens, page_size_tokens + 1)]
+    made = [
+        excerpt(length) for length in (1, 2, page_size_tokens - 1, page_size_tokens, page_size_tokens + 1)
+    ]
     total = 0
     while total < working_set_tokens:
         # At page boundaries and off them.
-        beginning = piece(rng.randrange(1, device_tokens // 4))
+        beginning = excerpt(rng.randrange(1, device_tokens // 4))
         total += len(beginning)
         for _ in range(rng.choice((1, 2, 4))):
             longest = device_tokens // 2 if rng.random() < 0.15 else device_tokens // 8
-            tail = piece(rng.randrange(1, longest))
+            tail = excerpt(rng.randrange(1, longest))
             if rng.random() < 0.3:
                 made.append(beginning[: rng.randrange(1, len(beginning) + 1)] + tail)
             else:
                 made.append(beginning + tail)
             total += len(tail)
         if rng.random() < 0.15:
-            made.append(piece(rng.randrange(device_tokens // 2, device_tokens * 4 // 5)))
+            made.append(excerpt(rng.randrange(device_tokens // 2, device_tokens * 4 // 5)))
             total += len(made[-1])
     return [Prompt(number, ids) for number, ids in enumerate(made)]

@@ -149,6 +149,16 @@ class _Record:
     #: Whether the rows are SGLang's own: its writers, readers and peers store and read the same bytes.
     sglang_native: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rope.scales is not None:
+            raise ValueError(f"a rope in {self.rope.name} has stored scales, for which rows have no segment")
+        if self.latent.uses_k_scale != self.rope.uses_k_scale:
+            # The scores of both segments are one sum, which the decode kernels multiply by k_scale.
+            raise ValueError(
+                f"a latent in {self.latent.name} and a rope in {self.rope.name}: either both segments are "
+                "divided by k_scale, or neither is"
+            )
+
 
 #: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
 _DTYPE_ALIASES = {"bfloat16": ("bfloat16", "bf16"), "fp8_e4m3": ("fp8_e4m3",)}

@@ -29,7 +29,7 @@ def use(names: Iterable[str]) -> str:
 def say_alone(refusal: Refusal) -> None:
     """Make a refusal that nobody catches the last line on stderr, without a traceback; the status stays 1.
 
-    For what a command line asked for. It stays an exception on its way, so that SGLang ends what it has
+    For what a command line requested. It stays an exception on its way, so that SGLang ends what it has
     started, and a program that calls SGLang's parser can catch it.
     """
     refusal.said_alone = True

@@ -64,7 +64,7 @@ def compare(old: Run, new: Run) -> Comparison:
     Returns
     -------
     Comparison
-        A metric that is missing is a regression, unless its step was skipped or not asked for.
+        A metric that is missing is a regression, unless its step was skipped or not requested.
     """
     found = Comparison()
     speeds = _why_no_speeds(old.facts, new.facts)
@@ -109,7 +109,7 @@ def _one(
         return
     if now is None:
         if layouts and before.layout and before.layout not in layouts:
-            found.not_compared[f"layout {before.layout} was not asked for"] += 1
+            found.not_compared[f"layout {before.layout} was not requested"] += 1
             return
         found.regressions.append(f"{what}: was {before.value:.6g} {before.unit}, is missing")
         return

@@ -15,7 +15,7 @@ from regression.runner import Step, in_words
 
 __all__ = ["in_all", "with_durations"]
 
-#: Seconds by pattern of names; the first that fits. A server starts in 60 to 90 s, and is asked for two
+#: Seconds by pattern of names; the first that fits. A server starts in 60 to 90 s, and answers for two
 #: minutes; one of a checkpoint loads it first, and answers GSM8K and retrieval.
 _ON_GPU = {
     "tests-*_server": 3600,

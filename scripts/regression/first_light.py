@@ -32,7 +32,7 @@ _COMPILES = f"{TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
     """All steps, in order. Without a GPU those that can be rehearsed, and the others to be skipped."""
-    reason = "" if on_gpu else machine.missing(("gpu",)) or "--device cpu was asked for"
+    reason = "" if on_gpu else machine.missing(("gpu",)) or "--device cpu was requested"
     device = ("--device", "cuda" if on_gpu else "cpu")
 
     def tiles(heads: int, expected_s: float, limit_s: float) -> Step:
@@ -207,7 +207,7 @@ def _json(path: Path) -> Any:
 
 def _tile_table(benchmarks: dict[str, Any]) -> dict[str, Any] | None:
     """Of the rows of all sweeps."""
-    from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+    from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 
     rows = [row for name, one in benchmarks.items() if name.startswith("tiles-") for row in one["results"]]
     if not any(row["status"] == "measured" and row["job"]["part"] == "tile" for row in rows):

@@ -130,7 +130,7 @@ def rates(folder: Path) -> list[Measurement]:
 
 def tiles(folder: Path) -> list[Measurement]:
     """Of `bench tiles`, also of one that was ended on its way. A tile of the table that is wrong fails it."""
-    from sgl_kvpool.commands.bench.tiles.choice import choose
+    from sgl_kvpool.commands.bench.tiles.tile_table import choose
 
     report = _load(folder)
     rows = _rows(report, "results")

@@ -1,4 +1,4 @@
-"""What a server is asked for, and what later servers are compared with; JSON between processes."""
+"""What is requested of a server, and what later servers are compared with; JSON between processes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _CODEC, _ARRANGEMENTS = "speed of the codec beside a copy", "rows of one of 61 l
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """What the user requested.
 
     Attributes
     ----------
@@ -186,7 +186,7 @@ _SERVERS_NEED_GPU = (
 
 def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
     """Steps that are listed, to be skipped."""
-    reason = machine.missing(("gpu",)) or "--device cpu was asked for"
+    reason = machine.missing(("gpu",)) or "--device cpu was requested"
     return [Step(name, what, (), 0, lambda _: [], without=reason) for name, what in names]
 
 

@@ -1,6 +1,6 @@
 """Where every page of a running scheduler is: counted from the lists of allocators and from the tree's nodes.
 
-SGLang adds up sizes; here the page numbers themselves are compared, of the device and of the host, so that a
+SGLang adds up sizes; here the page indices themselves are compared, of the device and of the host, so that a
 page in two places does not make up for one that is nowhere.
 """
 

@@ -70,9 +70,6 @@ def _of_both(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
     """What the kernels have in common."""
-    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
-        # Scores of both parts are one sum, which is multiplied by k_scale.
-        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,

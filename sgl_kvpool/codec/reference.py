@@ -1,7 +1,7 @@
 """Rows in torch: the reference of the Triton kernels and of the C++, and how a CPU decodes.
 
-Callers have been checked by ``sgl_kvpool.codec``; nothing here validates. Work goes in pieces of
-`_PIECE_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes
+Callers have been checked by ``sgl_kvpool.codec``; nothing here validates. Work goes in chunks of
+`_CHUNK_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes
 between reading a row and writing its values would otherwise each travel through memory. A new
 encoding is one entry in `_ENCODERS` and one in `_DECODERS`.
 """
@@ -19,11 +19,11 @@ from sgl_kvpool.layout import Encoding, RowFormat, Segment
 __all__ = ["encode_rows", "gather_parts", "store_rows"]
 
 #: Rows handled at a time on a CPU: 1 MB of fp32 for a latent of 512.
-_PIECE_ROWS = 512
+_CHUNK_ROWS = 512
 
 
 class _Scratch:
-    """Buffers that the pieces of one call share: fresh memory costs more than the arithmetic."""
+    """Buffers that the chunks of one call share: fresh memory costs more than the arithmetic."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -180,14 +180,14 @@ def encode_rows(
     """Write rows, uint8 [tokens, row_bytes], of bf16 [tokens, R] and [tokens, P] or None."""
     rows[:, fmt.payload_bytes :] = 0
     encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
-    for piece in _pieces(rows):
-        codes, scales = encode_nope(k_nope[piece], fmt.scale_block_values, fmt.nope.divisor(k_scale))
-        _bytes_of(rows[piece], fmt.nope).copy_(codes)
+    for chunk in _chunks(rows):
+        codes, scales = encode_nope(k_nope[chunk], fmt.scale_block_values, fmt.nope.divisor(k_scale))
+        _bytes_of(rows[chunk], fmt.nope).copy_(codes)
         if fmt.scale is not None and scales is not None:
-            _bytes_of(rows[piece], fmt.scale).copy_(scales)
+            _bytes_of(rows[chunk], fmt.scale).copy_(scales)
         if fmt.rope is not None and k_rope is not None:
-            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[piece], 0, fmt.rope.divisor(k_scale))
-            _bytes_of(rows[piece], fmt.rope).copy_(codes)
+            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[chunk], 0, fmt.rope.divisor(k_scale))
+            _bytes_of(rows[chunk], fmt.rope).copy_(codes)
 
 
 def store_rows(
@@ -230,21 +230,21 @@ def gather_parts(
     word = _widest_word(pool)
     words = pool.view(word)
     scratch = _Scratch(pool.device)
-    for piece in _pieces(nope_out):
-        # Whole rows in one dense piece: what follows may then view bytes as any wider type.
-        tokens = len(nope_out[piece])
+    for chunk in _chunks(nope_out):
+        # Whole rows in one dense chunk: what follows may then view bytes as any wider type.
+        tokens = len(nope_out[chunk])
         dense = scratch("rows", (tokens, words.shape[1]), word)
         if slots is None:
-            dense.copy_(words[piece])
+            dense.copy_(words[chunk])
         else:
-            torch.index_select(words, 0, slots[piece].clamp(min=0), out=dense)
+            torch.index_select(words, 0, slots[chunk].clamp(min=0), out=dense)
         rows = dense.view(torch.uint8)
         scales = None if fmt.scale is None else _bytes_of(rows, fmt.scale)
         nope_scale = fmt.nope.divisor(k_scale)
-        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[piece], scratch)
+        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[chunk], scratch)
         if fmt.rope is not None and rope_out is not None:
             codes, rope_scale = _bytes_of(rows, fmt.rope), fmt.rope.divisor(k_scale)
-            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[piece], scratch)
+            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[chunk], scratch)
     if slots is not None:
         absent = (slots < 0).nonzero().squeeze(-1)
         if len(absent):
@@ -253,9 +253,9 @@ def gather_parts(
                 rope_out.index_fill_(0, absent, 0)
 
 
-def _pieces(rows: torch.Tensor) -> Iterator[slice]:
+def _chunks(rows: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that are handled together; a GPU has no use for small ones."""
-    step = _PIECE_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
+    step = _CHUNK_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
     for first in range(0, len(rows), step):
         yield slice(first, first + step)
 

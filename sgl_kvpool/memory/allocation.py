@@ -18,7 +18,7 @@ from sgl_kvpool.memory.canonical import (
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.memory.cross_layer import CrossLayerGroup, LayerPages, check_pieces, shape_of
+from sgl_kvpool.memory.cross_layer import CrossLayerGroup, LayerPages, check_chunks, shape_of
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.sizes import whole_number
 
@@ -71,7 +71,7 @@ def allocate_cross_layer(
     buckets: dict[tuple, list[list[LayerPages]]] = {}
     for number, members in enumerate(sets):
         for layer in members:
-            check_pieces(arrangement, layer)
+            check_chunks(arrangement, layer)
             buckets.setdefault(layer.key, [[] for _ in sets])[number].append(layer)
     groups = []
     for per_set in buckets.values():

@@ -104,7 +104,7 @@ class CanonicalGroup:
         found = [r for r in self.layers if r.layer_id == layer_id and part in (None, r.part)]
         if len(found) != 1:
             parts = [r.part for r in self.layers if r.layer_id == layer_id]
-            raise KeyError(f"group {self.name} has parts {parts} of layer {layer_id!r}, asked for {part!r}")
+            raise KeyError(f"group {self.name} has parts {parts} of layer {layer_id!r}, requested {part!r}")
         return found[0]
 
 

@@ -27,7 +27,7 @@ from sgl_kvpool.memory.canonical import LayerReference
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.sizes import whole_number
 
-__all__ = ["CrossLayerGroup", "LayerPages", "check_pieces", "shape_of"]
+__all__ = ["CrossLayerGroup", "LayerPages", "check_chunks", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ class CrossLayerGroup:
         return self.first.span_bytes
 
     @property
-    def pieces(self) -> int:
-        """Pieces a layer's page is cut into: its tokens, its heads, or one."""
-        return _pieces(self.arrangement, self.first)
+    def chunks(self) -> int:
+        """Chunks a layer's page is cut into: its tokens, its heads, or one."""
+        return _chunks(self.arrangement, self.first)
 
     @property
     def page_bytes(self) -> int:
@@ -185,11 +185,11 @@ class CrossLayerGroup:
         """
         view = self.tensor.select(-2, self.position(name))
         layer = self._layer(name)
-        return view[..., : layer.page_bytes] if self.pieces == 1 else view
+        return view[..., : layer.page_bytes] if self.chunks == 1 else view
 
     def references(self, number: int, tensor_index: int, part: str = "kv") -> tuple[LayerReference, ...]:
         """Where the layers of set `number` lie in a page of `canonical_tensor()`; holes are left out."""
-        step = self.span_bytes // self.pieces
+        step = self.span_bytes // self.chunks
         return tuple(
             LayerReference(
                 layer_id=layer.name,
@@ -197,8 +197,8 @@ class CrossLayerGroup:
                 runs=PageRuns(
                     tensor_index=tensor_index,
                     offset_bytes=position * step,
-                    run_bytes=layer.page_bytes // self.pieces,
-                    run_count=self.pieces,
+                    run_bytes=layer.page_bytes // self.chunks,
+                    run_count=self.chunks,
                     run_stride_bytes=self.positions * step,
                 ).simplified(),
                 content=layer.content + (" by head" if "H" in self.arrangement.axes else ""),
@@ -244,7 +244,7 @@ class CrossLayerGroup:
                     f"{layer.span_bytes} bytes, {first.page_size_tokens} and {layer.page_size_tokens} "
                     f"tokens, {first.heads} and {layer.heads} heads; give them buffers of their own"
                 )
-            check_pieces(self.arrangement, layer)
+            check_chunks(self.arrangement, layer)
         expected = shape_of(self.arrangement, first, self.tensor.shape[0], self.positions)
         if tuple(self.tensor.shape) != expected or self.tensor.dtype != torch.int8:
             raise ValueError(
@@ -255,30 +255,30 @@ class CrossLayerGroup:
             raise ValueError(f"the tensor has stride {self.tensor.stride()}; it has to be contiguous")
 
 
-def _pieces(arrangement: KVArrangement, layer: LayerPages) -> int:
+def _chunks(arrangement: KVArrangement, layer: LayerPages) -> int:
     """Axes between page and layer: the tokens of a token-major page, the heads of a head-major one."""
     between = arrangement.axes[1 : arrangement.axes.index("L")]
     return {"": 1, "N": layer.page_size_tokens, "H": layer.heads}[between]
 
 
-def check_pieces(arrangement: KVArrangement, layer: LayerPages) -> None:
+def check_chunks(arrangement: KVArrangement, layer: LayerPages) -> None:
     """ValueError, with the reason, for a page that an arrangement cannot cut."""
     if arrangement.is_layer_packed:
         raise ValueError(f"{arrangement} keeps layers apart and has no page of all layers")
-    pieces = _pieces(arrangement, layer)
-    if pieces > 1 and layer.span_bytes != layer.page_bytes:
-        # Padding would lie between the pieces, where a kernel's stride cannot leave it out.
+    chunks = _chunks(arrangement, layer)
+    if chunks > 1 and layer.span_bytes != layer.page_bytes:
+        # Padding would lie between the chunks, where a kernel's stride cannot leave it out.
         raise ValueError(f"layer {layer.name}: a {arrangement} page cannot be padded; use page_major")
-    if layer.span_bytes % pieces:
+    if layer.span_bytes % chunks:
         raise ValueError(
-            f"layer {layer.name}: a page of {layer.span_bytes} bytes cannot be cut into {pieces} pieces of "
+            f"layer {layer.name}: a page of {layer.span_bytes} bytes cannot be cut into {chunks} chunks of "
             f"the same size for {arrangement}; use page_major"
         )
 
 
 def shape_of(arrangement: KVArrangement, layer: LayerPages, pages: int, positions: int) -> tuple[int, ...]:
     """Shape of the tensor of a group whose layers are like `layer`."""
-    pieces = _pieces(arrangement, layer)
+    chunks = _chunks(arrangement, layer)
     if arrangement.axes[1] == "L":
         return (pages, positions, layer.span_bytes)
-    return (pages, pieces, positions, layer.span_bytes // pieces)
+    return (pages, chunks, positions, layer.span_bytes // chunks)

@@ -51,7 +51,7 @@ def copy_pages(
     for pages, count in ((source_pages, ours.num_pages), (target_pages, theirs.num_pages)):
         if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < count):
             raise ValueError(
-                f"pages {int(pages.min())} to {int(pages.max())} asked for, the group has {count}"
+                f"pages {int(pages.min())} to {int(pages.max())} requested, the group has {count}"
             )
     if len(target_pages.unique()) != len(target_pages):
         raise ValueError("a page of the target is listed twice")

@@ -11,7 +11,7 @@ import numpy as np
 
 from sgl_kvpool import metrics
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TransferChannel:
         except Exception as error:  # whatever it is, torch may still do it
             if isinstance(self.engine, TorchEngine):
                 raise
-            source, target = page_numbers(source_pages), page_numbers(target_pages)
+            source, target = page_indices(source_pages), page_indices(target_pages)
             # A bad list is nobody's failure but the caller's.
             self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]

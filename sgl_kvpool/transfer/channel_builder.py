@@ -18,8 +18,8 @@ from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 from sgl_kvpool.transfer.host_options import CPU_ENGINE
-from sgl_kvpool.transfer.jobs import RegisteredPieces
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -42,7 +42,7 @@ class EngineRequest:
         Of --kv-host-engine.
     io_backend : str
         Of --hicache-io-backend.
-    pieces : RegisteredPieces or None
+    chunks : RegisteredChunks or None
         Of the host pages; None if they are not pinned.
     gpu_calls : callable
         Loads the compiled side of the GPU engines, csrc/engine_calls.h; called for pools on a GPU only.
@@ -50,7 +50,7 @@ class EngineRequest:
 
     engine: str
     io_backend: str
-    pieces: RegisteredPieces | None
+    chunks: RegisteredChunks | None
     gpu_calls: Callable[[], Any]
 
 
@@ -67,9 +67,9 @@ class TransferChannels:
     to_device: list[TransferChannel]
 
     @functools.cached_property
-    def needs_page_numbers(self) -> bool:
+    def needs_page_indices(self) -> bool:
         """Whether an engine wants lists of device pages on the CPU."""
-        return any(channel.engine.wants_page_numbers for channel in (*self.to_host, *self.to_device))
+        return any(channel.engine.wants_page_indices for channel in (*self.to_host, *self.to_device))
 
     @property
     def engines(self) -> str:
@@ -114,7 +114,7 @@ def build_channels(
     Raises
     ------
     Exception
-        The engine that was asked for by name cannot be built.
+        The engine that was requested by name cannot be built.
     """
     conversions = [
         None
@@ -191,11 +191,11 @@ def _built_engines(
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """The same, or whatever an engine fails with."""
-    calls, pieces = request.gpu_calls(), request.pieces
+    calls, chunks = request.gpu_calls(), request.chunks
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
-    converts, is_pinned = plan.conversion is not None, pieces is not None
+    converts, is_pinned = plan.conversion is not None, chunks is not None
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
-    rates = engine_choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
+    rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
     made = []
     for direction in ("to_host", "to_device"):
         name, reason = engine_choice.choose(
@@ -208,7 +208,7 @@ def _built_engines(
         )
         link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
         logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
-        made.append(_maker(name, calls, staged_bytes, device, pieces, direction == "to_host"))
+        made.append(_maker(name, calls, staged_bytes, device, chunks, direction == "to_host"))
     return made[0], made[1]
 
 
@@ -217,12 +217,12 @@ def _maker(
     calls: Any,
     staged_bytes: int,
     device: torch.device,
-    pieces: RegisteredPieces | None,
+    chunks: RegisteredChunks | None,
     to_host: bool,
 ) -> Engine:
     """Maker of one direction's engines, which share a page buffer: channels take turns on one stream."""
-    if name == TorchEngine.name or pieces is None:
+    if name == TorchEngine.name or chunks is None:
         return TorchEngine
     engine = GPU_ENGINES[name]
     buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
-    return functools.partial(engine, tools=EngineTools(calls, device, buffer, pieces), to_host=to_host)
+    return functools.partial(engine, tools=EngineTools(calls, device, buffer, chunks), to_host=to_host)

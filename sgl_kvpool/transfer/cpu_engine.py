@@ -77,7 +77,7 @@ class CpuEngine:
     name = "cpu"
     is_asynchronous = False
     #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
         self.plan = plan

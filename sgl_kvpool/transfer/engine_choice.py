@@ -1,4 +1,4 @@
-"""Which engine carries out the transfers of a host tier: asked for, or measured when it starts."""
+"""Which engine carries out the transfers of a host tier: requested, or measured when it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import CopyRun
 
 __all__ = ["LinkRates", "choose", "measure"]
@@ -86,12 +86,12 @@ def choose(
     if not is_pinned:
         return "torch", "the host tier is not pinned"
     if requested != "auto":
-        return requested, "asked for"
+        return requested, "requested"
     if converts:
         return "staged", "rows change their layout on the way"
     if io_backend != "direct":
-        # The copy engine wants page numbers on the CPU. With `direct` SGLang has waited for them anyway.
-        return "staged", f"page numbers stay on the GPU with io backend {io_backend}"
+        # The copy engine wants page indices on the CPU. With `direct` SGLang has waited for them anyway.
+        return "staged", f"page indices stay on the GPU with io backend {io_backend}"
     crossover = None if rates is None else rates.crossover_bytes
     if crossover is not None and run_bytes >= crossover:
         return "copy_engine", f"runs of {run_bytes} bytes, and {crossover} are enough for the link"
@@ -101,7 +101,7 @@ def choose(
 
 
 def measure(
-    calls: Any, host: torch.Tensor, pieces: RegisteredPieces, device: torch.device
+    calls: Any, host: torch.Tensor, chunks: RegisteredChunks, device: torch.device
 ) -> dict[str, LinkRates]:
     """Rates of the copy engine in both directions; 0.3 s.
 
@@ -111,7 +111,7 @@ def measure(
         Of `gpu_calls`.
     host : Tensor, uint8, pinned
         A host tier that holds nothing yet: its beginning is written.
-    pieces : RegisteredPieces
+    chunks : RegisteredChunks
     device : torch.device
 
     Returns
@@ -121,8 +121,8 @@ def measure(
     """
     flat = host.view(-1)
     size_bytes = min(_LONGEST_BYTES, flat.nbytes)
-    if pieces.piece_bytes:
-        size_bytes = min(size_bytes, pieces.piece_bytes)
+    if chunks.chunk_bytes:
+        size_bytes = min(size_bytes, chunks.chunk_bytes)
     scratch = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     stream = torch.cuda.Stream(device)
     found = {}
@@ -136,14 +136,14 @@ def measure(
                 source_address=ends[0].data_ptr(), target_address=ends[1].data_ptr(),
                 source_page_stride=run_bytes, target_page_stride=run_bytes, run_bytes=run_bytes,
             )  # fmt: skip
-            return _timed(calls, CopyJob([run], pieces), copies, run_bytes, direction == "to_device", stream)
+            return _timed(calls, CopyJob([run], chunks), copies, run_bytes, direction == "to_device", stream)
 
         link, _ = rate(size_bytes, 1)
         tried = {n: rate(n, min(_COPIES, size_bytes // n)) for n in _RUN_BYTES if n <= size_bytes}
         submit_us = min((us for _, us in tried.values()), default=0.0)
         found[direction] = LinkRates(link, {n: gb_per_s for n, (gb_per_s, _) in tried.items()}, submit_us)
     del scratch
-    torch.cuda.empty_cache()  # nobody else has a use for 64 MB in one piece
+    torch.cuda.empty_cache()  # nobody else has a use for 64 MB together
     return found
 
 

@@ -10,7 +10,7 @@ engine                  device to host                             host to devic
 ``staged``              a kernel gathers (and encodes) pages into  the copy engine fills the page buffer
                         the page buffer, the copy engine takes     with groups of layers, a kernel
                         whole pages from there                     scatters (and decodes)
-``copy_engine``         one batch of copies per call, neighbours joined; page numbers on the CPU
+``copy_engine``         one batch of copies per call, neighbours joined; page indices on the CPU
 ``kernel``              a kernel reads and writes pinned host memory itself
 ======================  =========================================  ====================================
 """
@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from sgl_kvpool.transfer.gpu_engine import EngineTools, GpuEngine, contiguous
-from sgl_kvpool.transfer.jobs import CopyJob, KernelJob
+from sgl_kvpool.transfer.gpu_engine import CopyJob, EngineTools, GpuEngine, KernelJob, contiguous
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 from sgl_kvpool.transfer.staged_engine import StagedEngine
 
 __all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEngine"]
@@ -43,15 +42,15 @@ class CopyEngine(GpuEngine):
     """
 
     name = "copy_engine"
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
         if plan.conversion is not None:
             raise ValueError("the copy engine cannot encode or decode rows; use engine staged or kernel")
-        self._all = CopyJob(plan.copy_runs, tools.pieces)
+        self._all = CopyJob(plan.copy_runs, tools.chunks)
         self._one = [
-            CopyJob(plan.copy_runs_of([part]), tools.pieces) for part in range(len(plan.source_group.layers))
+            CopyJob(plan.copy_runs_of([part]), tools.chunks) for part in range(len(plan.source_group.layers))
         ]
 
     def copy(
@@ -61,7 +60,7 @@ class CopyEngine(GpuEngine):
         part: int | None = None,
     ) -> None:
         """Enqueue copies of pages, of all parts or of one. Waits for the GPU if a list is there."""
-        source, target = (contiguous(page_numbers(pages)) for pages in (source_pages, target_pages))
+        source, target = (contiguous(page_indices(pages)) for pages in (source_pages, target_pages))
         self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
@@ -87,7 +86,7 @@ class KernelEngine(GpuEngine):
     """
 
     name = "kernel"
-    wants_page_numbers = False
+    wants_page_indices = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)

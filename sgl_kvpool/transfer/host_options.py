@@ -1,4 +1,4 @@
-"""What a host tier can be asked for, and what it takes of SGLang's choices. A leaf module."""
+"""What can be requested of a host tier, and what it takes of SGLang's choices. A leaf module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NODE, RANK = "node", "rank"
 
 @dataclass(frozen=True)
 class HostTierOptions:
-    """What was asked for of a host tier.
+    """What was requested of a host tier.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class HostTierOptions:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was asked for."""
+        """Whether nothing was requested."""
         return self == HostTierOptions()
 
     @property
@@ -77,7 +77,7 @@ class HostTierOptions:
         """Whether the host tier of such a pool is ours.
 
         On a GPU SGLang's own host pool moves the rows of its own tensors and has been run there: ours is for
-        the others, and for whom it was asked for.
+        the others, or any when requested.
         """
         stock = not layout.is_packed and arrangement.is_layer_packed
         return device == "cpu" or not stock or not self.is_default

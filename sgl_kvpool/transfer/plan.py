@@ -7,7 +7,7 @@ whose page p moves, for i in range(run_count), the bytes ::
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
 Layers whose runs continue each other on both sides are one `CopyRun`. Engines get them as numbers
-(:mod:`.jobs`) and join neighbouring pages themselves.
+(:mod:`.gpu_engine`) and join neighbouring pages themselves.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.
@@ -170,7 +170,7 @@ class TransferPlan:
                 raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
             if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
                 raise ValueError(
-                    f"{name} pages {pages.min()} to {pages.max()} asked for; group {group.name} has "
+                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
                     f"{group.num_pages}"
                 )
         if len(source_pages) != len(target_pages):

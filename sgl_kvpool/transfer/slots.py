@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["DevicePages", "page_numbers", "pages_of", "slot_list_problem"]
+__all__ = ["DevicePages", "page_indices", "pages_of", "slot_list_problem"]
 
 
 def pages_of(slots: torch.Tensor, page_size: int) -> np.ndarray:
@@ -34,19 +34,19 @@ class DevicePages:
         return len(self.slots) // self.page_size
 
     def take(self, places: np.ndarray) -> DevicePages:
-        """The pages at some places of the list; their numbers are not looked at."""
+        """The pages at some places of the list; their indices are not looked at."""
         by_page = self.slots.view(-1, self.page_size)
         chosen = torch.from_numpy(places).to(self.slots.device, non_blocking=True)
         return DevicePages(by_page.index_select(0, chosen).view(-1), self.page_size)
 
-    def numbers(self) -> np.ndarray:
+    def page_indices(self) -> np.ndarray:
         """`[pages]` int64. Waits for the GPU if the list is there."""
         return pages_of(self.slots.cpu(), self.page_size)
 
 
-def page_numbers(pages: np.ndarray | DevicePages) -> np.ndarray:
+def page_indices(pages: np.ndarray | DevicePages) -> np.ndarray:
     """`[pages]` int64 of either kind of list."""
-    return pages.numbers() if isinstance(pages, DevicePages) else pages
+    return pages.page_indices() if isinstance(pages, DevicePages) else pages
 
 
 def slot_list_problem(slots: torch.Tensor, page_size: int, num_pages: int, first_page: int = 0) -> str | None:

@@ -22,7 +22,7 @@ class TorchEngine:
     name = "torch"
     is_asynchronous = False
     #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan

@@ -196,8 +196,8 @@ def test_bytes_in_another_order_do_not_move():
     [
         ([0, 1], [0], "page lists have shapes"),
         ([[0]], [[1]], "page lists have shapes"),
-        ([10], [0], "pages 10 to 10 asked for, the group has 10"),
-        ([0], [-1], "pages -1 to -1 asked for"),
+        ([10], [0], "pages 10 to 10 requested, the group has 10"),
+        ([0], [-1], "pages -1 to -1 requested"),
         ([0, 1], [4, 4], "listed twice"),
     ],
 )
@@ -299,7 +299,7 @@ def test_lookups():
     assert caches.group("mla").page_size_tokens is not None
     with pytest.raises(KeyError, match="no group 'kv'; there are: attention, mla, mamba, aligned"):
         caches.group("kv")
-    with pytest.raises(KeyError, match="parts \\['conv_0', 'ssm'\\] of layer 7, asked for None"):
+    with pytest.raises(KeyError, match="parts \\['conv_0', 'ssm'\\] of layer 7, requested None"):
         caches.group("mamba").layer(7)
     with pytest.raises(KeyError, match="parts \\[\\] of layer 0"):
         caches.group("mla").layer(0)

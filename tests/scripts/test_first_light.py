@@ -56,7 +56,7 @@ def test_the_tests_it_names_are_there():
 def test_without_a_gpu_what_can_be_is_rehearsed(machine):
     steps = first_light_steps(machine, on_gpu=False)
     skipped = {step.name: step.without for step in steps if step.without}
-    reason = "--device cpu was asked for" if machine.gpus else "torch sees no GPU here"
+    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU here"
     assert skipped == {"tests-core": reason, "rates": reason}
     for step in steps:
         assert step.without or "cuda" not in step.command

@@ -1,4 +1,4 @@
-"""Which steps there are on which machine, what their servers are asked for, and the command's refusals."""
+"""Which steps there are on which machine, what is requested of their servers, and the command's refusals."""
 
 import json
 import os

@@ -117,8 +117,8 @@ def test_as_few_runs_as_the_bytes_allow(device, host, copy_runs, runs_of_a_page)
 @pytest.mark.parametrize(
     ("source", "target", "error", "message"),
     [
-        ([0, 7], [0, 1], ValueError, "source pages 0 to 7 asked for; group kv has 7"),
-        ([0], [-1], ValueError, "target pages -1 to -1 asked for"),
+        ([0, 7], [0, 1], ValueError, "source pages 0 to 7 requested; group kv has 7"),
+        ([0], [-1], ValueError, "target pages -1 to -1 requested"),
         ([0, 1], [2], ValueError, "2 source pages for 1 target pages"),
         ([0, 1], [2, 2], ValueError, "a target page is listed twice"),
         ([0.0], [1.0], TypeError, "expected a 1-d array of integers"),

@@ -66,7 +66,7 @@ class Jobs:
         os.dup2(2, 1)
 
     def begin(self, hello: Any = None) -> Iterator[Any]:
-        """Jobs as they come; each is to be answered before the next is asked for.
+        """Jobs as they come; each is to be answered before the next is requested.
 
         Parameters
         ----------
@@ -154,10 +154,10 @@ class _Worker:
             if not ready:
                 self._kill()
                 raise _Ended(f"hung: killed after {limit_s:g} s {when}".rstrip())
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
                 raise _Ended(f"its process {self._how_it_ended()} {when}".rstrip())
-            self._buffer += piece
+            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 

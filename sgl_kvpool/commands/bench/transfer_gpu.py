@@ -173,7 +173,7 @@ def measure_shape(
         store = engine(plans[0], gpu.tools(page_bytes), True)
         load = loads(engine(plans[1], gpu.tools(page_bytes), False), layers)
         for pages in page_counts:
-            # The same bytes that cross the link, in one piece.
+            # The same bytes that cross the link, in one copy.
             there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
             peers = {
                 "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),
@@ -181,8 +181,8 @@ def measure_shape(
             }
             for scattered in (True, False):
                 on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
-                if engine.wants_page_numbers:  # the tier makes them once, before SGLang's stream of transfers
-                    on_device = on_device.numbers()
+                if engine.wants_page_indices:  # the tier makes them once, before SGLang's stream of transfers
+                    on_device = on_device.page_indices()
                 calls = {
                     "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
                     "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),

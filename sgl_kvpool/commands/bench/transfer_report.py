@@ -28,7 +28,7 @@ DIRECTIONS = ("to_host", "to_device")
 
 #: What the columns of the table are.
 COLUMNS = """\
-run bytes: bytes that lie together in the pool and move in one piece
+run bytes: bytes that lie together in the pool and move in one copy
 of a copy: speed of engine `cpu`, for scattered pages, beside torch's copy of as many contiguous bytes
            in the same run; 1 is as fast
 target:    what `of a copy` has to reach in both directions. Single rows (token_major) have none

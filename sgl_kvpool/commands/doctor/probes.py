@@ -1,7 +1,7 @@
 """What `sgl-kvpool doctor` looks at. Each probe returns facts, problems and notes, and may fail.
 
-Probes that import other packages run in their own process (:mod:`sgl_kvpool.commands.doctor.child`), since a
-broken installation may hang, end or crash the process that imports it.
+Probes that import other packages run in a process of their own (`in_child`), since a broken
+installation may hang, end or crash the process that imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
 
 __all__ = [
     "Finding",
+    "answer",
     "cgroup_free_bytes",
     "gpu",
     "hook_points",
@@ -321,7 +322,7 @@ def in_child(name: str) -> Finding:
     """Run the probe of this name in a process of its own; RuntimeError if that gives no answer."""
     done = subprocess.run(
         # -P: nothing is imported from the working folder.
-        [sys.executable, "-P", "-m", "sgl_kvpool.commands.doctor.child", name],
+        [sys.executable, "-P", "-c", f"from {__name__} import answer; answer({name!r})"],
         capture_output=True,
         text=True,
         errors="replace",
@@ -335,3 +336,15 @@ def in_child(name: str) -> Finding:
         raise RuntimeError(
             f"its process ended with status {done.returncode} and no answer: {ending}"
         ) from None
+
+
+def answer(name: str) -> None:
+    """In the child: print the finding of the probe of this name as the last line of stdout.
+
+    Whatever imports print goes to stderr.
+    """
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    finding = {"hook points": hook_points, "gpu": gpu, "host": host}[name]()
+    with stdout:
+        stdout.write("\n" + json.dumps(asdict(finding)) + "\n")

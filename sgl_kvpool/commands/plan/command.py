@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
-from sgl_kvpool.commands.plan import plot, report
+from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_sizes(json.loads(model.config))
     _check(arguments)
     if arguments.plot is not None:
-        plot.check_plot(arguments.plot)
+        report.check_plot(arguments.plot)
     weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
     machine = {
         "gpu_gib": arguments.gpu_gb,
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The words first: a picture that cannot be drawn is no reason to lose them.
     print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
     if arguments.plot is not None:
-        plot.draw(plan, arguments.plot)
+        report.draw(plan, arguments.plot)
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
 
 

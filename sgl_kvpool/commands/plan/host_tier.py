@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvpool.srt.host.shares import TierShares
+from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
 __all__ = ["HostBytes", "HostTokens", "host_tokens", "largest_whole_gb"]
 
@@ -51,11 +51,11 @@ class HostBytes:
         """Whether rows and states share the size."""
         return bool(self.slot_bytes and self.device_slots)
 
-    def shares(self, size_gb: float) -> tuple[float, float]:
+    def split(self, size_gb: float) -> tuple[float, float]:
         """GB of rows and of states out of --hicache-size."""
         if not self.has_states:
             return size_gb, 0.0
-        return TierShares(
+        return TierBytes(
             rows=self.device_tokens * self.token_bytes,
             index_keys=self.device_tokens * self.index_bytes,
             states=self.device_slots * self.slot_bytes,
@@ -83,7 +83,7 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
     page_size : int
         Tokens.
     """
-    row_gb, state_gb = held.shares(size_gb)
+    row_gb, state_gb = held.split(size_gb)
     # One page more than fits: SGLang reserves it for padding and counts it, in both kinds of pools.
     pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0

@@ -54,7 +54,7 @@ def _why_ours(layout: MLAKVCacheLayout) -> str:
             f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; it reads the "
             "rows of the batch once, in their stored size"
         )
-    return "ours, as asked for"
+    return "ours, as requested"
 
 
 def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:

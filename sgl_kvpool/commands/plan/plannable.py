@@ -112,7 +112,7 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
         )
     if view.max_total_tokens is not None:
         raise ValueError(
-            "--max-total-tokens gives the answer that is asked for; leave it out of the server's arguments"
+            "--max-total-tokens gives the answer that is requested; leave it out of the server's arguments"
         )
 
 

@@ -99,7 +99,7 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, and every server.
+    """What was requested, and every server.
 
     Attributes
     ----------

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.named_model import NamedModel, find_model
-from sgl_kvpool.commands.warmup.caches import VARIABLES
+from sgl_kvpool.commands.warmup.steps import VARIABLES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,

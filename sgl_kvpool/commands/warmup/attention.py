@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.commands.warmup.batches import split_and_whole
+from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
+from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
+from sgl_kvpool.codec import store_rows
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["Attention", "publish"]
+__all__ = ["Attention", "SparseRows", "publish"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.
 _PREFIX, _NEW = 40, 5
+#: Slots of the pool of sparse rows.
+_SPARSE_SLOTS = 64
 
 
 def publish(served: Served, device: str) -> None:
@@ -38,6 +42,34 @@ def publish(served: Served, device: str) -> None:
         speculative_num_draft_tokens=served.draft_tokens or None,
     )
     publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(0, None, 0))
+
+
+def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
+    """Smallest batches whose lists are cut into several splits, and into one: two kernels.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Of a rank.
+    queries : int
+        That share a list.
+    width : int
+        Entries of a list.
+    device : str
+
+    Returns
+    -------
+    list of int
+        Lists of each batch; one batch if there are no such lists that take the other kernel.
+    """
+    index = torch.cuda.current_device() if device == "cuda" else None
+    sm_count = sm_count_of(torch.device(device, index))
+    first: dict[bool, int] = {}
+    for lists in range(1, MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count + 2):
+        config = decode_config(fmt, heads, queries, lists, width, sm_count)
+        first.setdefault(config.splits > 1, lists)
+    return sorted(first.values())
 
 
 class Attention:
@@ -58,7 +90,7 @@ class Attention:
     def batch_sizes(self, queries: int) -> list[int]:
         """Requests of a batch whose lists are split, and of one whose lists are not."""
         served = self.served
-        return split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
+        return _split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
 
     @cached_property
     def most_requests(self) -> int:
@@ -145,11 +177,11 @@ class Attention:
         for requests in self.batch_sizes(1):
             self._forward(self._batch("DECODE", [0] * requests, [1] * requests), requests, backend)
 
-    def prefill(self, *, in_pieces: bool) -> None:
-        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in pieces."""
+    def prefill(self, *, in_chunks: bool) -> None:
+        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in chunks."""
         reader, batch = self.backend._reader, self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
         workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
-        if in_pieces:
+        if in_chunks:
             reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None
         try:
             self._forward(batch, 2 * _NEW)
@@ -213,3 +245,49 @@ class Attention:
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+
+
+class SparseRows:
+    """Rows of models with sparse attention (DSA) on CUDA: what SGLang's own kernels do not do.
+
+    Parameters
+    ----------
+    served : Served
+        Of a model with sparse attention.
+    layout : MLAKVCacheLayout
+    device : str
+    """
+
+    def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
+        if served.top_k is None:
+            raise ValueError(f"{served.name} has no sparse attention")
+        self.served, self.layout, self.device, self.top_k = served, layout, device, served.top_k
+        self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=True)
+        self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
+
+    def store(self) -> None:
+        """New tokens."""
+        keys = torch.zeros((2, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+        rank = self.fmt.kv_lora_rank
+        rope = keys[:, rank:] if self.fmt.rope is not None else None
+        slots = torch.arange(2, dtype=torch.int64, device=self.device)
+        store_rows(self.rows.squeeze(1), slots, keys[:, :rank], rope, self.fmt)
+
+    def read(self) -> None:
+        """Top-k lists by `mla_decode`, split and not, and rows decoded for extends."""
+        from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+
+        heads = self.served.heads_per_rank
+        size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
+        reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
+        for queries in self.batch_sizes():
+            q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+            lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
+            counts = torch.ones(queries, dtype=torch.int32, device=self.device)
+            reader.attend(q, self.rows, lists, counts, self.served.scale)
+        for dtype in (torch.int32, torch.int64):
+            decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
+
+    def batch_sizes(self) -> list[int]:
+        """Queries of a batch whose lists are split, and of one whose lists are not."""
+        return _split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)

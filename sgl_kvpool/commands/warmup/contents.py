@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.warmup.caches import CACHES
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.commands.warmup.steps import Step
+from sgl_kvpool.commands.warmup.steps import CACHES, Step
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["steps_of_model", "steps_on_cpu", "steps_on_cuda"]
@@ -58,12 +57,12 @@ def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
         steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
     steps += [
         Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
-        Step(f"{layout}: prefill in pieces", _TRITON, partial(attention.prefill, in_pieces=True)),
+        Step(f"{layout}: prefill in chunks", _TRITON, partial(attention.prefill, in_chunks=True)),
     ]
     if served.qk_rope_head_dim:  # FlashInfer's kernels want rotary values
         both = (*_TRITON, *_FLASHINFER)
         steps += [
-            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_pieces=False)),
+            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_chunks=False)),
             Step(f"{layout}: prefill in the MHA form", both, attention.multi_head),
         ]
     return steps
@@ -77,7 +76,7 @@ _WORDS = {
 
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
-    from sgl_kvpool.commands.warmup.sparse import SparseRows
+    from sgl_kvpool.commands.warmup.attention import SparseRows
 
     rows, steps = SparseRows(served, layout, device), []
     if not layout.is_sglang_native:

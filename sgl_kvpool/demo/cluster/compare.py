@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
 from sgl_kvpool.demo.cluster.servers import (
@@ -19,6 +18,8 @@ from sgl_kvpool.demo.cluster.servers import (
     PAGE_SIZE,
     POOL_TOKENS,
     PROMPT_TOKENS,
+    ask,
+    metric_sum,
     prompts,
     small_server,
     store_arguments,

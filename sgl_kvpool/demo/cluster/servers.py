@@ -1,14 +1,15 @@
-"""Servers of the small model, and prompts for them. Imports neither torch nor SGLang."""
+"""Servers of the small model, prompts and questions for them. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.demo.local_server import ServerFailed
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
 from sgl_kvpool.demo.loopback import free_port
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
@@ -17,6 +18,8 @@ __all__ = [
     "PAGE_SIZE",
     "POOL_TOKENS",
     "PROMPT_TOKENS",
+    "ask",
+    "metric_sum",
     "prompts",
     "small_server",
     "store_arguments",
@@ -29,6 +32,7 @@ PROMPT_TOKENS = 749
 CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
 #: Of a server's pool, into which two such prompts with their answers fit.
 POOL_TOKENS = 2048
+_NEW_TOKENS = 8
 
 
 def prompts(count: int) -> list[str]:
@@ -91,3 +95,30 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
         if time.monotonic() > deadline:
             raise ServerFailed(f"{what}: not in {seconds:.0f} s")
         time.sleep(0.2)
+
+
+def ask(server: LocalServer, text: str) -> dict[str, Any]:
+    """Eight tokens that follow a text, greedily.
+
+    Returns
+    -------
+    dict
+        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, tokens of the text that were
+        found somewhere, and `details`, SGLang's `cached_tokens_details`: where.
+    """
+    greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+    # /generate as such: the router answers it too.
+    answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
+    meta = answer["meta_info"]
+    return {
+        "ids": answer["output_ids"],
+        "logprobs": [round(entry[0], 6) for entry in meta["output_token_logprobs"]],
+        "cached": meta["cached_tokens"],
+        "details": meta.get("cached_tokens_details"),
+    }
+
+
+def metric_sum(server: LocalServer, name: str) -> float:
+    """Sum of a metric of a server over its labels; 0 for one that it does not have."""
+    lines = server.get("/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)

@@ -17,7 +17,7 @@ from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.attention.layers import check_layers
-from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.arranged import RowsToWrite
 from sgl_kvpool.srt.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class KVPoolMLABackend(AttentionBackend):
     """MLA attention over a pool of rows (`RowPool`), on the CPU.
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
-    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its own chunk back from the pool.
+    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool.
 
     Parameters
     ----------
@@ -67,13 +67,13 @@ class KVPoolMLABackend(AttentionBackend):
         self.data_type = pool.dtype
         self.kv_cache_dtype = pool.dtype
 
-        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
         self._kv_indices = torch.empty(0, dtype=torch.int64)
         self._plan: list = []
         self._rows_to_write = RowsToWrite(pool)
-        if self.reads_own_chunk:
+        if self.prefill_reads_rows:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
 
     # ---------------------------------------------------------------- once per step
@@ -87,7 +87,7 @@ class KVPoolMLABackend(AttentionBackend):
         else:
             queries = list(forward_batch.extend_seq_lens_cpu)
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            stored = seq_lens if self.reads_own_chunk else prefixes
+            stored = seq_lens if self.prefill_reads_rows else prefixes
         self._rows_to_write.forget()
         self._requests = []
         query_start = rows_start = 0
@@ -122,7 +122,7 @@ class KVPoolMLABackend(AttentionBackend):
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
         """Absorbed prefill; see `_forward`."""
-        fresh = not self.reads_own_chunk
+        fresh = not self.prefill_reads_rows
         return self._forward(q, k, layer, forward_batch, save_kv_cache, fresh, **kwargs)
 
     def forward_decode(
@@ -142,7 +142,7 @@ class KVPoolMLABackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the batch's keys, attend stored rows, and the fresh keys of the chunk where asked.
+        """Store the batch's keys, attend stored rows, and the fresh keys of the new tokens where asked.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
@@ -179,8 +179,8 @@ class KVPoolMLABackend(AttentionBackend):
             )
             for request in self._requests:
                 own = slice(request.query_start, request.query_start + request.query_count)
-                piece, piece_lse = attend(
+                fresh_out, fresh_lse = attend(
                     query[own], key[own], rank, layer.scaling, limits=causal_limits(0, request.query_count)
                 )
-                merge(out[own], lse[own], piece, piece_lse)
+                merge(out[own], lse[own], fresh_out, fresh_lse)
         return out.to(q.dtype).reshape(tokens, heads * rank)

@@ -1,8 +1,8 @@
-"""`kvpool_mla` on CUDA: decode straight from rows of any layout, prefill over rows in bounded pieces.
+"""`kvpool_mla` on CUDA: decode straight from rows of any layout, prefill over rows in bounded chunks.
 
 SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
 have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
-so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
+so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in chunks
 (`extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
 keys and values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner,
 with the logarithms SGLang expects (`mha_form`).
@@ -48,7 +48,7 @@ from sgl_kvpool.srt.attention.decode_verify import (
 from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.arranged import RowsToWrite
 from sgl_kvpool.srt.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
@@ -104,16 +104,12 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         check_layers(model_runner.model, pool, multi_head=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
-        self._attach(model_runner, pool)
-
-    def _attach(self, model_runner, pool: RowPool) -> None:
-        """What this class has beyond the base class."""
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
                 decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
         self._decode_tail: tuple[DecodeBatch, torch.Tensor] | None = None
@@ -140,7 +136,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             )
             self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
             self._reader.require(_longest_prefill(self.max_context_len))
-            if self.reads_own_chunk:
+            if self.prefill_reads_rows:
                 logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
         # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
         # one, which nobody reads.
@@ -295,7 +291,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
-        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_decode_or_verify`."""
+        """Store the new tokens' keys, then attend stored rows and them; shapes as `_decode_or_verify`."""
         fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
         reader = self._reader
         if reader is None:
@@ -334,15 +330,15 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
         if q_rope is None:
             q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
-        if self.reads_own_chunk:
+        if self.prefill_reads_rows:
             own = self._rows_to_write.of(forward_batch).loc[:tokens]
-            chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
+            extend_kv = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
         elif k_rope is not None:
             parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
-            chunk = torch.cat(parts, dim=-1).to(q.dtype)
+            extend_kv = torch.cat(parts, dim=-1).to(q.dtype)
         else:
-            chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
-        return reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
+            extend_kv = k.view(tokens, fmt.head_dim).to(q.dtype)
+        return reader.attend(q, q_rope, extend_kv, rows, batch, layer.scaling, k_scale=k_scale)
 
     def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
         """Lengths of the first requests from the host, their rows from the request table."""

@@ -41,7 +41,7 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     # Linear layers may be modules of this class too (lightning attention); SGLang's wrapper of backends tells
-    # them apart by their number alone, and ours is not asked for them.
+    # them apart by their number alone, and ours does not get them.
     attentions = [
         (name, m)
         for name, m in model.named_modules()

@@ -164,7 +164,7 @@ class MovedPagesPool(StoredPagesPool):
         The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
         for the GPU, as SGLang's own `direct` backend does.
         """
-        if self._channels.needs_page_numbers:
+        if self._channels.needs_page_indices:
             device_slots = device_slots.cpu()
         return host_slots, device_slots
 
@@ -173,7 +173,7 @@ class MovedPagesPool(StoredPagesPool):
         known_host, known_device, lists = self._listed
         if known_host is not host_slots or known_device is not device_slots:
             host_pages = pages_of(host_slots.cpu(), self.page_size)
-            if self._channels.needs_page_numbers:
+            if self._channels.needs_page_indices:
                 lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
             else:
                 lists = host_pages, DevicePages(device_slots, self.page_size)

@@ -18,7 +18,15 @@ import xxhash
 
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES
 
-__all__ = ["DamagedPage", "checksum", "damage", "failure_kind", "first_damage", "seal", "seal_all"]
+__all__ = [
+    "DamagedPage",
+    "checksum",
+    "damage",
+    "failure_kind",
+    "first_damage",
+    "write_checksum",
+    "write_checksums",
+]
 
 #: Threads of a process that make checksums: four read faster than a network or a disk delivers.
 _THREADS = 4
@@ -58,7 +66,7 @@ def checksum(content: np.ndarray, tag: str, key: str = "") -> bytes:
     return xxhash.xxh3_128_digest(content.data, seed)
 
 
-def seal(page: np.ndarray, tag: str, key: str = "") -> None:
+def write_checksum(page: np.ndarray, tag: str, key: str = "") -> None:
     """Write a page's checksum into its last bytes.
 
     Parameters
@@ -71,16 +79,16 @@ def seal(page: np.ndarray, tag: str, key: str = "") -> None:
 
 
 def damage(page: np.ndarray, tag: str, key: str = "") -> str | None:
-    """What is wrong with a page that `seal` was called for; None if nothing is. Parameters as `seal`."""
+    """What is wrong with a page that has a checksum; None if nothing is. Parameters as `write_checksum`."""
     if len(page) < CHECKSUM_BYTES:
         return f"{len(page)} bytes are no page"
     whole = page[-CHECKSUM_BYTES:].tobytes() == checksum(page[:-CHECKSUM_BYTES], tag, key)
     return None if whole else _DAMAGED
 
 
-def seal_all(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> None:
-    """`seal` of several pages, on several threads if they are long."""
-    list(_map(seal, pages, tag, keys))
+def write_checksums(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> None:
+    """`write_checksum` of several pages, on several threads if they are long."""
+    list(_map(write_checksum, pages, tag, keys))
 
 
 def first_damage(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> tuple[int, str] | None:

@@ -9,7 +9,7 @@ A host page holds all layers, one after the other, so it is one run of bytes on 
     rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
 
 SGLang calls the rows' shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
-`page_first_direct`: the label stays what the server was asked for, because SGLang's controller, side pools
+`page_first_direct`: the label stays the requested one, because SGLang's controller, side pools
 and stores read it. The padding is part of the one contiguous tensor: stores register all of it.
 """
 
@@ -92,7 +92,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     ValueError
         A label that is none, drafts with other rows, a layout that is not narrower, or not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        An engine that was requested by name cannot be built.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.fd = None
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
+        """Memory of the tier, in page-major order; pinned if it was requested and can be."""
         if self.row_format != self._device_rows:
             # The base class has taken both from the device pool.
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
@@ -220,8 +220,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self._pieces = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._pieces is not None
+        self._chunks = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
         return buffer
 
     def _initialize_transfer_views(self) -> None:
@@ -241,7 +241,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._device_rows,
             self.row_format,
             self._k_scales,
-            EngineRequest(self._options.engine, self._io_backend, self._pieces, gpu_calls),
+            EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

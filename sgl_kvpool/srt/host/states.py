@@ -76,7 +76,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     HostTierTooLarge
         Not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        An engine that was requested by name cannot be built.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         )
         # Stores get the padding too, and it must not be what the memory held before.
         self._buffer[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
-        self._pieces = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._pieces is not None
+        self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
         self._pages = self._buffer  # [slots, size_bytes] uint8
         # As bytes: SGLang's stores ask how many there are.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
@@ -169,7 +169,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             plans,
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
-            EngineRequest(options.engine, io_backend, self._pieces, gpu_calls),
+            EngineRequest(options.engine, io_backend, self._chunks, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(

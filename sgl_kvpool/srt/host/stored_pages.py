@@ -132,7 +132,7 @@ class StoredPagesPool(HostKVCache):
         slots : Tensor [tokens], int64
             Of whole pages. No other thread may write to them during the call.
         """
-        page_checksum.seal_all(*self._pages_and_keys(slots))
+        page_checksum.write_checksums(*self._pages_and_keys(slots))
 
     def first_damaged(self, slots: torch.Tensor) -> tuple[int, str] | None:
         """Which page that a store without copies has written is not what was stored under its key.
@@ -183,8 +183,8 @@ class StoredPagesPool(HostKVCache):
         copied: np.ndarray = np.zeros(self.page_format.copied_bytes, dtype=np.uint8)
         copied[: self._pages.shape[1]] = self._pages[page].numpy()
         if self.page_format.has_checksum:
-            sealed = copied[: self.page_format.size_bytes]
-            page_checksum.seal(sealed, self.storage_format_tag, self._key(slot))
+            rows = copied[: self.page_format.size_bytes]
+            page_checksum.write_checksum(rows, self.storage_format_tag, self._key(slot))
         return torch.from_numpy(copied).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:

@@ -50,7 +50,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     readers : sequence of str, optional
         Names of the attention backends that will read the pool.
     host_tier : HostTierOptions, optional
-        What was asked for of its host tier.
+        What was requested of its host tier.
 
     Attributes
     ----------

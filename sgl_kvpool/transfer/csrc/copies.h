@@ -4,17 +4,17 @@
 #include <algorithm>
 #include <vector>
 
-#include "pieces.h"
+#include "chunks.h"
 
 namespace kvpool {
 
-// Host memory that was registered with CUDA in pieces: no copy may touch two. Pieces hold whole pages of the host
+// Host memory that was registered with CUDA in chunks: no copy may touch two. Chunks hold whole pages of the host
 // tier, so only copies that were joined could.
-struct RegisteredPieces {
+struct RegisteredChunks {
   int64_t begin;        // address of the first
-  int64_t piece_bytes;  // 0: one piece, or not registered
+  int64_t chunk_bytes;  // 0: one chunk, or not registered
 
-  bool starts_at(int64_t address) const { return piece_bytes > 0 && (address - begin) % piece_bytes == 0; }
+  bool starts_at(int64_t address) const { return chunk_bytes > 0 && (address - begin) % chunk_bytes == 0; }
 };
 
 struct FlatCopies {
@@ -44,7 +44,7 @@ struct FlatCopies {
 
 // Adds the copies of a transfer, whose lists are in host memory. What follows its predecessor in the lists, on both
 // sides, is joined to it.
-inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPieces pieces, FlatCopies& copies) {
+inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredChunks chunks, FlatCopies& copies) {
   for (int64_t number = 0; number < transfer.run_count; ++number) {
     const CopyRun& run = transfer.runs[number];
     for (int64_t i = 0; i < transfer.page_count; ++i) {
@@ -52,7 +52,7 @@ inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPie
       for (int64_t k = 0; k < run.run_count; ++k) {
         const int64_t source = transfer.source_base + run.source(from, k);
         const int64_t target = transfer.target_base + run.target(to, k);
-        copies.add(target, source, run.run_bytes, !pieces.starts_at(host_is_source ? source : target));
+        copies.add(target, source, run.run_bytes, !chunks.starts_at(host_is_source ? source : target));
       }
     }
   }

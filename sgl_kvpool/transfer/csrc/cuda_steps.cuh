@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kCopyThreads) + threadIdx.x) / kWarp;
   const int64_t warps = gridDim.x * static_cast<int64_t>(kCopyThreads / kWarp);
-  constexpr int64_t kPieceBytes = kWarp * kLoadsInFlight * sizeof(Word);
-  each_piece(transfer, kPieceBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
+  constexpr int64_t kChunkBytes = kWarp * kLoadsInFlight * sizeof(Word);
+  each_chunk(transfer, kChunkBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
     const auto* from = reinterpret_cast<const uint8_t*>(source) + lane * sizeof(Word);
     auto* to = reinterpret_cast<uint8_t*>(target) + lane * sizeof(Word);
     constexpr int kStep = kWarp * sizeof(Word);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kConvertThreads) + threadIdx.x) / kWarp;
   const int64_t warps = gridDim.x * static_cast<int64_t>(kConvertThreads / kWarp);
-  each_piece(transfer, from.row_bytes, warp, warps, [&](int64_t target, int64_t source, int64_t, int64_t number) {
+  each_chunk(transfer, from.row_bytes, warp, warps, [&](int64_t target, int64_t source, int64_t, int64_t number) {
     const auto* from_row = reinterpret_cast<const uint8_t*>(source);
     auto* to_row = reinterpret_cast<uint8_t*>(target);
     const float k_scale = k_scales[number];
@@ -161,7 +161,7 @@ struct CudaSteps {
   void copy(const CopyJob& job, const Transfer& transfer, bool host_is_source, Stream stream) {
     thread_local FlatCopies copies;  // keeps its memory
     copies.clear();
-    flatten(transfer, host_is_source, job.pieces, copies);
+    flatten(transfer, host_is_source, job.chunks, copies);
     const auto kind = host_is_source ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     each_batch(copies, kBatchCopies, [&](size_t first, size_t count) {
 #if CUDART_VERSION >= 12080

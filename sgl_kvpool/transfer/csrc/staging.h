@@ -31,7 +31,7 @@ struct KernelJob {
 struct CopyJob {
   const CopyRun* runs;
   int64_t run_count;
-  RegisteredPieces pieces;
+  RegisteredChunks chunks;
 };
 
 static_assert(sizeof(KernelJob) == 7 * sizeof(int64_t) && sizeof(CopyJob) == 4 * sizeof(int64_t), "numbers");
@@ -79,26 +79,26 @@ class Staging {
   }
 
   // Device pages to host pages, `slot_pages` at a time: gathered aside, copied on the caller's stream.
-  void store(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+  void store(const KernelJob& gather, const CopyJob& copy, PageIndices device, PageIndices host, int64_t page_count,
              int64_t slot_pages, Stream caller) {
     joined(caller, [&] { store_slots(gather, copy, device, host, page_count, slot_pages, caller); });
   }
 
   // Host pages to device pages, `slot_pages` at a time: copied aside, scattered on the caller's stream.
-  void load(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+  void load(const CopyJob& copy, const KernelJob& scatter, PageIndices host, PageIndices device, int64_t page_count,
             int64_t slot_pages, Stream caller) {
     joined(caller, [&] { load_slots(copy, scatter, host, device, page_count, slot_pages, caller); });
   }
 
  private:
-  static constexpr PageList kBuffer{nullptr, 1};
+  static constexpr PageIndices kBuffer{nullptr, 1};
 
   struct Slot {
     size_t index;
     int64_t base;
   };
 
-  void store_slots(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+  void store_slots(const KernelJob& gather, const CopyJob& copy, PageIndices device, PageIndices host, int64_t page_count,
                    int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;
@@ -114,7 +114,7 @@ class Staging {
     }
   }
 
-  void load_slots(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+  void load_slots(const CopyJob& copy, const KernelJob& scatter, PageIndices host, PageIndices device, int64_t page_count,
                   int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;

@@ -12,7 +12,7 @@ from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decod
 from sgl_kvpool.cli import main
 from sgl_kvpool.commands.bench.tiles import cases
 from sgl_kvpool.commands.bench.tiles import choice as choice_module
-from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool.layout import Encoding, SegmentEncoding
 
 FP4, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16

@@ -1,4 +1,4 @@
-"""The command `sgl-kvpool plan`: what is asked for, what is printed; a run from the shell to a picture."""
+"""The command `sgl-kvpool plan`: what is requested, what is printed; a run from the shell to a picture."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import command, report
 from sgl_kvpool.commands.plan.command import Candidate
 from sgl_kvpool.commands.plan.planned import Plan
-from sgl_kvpool.commands.plan.plot import draw
+from sgl_kvpool.commands.plan.report import draw
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 V32 = str(CONFIGS / "deepseek_v32.json")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.warmup.caches import Cache
-from sgl_kvpool.commands.warmup.steps import Step, carry_out
+from sgl_kvpool.commands.warmup.steps import Cache, Step, carry_out
 
 CPU = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cpu"]
 #: As a server's host tier asks for it.
@@ -169,7 +168,7 @@ def test_help_names_what_moves_the_caches(capsys):
 def test_caches_are_where_their_owners_put_them(tmp_path):
     """SGLang's import moves Triton's and FlashInfer's; each owner says itself where its folder is."""
     code = (
-        "import sglang; from sgl_kvpool.commands.warmup.caches import CACHES as c\n"
+        "import sglang; from sgl_kvpool.commands.warmup.steps import CACHES as c\n"
         "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"
         "from sglang.kernels.jit.utils.compile.cache import cache_root\n"
         "assert str(c['triton'].folder()) == triton.knobs.cache.dir, triton.knobs.cache.dir\n"

@@ -184,7 +184,7 @@ class Broken:
 
     name = "cpu"
     is_asynchronous = False
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan):
         self.plan = plan

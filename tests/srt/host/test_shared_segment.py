@@ -147,7 +147,7 @@ def test_ranks_divide_a_backup(page_size):
         own = host % 3 == rank
         there, here = tier.own_part(host, DevicePages(torch.from_numpy(slots), page_size))
         assert np.array_equal(there, host[own])
-        assert np.array_equal(here.numbers(), device[own])
+        assert np.array_equal(here.page_indices(), device[own])
         assert np.array_equal(tier.own_part(host, device)[1], device[own])
 
 

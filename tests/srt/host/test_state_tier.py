@@ -330,19 +330,19 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_size_is_split_by_the_bytes_of_the_host(host):
     """Not by those of the device, where rows of bf16 are 2.77 times as long."""
-    from sgl_kvpool.srt.host.shares import TierShares
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     states = state_pool(slots=6)
     pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
-    shares = TierShares.of(pool.row_pool, states)
+    tier_bytes = TierBytes.of(pool.row_pool, states)
     row, slot = {"same": 1152, "fp4": 416}[host], stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
     token = stride_bytes(2, 1, row)
-    assert (shares.rows, shares.states) == (30 * token, 6 * slot)
-    rows, kept = shares.split(8.0)
+    assert (tier_bytes.rows, tier_bytes.states) == (30 * token, 6 * slot)
+    rows, kept = tier_bytes.split(8.0)
     assert rows + kept == pytest.approx(8.0)
     assert rows / token / 30 == pytest.approx(kept / slot / 6)
-    assert shares.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
+    assert tier_bytes.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
 
 
 # -------------------------------------------------------------------- GPU engines, over emulated streams

@@ -82,7 +82,7 @@ class Bench:
         return self._reasons[name]
 
     def peers(self) -> dict[str, str]:
-        """ "loaded", or why not, for every peer that was asked for."""
+        """ "loaded", or why not, for every peer that was requested."""
         return {name: reason or "loaded" for name, reason in self._reasons.items() if name != OURS}
 
     def problem(self, item: Item) -> Problem | str:

@@ -159,9 +159,9 @@ class SglangFp4(SglangTriton):
 
     def prepare(self, problem: Problem) -> Prepared:
         decode, buffers = self.decoder(problem)
-        # A piece at a time: the encoder needs some hundred times the memory of its input.
-        pieces = [self.codec.batched_quantize(piece) for piece in _bf16(problem).split(1 << 16)]
-        values, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
+        # A chunk at a time: the encoder needs some hundred times the memory of its input.
+        chunks = [self.codec.batched_quantize(chunk) for chunk in _bf16(problem).split(1 << 16)]
+        values, scales = (torch.cat(part) for part in zip(*chunks, strict=True))
         bf16 = MLAKVCacheLayout.BF16.row_format(RANK, ROPE)
         stored = self.codec.batched_dequantize(values, scales)[:, 0].contiguous().view(torch.uint8)
 

@@ -207,7 +207,7 @@ __global__ void products(const uint4* operands, float* out, long long* clocks, i
 
 constexpr int kTogether = 32;  // rows per stage, one per lane of the only warp
 constexpr int kStages = 4;
-enum How { kBulk, kPieces, kLoads };
+enum How { kBulk, kChunks, kLoads };
 
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 DEVICE void wait_for(uint32_t barrier, uint32_t phase) {
@@ -216,14 +216,14 @@ DEVICE void wait_for(uint32_t barrier, uint32_t phase) {
       ::"r"(barrier), "r"(phase) : "memory");
 }
 
-// Copies rows into shared memory, kStages of kTogether rows in flight: one bulk copy per row, or pieces of 16
+// Copies rows into shared memory, kStages of kTogether rows in flight: one bulk copy per row, or chunks of 16
 // bytes; or loads them into registers. A lane gives the exclusive or of the last words of its rows, which have
 // arrived by then, or of all that it has loaded.
 template <int ROW, int HOW>
 __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* out) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ uint64_t full[kStages];
-  constexpr int kStride = (ROW + 31) / 32 * 32 + 16, kPiecesOfRow = ROW / 16;
+  constexpr int kStride = (ROW + 31) / 32 * 32 + 16, kChunksOfRow = ROW / 16;
   int lane = threadIdx.x, count = rows / kTogether / gridDim.x;
   const int* own = ids + static_cast<int64_t>(blockIdx.x) * count * kTogether;
   if (HOW == kBulk) {
@@ -239,10 +239,10 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
     for (int block = 0; block < count; ++block) {
       int id = own[block * kTogether + lane];
 #pragma unroll 8
-      for (int k = 0; k < kPiecesOfRow; ++k) {
+      for (int k = 0; k < kChunksOfRow; ++k) {
         int i = k * 32 + lane;
-        int row = __shfl_sync(~0u, id, i / kPiecesOfRow), piece = i % kPiecesOfRow;
-        uint4 x = *reinterpret_cast<const uint4*>(pool + static_cast<int64_t>(row) * ROW + piece * 16);
+        int row = __shfl_sync(~0u, id, i / kChunksOfRow), chunk = i % kChunksOfRow;
+        uint4 x = *reinterpret_cast<const uint4*>(pool + static_cast<int64_t>(row) * ROW + chunk * 16);
         sum ^= x.x ^ x.y ^ x.z ^ x.w;
       }
     }
@@ -262,15 +262,15 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
                        "r"(ROW), "r"(barrier) : "memory");
         } else {
 #pragma unroll 8
-          for (int k = 0; k < kPiecesOfRow; ++k) {
-            int i = k * 32 + lane, row = i / kPiecesOfRow, piece = i % kPiecesOfRow;
-            int64_t from = static_cast<int64_t>(__shfl_sync(~0u, id, row)) * ROW + piece * 16;
+          for (int k = 0; k < kChunksOfRow; ++k) {
+            int i = k * 32 + lane, row = i / kChunksOfRow, chunk = i % kChunksOfRow;
+            int64_t from = static_cast<int64_t>(__shfl_sync(~0u, id, row)) * ROW + chunk * 16;
             asm volatile("cp.async.cg.shared.global [%0],[%1],16;"
-                         ::"r"(shared_address(to + row * kStride + piece * 16)), "l"(pool + from) : "memory");
+                         ::"r"(shared_address(to + row * kStride + chunk * 16)), "l"(pool + from) : "memory");
           }
         }
       }
-      if (HOW == kPieces) asm volatile("cp.async.commit_group;" ::: "memory");
+      if (HOW == kChunks) asm volatile("cp.async.commit_group;" ::: "memory");
       int done = block - (kStages - 1);
       if (done >= 0) {
         if constexpr (HOW == kBulk) wait_for(shared_address(full + done % kStages), done / kStages & 1);
@@ -306,7 +306,7 @@ Products products_of(int kind, int sums) {
 using Gather = void (*)(const uint8_t*, const int*, int, uint32_t*);
 template <int ROW>
 Gather gather_of(int how) {
-  constexpr Gather all[] = {gather<ROW, kBulk>, gather<ROW, kPieces>, gather<ROW, kLoads>};
+  constexpr Gather all[] = {gather<ROW, kBulk>, gather<ROW, kChunks>, gather<ROW, kLoads>};
   return all[how];
 }
 

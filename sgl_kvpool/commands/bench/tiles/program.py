@@ -18,27 +18,91 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_kvpool import MLAKVCacheLayout
+from sgl_kvpool.attention.decode_checks import DecodeParams
+from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, partial_elements
+from sgl_kvpool.commands.bench.attention.cases import OURS, Item, Workload
 from sgl_kvpool.commands.bench.attention.device import CpuDevice, CudaDevice
+from sgl_kvpool.commands.bench.attention.inputs import RANK, SCALE, Problem
 from sgl_kvpool.commands.bench.attention.limits import Peaks
 from sgl_kvpool.commands.bench.attention.measure import Bench
+from sgl_kvpool.commands.bench.attention.peers import Prepared
 from sgl_kvpool.commands.bench.attention.report import best_us
 from sgl_kvpool.commands.bench.crew import Jobs, Outcome, cuda_is_broken, run_jobs
 from sgl_kvpool.commands.bench.outputs import Report, commit, require_writable
-from sgl_kvpool.commands.bench.tiles.cases import CPU_HEADS, HEADS, checks, jobs, other_splits, tile_of
-from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
-from sgl_kvpool.commands.bench.tiles.runner import measure
+from sgl_kvpool.commands.bench.tiles.cases import (
+    CPU_HEADS,
+    HEADS,
+    checks,
+    jobs,
+    other_splits,
+    tile_of,
+    workload_of,
+)
+from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 
 __all__ = ["main"]
 
 SCHEMA = 1
 _JOB_LIMIT_S = 45.0
 _MOST_WORKERS = 12
+
+
+class TileRunner:
+    """A `Runner` of `bench.attention` that launches one configuration.
+
+    Parameters
+    ----------
+    tile : TileConfig
+    splits : int
+    """
+
+    def __init__(self, tile: TileConfig, splits: int) -> None:
+        self.tile, self.splits = tile, splits
+
+    def load(self, device: Any) -> None:
+        """Nothing that may be missing."""
+
+    def refusal(self, workload: Workload) -> str | None:
+        return None
+
+    def prepare(self, problem: Problem) -> Prepared:
+        from sgl_kvpool.attention.decode_launch import launch
+
+        w, fmt = problem.workload, problem.fmt
+        tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
+        config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
+        out = problem.new_out()
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        room = torch.empty(
+            partial_elements(fmt, w.queries, w.heads, self.splits), dtype=torch.float32, device=out.device
+        )
+        params = DecodeParams(
+            q=problem.q[..., :RANK], q_rope=problem.q[..., RANK:], pool=problem.pool,
+            kv_indices=problem.kv_indices[0], kv_lens=problem.kv_lens, list_index=None, fmt=fmt, scale=SCALE,
+            k_scale=1.0, queries_per_list=w.queries_per_list, page=problem.page, out=out, lse=lse,
+        )  # fmt: skip
+
+        def call(kv_indices: torch.Tensor) -> torch.Tensor:
+            launch(replace(params, kv_indices=kv_indices), room, config)
+            return out
+
+        return Prepared([partial(call, ids) for ids in problem.kv_indices], [out, lse, room], problem)
+
+
+def _measured(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
+    """A row of a job of `cases`: status, and time and rate or a reason."""
+    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"])
+    row = bench.measure(Item(workload_of(job), OURS, MLAKVCacheLayout(job["layout"]).value))
+    kept = ("status", "reason", "us", "graph_us", "rows_per_s", "row_gb_per_s", "relative_error", "no_graph")
+    return {name: row[name] for name in kept if name in row}
 
 
 def _worker(name: str) -> int:
@@ -49,7 +113,7 @@ def _worker(name: str) -> int:
     # Nothing is asked of limits here.
     bench = Bench(device, Peaks(1e12, 1e12, 0, 0.0), {})
     for job in sent.begin({**device.facts(), "sm_count": device.sm_count or 4}):
-        sent.answer(measure(bench, job), usable=not (bench.broken or cuda_is_broken()))
+        sent.answer(_measured(bench, job), usable=not (bench.broken or cuda_is_broken()))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How rows and states of a hybrid model share the memory of a host tier: by the bytes that it keeps.
+"""Bytes of rows, index keys and states in a host tier, by which its memory is divided among them.
 
 Imports no SGLang: `sgl-kvpool plan` splits sizes too.
 """
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TierShares", "rows_declared"]
+__all__ = ["TierBytes", "rows_declared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierShares:
+class TierBytes:
     """Bytes on the host of everything that the device pools hold, by kind.
 
     Attributes
@@ -35,8 +35,8 @@ class TierShares:
     @classmethod
     def of(
         cls, rows: Any, states: Any, row_drafts: Sequence[Any] = (), state_drafts: Sequence[Any] = ()
-    ) -> TierShares:
-        """Shares of a hybrid model.
+    ) -> TierBytes:
+        """Of a hybrid model.
 
         Parameters
         ----------
