@@ -209,7 +209,7 @@ def texts(monkeypatch):
 
 def test_plot_names_what_was_measured_where_and_when(tmp_path, results, texts):
     image = pytest.importorskip("matplotlib.image")
-    figure, shown = texts(tmp_path / "demo.png", results)
+    _figure, shown = texts(tmp_path / "demo.png", results)
     title = (
         "a model, served once per layout\na processor, 2 cores, SGLang 0.5.23, 1024 bytes scored, 2026-11-24"
     )
