@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What a row costs every unit of a GPU in each tile of `mla_decode`: the one model of its cost.
+"""Clocks per row of every GPU unit in each tile of `mla_decode`: the only cost model of decode.
 
-Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its loop is counted in the machine
-code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
+Needs Triton, and g++ for ptxrun, but no GPU. Each tile is compiled for sm_90a, the instructions of its loop
+are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over a few blocks to find bank
+conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
 ``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into
-``docs/attention.md`` and ``README.md``; `--check` fails if these differ. `--try` counts a tile that the table
-does not have.
+``docs/attention.md`` and ``README.md``; `--check` fails if these differ. `--try` counts a tile that is not in
+the table.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 PAGE = ROOT / "docs" / "attention.md"
 README = ROOT / "README.md"
 HEADS = (8, 16, 32, 64, 128)
-#: Bytes of rows per second that device memory gives, about 90 % of the data sheet's.
+#: Bytes of rows per second from device memory, about 90 % of the data sheet's.
 MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
 CLOCK_HZ = 1.7e9
 #: Clocks per row of the busiest unit, 16 query heads, of the Triton kernel at commit 3a07fce.
 BEFORE_CLK_PER_ROW = {"bf16": 65.1, "fp8": 75.1, "fp8_block_scale": 78.2, "fp4": 74.2}
 #: Query heads of the columns of README's table.
 _README_HEADS = (8, 16, 128)
-#: Of an SM: registers, and shared memory with the 1 KB that every program takes of it.
+#: Registers of an SM, and its shared memory, including the 1 KB that each program reserves.
 _REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 233472, 1024
-#: Blocks that ptxrun executes. The last one loads nothing ahead.
+#: Blocks that ptxrun executes; the last block does not prefetch.
 _BLOCKS = 3
 
 
 @cache
 def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
-    """What the compiler makes of a tile, and what a row costs in it."""
+    """Compiled properties of a tile, and its clocks per row."""
     import compile_decode
     import compile_kernels
 
@@ -84,7 +85,7 @@ def _programs_per_sm(registers: int, shared_bytes: int, warps: int) -> int:
 
 
 def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig) -> float:
-    """Passes over the banks of shared memory, per row, beyond what the bytes need; found by ptxrun."""
+    """Extra passes over shared memory per row due to bank conflicts, found by ptxrun."""
     import ptxrun
     import torch
 
@@ -102,7 +103,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
         **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
         **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
     }
-    # The strides that are left are those of tokens, lists and splits, of which there is one.
+    # The remaining strides are those of tokens, lists and splits, whose size is 1.
     parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     result = ptxrun.Module(compiled.asm["ptx"]).launch(
         block=32 * tile.warps,
@@ -115,7 +116,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
 
 
 def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str, Any]:
-    """An object of the JSON: costs of all tiles of a list, and limits that follow from them."""
+    """An object of the JSON: costs of all tiles of a list, and the limits that follow."""
     tiles = -(-heads // tile.pairs)
     found = {
         name: round(tiles * value, 2) if name.endswith("_per_row") else value
@@ -129,7 +130,7 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
         "heads": heads,
         "tiles": f"{tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
         **found,
-        # Tiles of a list read the same rows at about the same time: device memory once.
+        # Tiles of a list read the same rows at about the same time, so device memory is read once.
         "limit_g_rows_per_s": {
             device: round(min(chip, rate / row_bytes) / 1e9, 2) for device, rate in MEMORY_BYTES_PER_S.items()
         },
@@ -260,11 +261,11 @@ def text_of(costs: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the counts here")
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
     parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="which (all)")
     parser.add_argument(
-        "--heads", type=int, nargs="+", default=HEADS, help="query heads of a rank; one tile's with --try"
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, of the tile"
     )
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
@@ -274,7 +275,7 @@ def main() -> int:
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
+        parser.error("unset TRITON_INTERPRET: the interpreter does not compile")
     if (arguments.write or arguments.check) and (
         arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts
     ):
@@ -282,7 +283,7 @@ def main() -> int:
     if min(arguments.heads) < 1:
         parser.error(f"--heads {min(arguments.heads)} is below 1")
     if shutil.which("g++") is None:
-        parser.error("g++ is missing, which compiles the emulator that finds bank conflicts; install it")
+        parser.error("g++ is missing; install it to compile the emulator that finds bank conflicts")
     require_writable(parser, arguments.json)
     wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
     if arguments.tile:
@@ -290,7 +291,7 @@ def main() -> int:
             4,
             8,
         ):
-            parser.error("--try: PAIRS and ROWS have to be powers of two, and WARPS 4 or 8")
+            parser.error("--try: PAIRS and ROWS must be powers of two, and WARPS 4 or 8")
         tile = TileConfig(*arguments.tile, arguments.kernel)
         if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
             parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")

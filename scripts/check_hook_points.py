@@ -3,7 +3,7 @@
 
     python scripts/check_hook_points.py
 
-Exits with 1 if any fails. Works on any SGLang version; importing its modules takes half a minute.
+Exits with 1 if a hook point fails. Works on any SGLang version; importing its modules takes half a minute.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders with modules that tests of other folders import: oracles, pools, cases. Their names are unique.
 HELPERS = (
-    *("attention", "codec", "docs", "gpu", "ptxrun", "sglang_plugin", "transfer"),
+    *("attention", "codec", "demo", "docs", "gpu", "ptxrun", "sglang_plugin", "transfer"),
     *("srt/attention", "srt/host", "srt/pool"),
 )
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in HELPERS]

@@ -43,7 +43,7 @@ def decode_constants(
     else:
         chunk = loaded = _CHUNK_VALUES
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "CHUNK": chunk,
@@ -60,14 +60,14 @@ def gluon_constants(
     """The constexpr arguments of `gluon_decode_kernel`, but for one."""
     row = codec_triton.geometry(fmt)
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "WARPS": config.tile.warps,
     }
 
 
 def _of_both(
-    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
     """What the kernels have in common."""
     page_size_tokens, rows_per_page = page or (0, 0)

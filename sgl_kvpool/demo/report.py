@@ -21,32 +21,32 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Result:
-    """What one layout's server did.
+    """Results of one layout's server.
 
     Attributes
     ----------
     layout : str
-        As the server reports it.
+        Layout that the server reports.
     row_bytes : int
         Bytes of one token in one layer.
     pool_bytes : int
-        Bytes all servers were given for rows.
+        Bytes for rows, the same for all servers.
     tokens : int
-        Tokens that the server says fit into them.
+        Tokens that fit into these bytes, as the server reports.
     attention_backend : str
-        As the server reports it.
+        Backend that the server reports.
     start_seconds, scoring_seconds : float
-        Until the server answered; until all held-out text was scored.
+        Time until the server answered, and time to score all held-out text.
     perplexity : float
-        Per token, over the windows.
+        Perplexity per token over the windows.
     difference : Difference or None
-        To BF16; None for BF16 itself and if BF16 was not served.
+        Difference to BF16; None for BF16 itself and if BF16 was not served.
     greedy : list of Greedy
-        What follows each of the prompts for greedy text.
+        Greedy text after each prompt.
     host_hit : HostHit or None
-        A prompt that other requests had pushed out of the pool; None on a machine without the memory.
+        Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
     answer : str or None
-        To the question that a chat model is asked.
+        Answer to the question for a chat model.
     """
 
     layout: str
@@ -64,9 +64,9 @@ class Result:
 
 
 def table(results: Sequence[Result], token: str, question: str | None = None) -> str:
-    """The results as text: a table, what came back from the host tier, what was answered to a question.
+    """The results as text: a table, the hits in the host tier, and the answers to a question.
 
-    `token` is what the model's tokens are called.
+    `token` is the name of the model's tokens.
     """
     lines = [
         f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
@@ -88,7 +88,7 @@ def table(results: Sequence[Result], token: str, question: str | None = None) ->
         lines.append("(no differences: bf16 was not among --layouts)")
     lines += ["", *_host_lines(results)]
     if question is not None:
-        lines += ["", f"{question!r} is answered, greedily:", ""]
+        lines += ["", f"greedy answers to {question!r}:", ""]
         for result in results:
             indented = textwrap.wrap(result.answer or "", 90) or [""]
             lines += [
@@ -98,14 +98,12 @@ def table(results: Sequence[Result], token: str, question: str | None = None) ->
 
 
 def _host_lines(results: Sequence[Result]) -> list[str]:
-    """What the host tier gave back, in one line if it is the same for all layouts."""
+    """Hits in the host tier, in one line if they are the same for all layouts."""
     lines = {}
     for result in results:
         hit = result.host_hit
         if hit is None:
-            lines[result.layout] = (
-                "not shown, SGLang keeps 10 GiB of memory free and this machine has not as much"
-            )
+            lines[result.layout] = "not shown, SGLang keeps 10 GiB of memory free and this machine has less"
             continue
         verdict = "as" if hit.same_tokens else "NOT as"
         lines[result.layout] = (
@@ -124,7 +122,7 @@ def _percent(difference: Difference) -> str:
 
 
 def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Write everything that was measured; `facts` say where and on what."""
+    """Write all results, with the `facts` of the measurement."""
     fields = {"schema": SCHEMA, **facts, "results": [asdict(result) for result in results]}
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 

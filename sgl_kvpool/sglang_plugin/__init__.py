@@ -79,7 +79,7 @@ def _install() -> None:
         pools.install()
         startup.install()
         hook_points.stop_if(hook_points.check(point_lists.SCHEDULER, applied=True))
-    elif env.is_asked(env.FIX_TOPK):
+    elif env.is_requested(env.FIX_TOPK):
         from sgl_kvpool.sglang_plugin.hooks import dsa
 
         hook_points.stop_if(hook_points.check(point_lists.SPARSE_ATTENTION))
@@ -104,7 +104,7 @@ def _asked_for() -> str | None:
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
     # Another SGLang is put up with for the sake of what else was asked for, if anything.
-    wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_asked(name))
+    wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_requested(name))
     return next((f"{name}={env.text(name)}" for name in wishes), None)
 
 

@@ -311,8 +311,8 @@ def test_kernel_pages_of_different_sizes_are_refused():
 @pytest.mark.parametrize(
     ("extra", "arrangement", "message"),
     [
-        ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be cut into 3 chunks"),
-        ({"heads": 5}, "head_major", "64 bytes cannot be cut into 5 chunks"),
+        ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be split into 3 chunks"),
+        ({"heads": 5}, "head_major", "64 bytes cannot be split into 5 chunks"),
         ({"heads": 2, "padded_page_bytes": 128}, "head_major", "head_major page cannot be padded"),
         ({}, "layer_major", "layer_major keeps layers apart"),
         ({}, "nhd", "unknown KV cache arrangement 'nhd'"),
@@ -331,7 +331,7 @@ def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
         ({"page_bytes": True}, "page_bytes=True is not"),
         ({"padded_page_bytes": float("nan")}, "padded_page_bytes=nan is not"),
         ({"heads": -1}, "heads=-1 is not"),
-        ({"padded_page_bytes": 63}, "padded_page_bytes=63 holds no page of 64 bytes"),
+        ({"padded_page_bytes": 63}, "padded_page_bytes=63 is less than the page.s 64 bytes"),
         ({"backend": None}, "layer a names no backend"),
     ],
 )

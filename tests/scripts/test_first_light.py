@@ -20,7 +20,7 @@ from regression.runner import Step
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
-from sgl_kvpool.commands.bench.tiles import choice
+from sgl_kvpool.commands.bench.tiles import tile_table
 
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
@@ -56,7 +56,7 @@ def test_the_tests_it_names_are_there():
 def test_without_a_gpu_what_can_be_is_rehearsed(machine):
     steps = first_light_steps(machine, on_gpu=False)
     skipped = {step.name: step.without for step in steps if step.without}
-    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU here"
+    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
     assert skipped == {"tests-core": reason, "rates": reason}
     for step in steps:
         assert step.without or "cuda" not in step.command
@@ -65,7 +65,7 @@ def test_without_a_gpu_what_can_be_is_rehearsed(machine):
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--first-light"], "torch sees no GPU here; --device cpu rehearses it without one"),
+        (["--first-light"], "torch sees no GPU; --device cpu rehearses it without a GPU"),
         (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
         (["--first-light", "--device", "cpu", "--only", "rate"], "no step has such a name"),
     ],
@@ -149,7 +149,7 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
     assert "crashes failed: killed by SIGSEGV" in text
     assert "wrong failed: wrong rows: 3 rows, limit at most 0" in text
     assert "hangs timed out: ended at its limit of 1 s" in text
-    assert "elsewhere skipped: torch sees no GPU here" in text
+    assert "elsewhere skipped: torch sees no GPU" in text
     # Again: what has a result, good or bad, stays.
     status, found = go(tmp_path, *every)
     assert (status, runs(tmp_path, "good"), runs(tmp_path, "wrong"), runs(tmp_path, "last")) == (1, 1, 1, 1)
@@ -336,7 +336,7 @@ def light(tmp_path, monkeypatch):
     """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
     present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
-    monkeypatch.setattr(choice, "table", lambda: iter(present))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(present))
     steps = [
         Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]
@@ -372,7 +372,7 @@ def light(tmp_path, monkeypatch):
 def test_the_page(light, monkeypatch):
     own = [TileConfig(pairs, block_rows=64, warps=8, stages=1, programs_per_sm=1) for pairs in (16, 32)]
     table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
-    monkeypatch.setattr(choice, "table", lambda: iter(table))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(table))
     text = page(light.report())
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text

@@ -73,7 +73,7 @@ def test_a_metric_that_vanished():
     "new",
     [
         run(step="codec"),
-        run(status="skipped", reason="torch sees no GPU here"),
+        run(status="skipped", reason="torch sees no GPU"),
     ],
 )
 def test_a_step_that_was_not_run_is_said(new):

@@ -98,8 +98,8 @@ def test_tolerance(arguments, expected):
 def test_the_tolerance_reaches_every_server(monkeypatch):
     given = []
 
-    def one(leg, *_, tie_tolerance, **__):
-        given.append(tie_tolerance)
+    def one(leg, folder, options, say):
+        given.append(options.tie_tolerance)
         return {"name": leg.name, "violations": []}
 
     monkeypatch.setattr(soak, "soak", one)

@@ -344,7 +344,7 @@ def test_plans_that_cannot_convert():
 
     assert plan().bytes_per_page() == 3 * 4 * 416
     assert plan().bytes_per_page([1]) == 4 * 416
-    with pytest.raises(ValueError, match="or what their bytes mean"):
+    with pytest.raises(ValueError, match="or the meaning of their bytes"):
         plan(None)
     with pytest.raises(ValueError, match="2 k_scales for 3 layers of group kv"):
         plan(RowConversion(source=own, target=other, k_scales=(1.0,) * 2))

@@ -63,13 +63,7 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("page_size", [1, 2, 61])
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        *(("bf16", "fp4"), ("bf16", "fp8_block_scale"), ("fp8", "fp4"), ("fp8_block_scale", "fp4")),
-        *((device, "fp4_fp8_rope") for device in ("bf16", "fp8", "fp8_block_scale", "fp4")),
-    ],
-)
+@pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
 def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement, engine):
     formats = [MLAKVCacheLayout(name).row_format(256, 64) for name in (own, other)]
     sizes = {"tokens": page_size, "layers": LAYERS}

@@ -136,7 +136,7 @@ def test_page_lists_that_are_none(source, target, error, message):
 
 @pytest.mark.parametrize("other", [{"content": "e5m2"}, {"layers": 2}, {"tokens": 2, "row": 10}, {"row": 6}])
 def test_sides_that_differ(other):
-    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+    with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
         TransferPlan(side("page_major", 0)[0], side("layer_major", 0, **other)[0], "kv")
 
 

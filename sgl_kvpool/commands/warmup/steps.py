@@ -1,7 +1,4 @@
-"""Things to compile, one after the other, and the caches that keep them.
-
-A step that fails does not keep the others from being compiled.
-"""
+"""Compilation steps in sequence, after failures too, and the cache folders of their results."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ from pathlib import Path
 
 __all__ = ["CACHES", "VARIABLES", "Cache", "Outcome", "Step", "carry_out"]
 
-#: Lines of a compiler's message that are shown.
+#: Lines shown of a compiler's message.
 _LINES = 20
-#: Files that are compiled code. What else lies there (sources, logs, locks) may be of a failed attempt.
+#: Suffixes of compiled files. Other files there (sources, logs, locks) may be left by a failed build.
 _COMPILED = (".so", ".cubin", ".hsaco")
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One folder.
+    """One cache folder.
 
     Attributes
     ----------
     name : str
-        Whose it is.
+        Owner of the folder.
     variable : str
         Environment variable that moves it.
     folder : callable
-        Its path, once SGLang has been imported, which moves some of them.
+        Returns its path; call it after the import of SGLang, which moves some folders.
     """
 
     name: str
@@ -39,11 +36,11 @@ class Cache:
     folder: Callable[[], Path]
 
     def compiled(self) -> dict[Path, int]:
-        """Compiled files in it and when they were last written, ns; none if there is no such folder."""
+        """Compiled files and their times of modification in ns; empty if the folder does not exist."""
         found = {}
         for path in self.folder().rglob("*"):
             if path.suffix in _COMPILED:
-                with contextlib.suppress(FileNotFoundError):  # another process moves its own into place
+                with contextlib.suppress(FileNotFoundError):  # another process may replace it now
                     found[path] = path.stat().st_mtime_ns
         return found
 
@@ -62,7 +59,7 @@ def _flashinfer() -> Path:
     return _from("FLASHINFER_WORKSPACE_BASE", "~") / ".cache" / "flashinfer"
 
 
-#: By a short name. SGLang sets the variables of the last two when it is imported, unless they are set.
+#: Folders by a short name. SGLang's import sets the variables of the last two unless they are set.
 CACHES = {
     "tvm_ffi": Cache("tvm-ffi", "TVM_FFI_CACHE_DIR", lambda: _from("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")),
     "torch": Cache("torch's extensions", "TORCH_EXTENSIONS_DIR", _torch_extensions),
@@ -74,7 +71,7 @@ CACHES = {
     "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _from("TRITON_CACHE_DIR", "~/.triton/cache")),
     "flashinfer": Cache("FlashInfer", "FLASHINFER_WORKSPACE_BASE", _flashinfer),
 }
-#: For help, by device.
+#: Variables by device, for the help text.
 VARIABLES = {
     "cpu": [CACHES[name].variable for name in ("tvm_ffi", "torch")],
     "cuda": [CACHES[name].variable for name in ("torch", "sglang", "triton", "flashinfer")],
@@ -83,15 +80,15 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is compiled when it is first used.
+    """Code that is compiled at its first use.
 
     Attributes
     ----------
     name : str
     caches : tuple of Cache
-        Where it is kept.
+        Caches of the compiled code.
     use : callable
-        Uses it; whatever it raises is the reason why it cannot be had.
+        Uses the code; an exception is reported as the reason of the failure.
     """
 
     name: str
@@ -101,16 +98,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """Result of a step.
 
     Attributes
     ----------
     name : str
     state : str
-        "compiled": files are new in its caches. "was there": none are. "FAILED".
+        "compiled": its caches have new files; "cached": they have not; or "FAILED".
     seconds : float
     reason : str or None
-        Of a failure.
+        Reason of a failure.
     """
 
     name: str
@@ -130,7 +127,7 @@ class Outcome:
 
 
 def carry_out(steps: Sequence[Step]) -> list[Outcome]:
-    """Use everything once, in order; prints a line for each."""
+    """Run all steps in order; prints a line for each."""
     outcomes = []
     for step in steps:
         outcomes.append(_outcome(step))
@@ -143,8 +140,8 @@ def _outcome(step: Step) -> Outcome:
     began = time.perf_counter()
     try:
         step.use()
-    except Exception as error:  # compilers and loaders fail in any way; what comes after may still work
+    except Exception as error:  # compilers and loaders raise anything; later steps may still work
         return Outcome(step.name, "FAILED", time.perf_counter() - began, f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - began
     after = [cache.compiled() for cache in step.caches]
-    return Outcome(step.name, "was there" if before == after else "compiled", seconds)
+    return Outcome(step.name, "cached" if before == after else "compiled", seconds)

@@ -1,4 +1,4 @@
-"""Servers of the small model, prompts and questions for them. Imports neither torch nor SGLang."""
+"""Servers of the small model, their prompts and requests. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 PAGE_SIZE = 64
-#: Of a prompt: 11 whole pages, which are cached, and a part of one.
+#: Tokens of a prompt: 11 whole pages, which are cached, and a part of a page.
 PROMPT_TOKENS = 749
 CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
-#: Of a server's pool, into which two such prompts with their answers fit.
+#: Tokens of a server's pool, which holds two such prompts with their answers.
 POOL_TOKENS = 2048
 _NEW_TOKENS = 8
 
@@ -53,13 +53,13 @@ def small_server(
     ----------
     layout : str
     arguments : sequence of str
-        Further ones.
+        Further arguments of the server.
     log : path
         File for its output.
     environment : mapping
-        Added to this process's.
+        Variables added to those of this process.
     pool_tokens : int
-        Of its pool.
+        Tokens of the server's pool.
     """
     return Server(
         [
@@ -69,7 +69,7 @@ def small_server(
             *arguments,
         ],
         log,
-        # Prefill attends stored rows, so that a prefix gives the same log-probabilities wherever it is found.
+        # Prefill attends stored rows, so that log-probabilities do not depend on where a prefix is found.
         {env.PREFILL_READS_ROWS: "1", "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -83,12 +83,12 @@ def store_arguments(backend: str) -> list[str]:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for what servers do in the background.
+    """Wait for a background action of a server.
 
     Raises
     ------
     ServerFailed
-        It has not happened in time; `what` is in the message.
+        If the condition is not true in time; the message names `what`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -98,16 +98,16 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 def ask(server: LocalServer, text: str) -> dict[str, Any]:
-    """Eight tokens that follow a text, greedily.
+    """Generate eight tokens after a text, greedily.
 
     Returns
     -------
     dict
-        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, tokens of the text that were
-        found somewhere, and `details`, SGLang's `cached_tokens_details`: where.
+        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's tokens
+        that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
     """
     greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-    # /generate as such: the router answers it too.
+    # The plain /generate, which the router serves too.
     answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
     meta = answer["meta_info"]
     return {
@@ -119,6 +119,6 @@ def ask(server: LocalServer, text: str) -> dict[str, Any]:
 
 
 def metric_sum(server: LocalServer, name: str) -> float:
-    """Sum of a metric of a server over its labels; 0 for one that it does not have."""
+    """Sum of a server's metric over its labels; 0 for a metric that the server does not have."""
     lines = server.get("/metrics").decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)

@@ -39,12 +39,12 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Tell the schedulers whether to hook the pools, and where to leave what they are refused for."""
     layout = layout_of(server_args)
     if layout is None:
-        with env.told_to_children(env.CHILD_LAYOUT, None):
+        with env.exported_to_children(env.CHILD_LAYOUT, None):
             return original(cls, server_args, *args, **kwargs)
     path = startup.refusal_path(server_args)
     with (
-        env.told_to_children(env.CHILD_LAYOUT, layout.value),
-        env.told_to_children(env.CHILD_REFUSAL, path),
+        env.exported_to_children(env.CHILD_LAYOUT, layout.value),
+        env.exported_to_children(env.CHILD_REFUSAL, path),
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)
     if path is not None:

@@ -10,8 +10,7 @@ import pytest
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decode_config, table
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.bench.tiles import cases
-from sgl_kvpool.commands.bench.tiles import choice as choice_module
+from sgl_kvpool.commands.bench.tiles import cases, tile_table
 from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool.layout import Encoding, SegmentEncoding
 
@@ -113,7 +112,7 @@ def present(monkeypatch):
     """`present(more)`: the table has these tiles of `fp4` too."""
 
     def change(*more):
-        monkeypatch.setattr(choice_module, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
+        monkeypatch.setattr(tile_table, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
 
     change()
     return change
@@ -248,10 +247,10 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["tiles"], "torch sees no GPU here; --device cpu is a dry run"),
+        (["tiles"], "torch sees no GPU; --device cpu is a dry run"),
         (["tiles", "--device", "cpu", "--layouts", "fp3"], "--layouts"),
         (["tiles", "--device", "cpu", "--heads", "8,x"], "--heads"),
-        (["rates"], "torch sees no GPU here"),
+        (["rates"], "torch sees no GPU"),
     ],
 )
 def test_refusals(argv, said, capsys):

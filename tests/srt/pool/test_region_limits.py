@@ -135,9 +135,7 @@ def test_buffers_with_gaps_are_refused():
     pool = mla()
     wide = torch.zeros(16, 2, 576, dtype=torch.bfloat16)
     pool.kv_buffer[1] = wide[:, :1]
-    with pytest.raises(
-        ValueError, match="kv of layer 6 has shape .* its bytes do not lie one after the other"
-    ):
+    with pytest.raises(ValueError, match="kv of layer 6 has shape .* its bytes are not contiguous"):
         describe(pool)
 
 

@@ -253,7 +253,7 @@ def mha_pair(first, second):
 )
 def test_bytes_that_mean_something_else_do_not_move(make, page):
     source, target = (describe(p, page) for p in make())
-    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+    with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
         copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
 
 

@@ -1,4 +1,4 @@
-"""From measured tiles to the tile table: which are best, and the text of the table."""
+"""Choice of the best measured tiles, and the text of the tile table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
-#: A tile replaces another one if it takes at most this share of its time.
+#: A tile replaces another tile if it takes at most this share of the other's time.
 REPLACES = 0.98
-#: A table gets a smaller tile beside one that would do, or two tiles instead of one, if that saves as much.
+#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share.
 ADDS = 0.97
-#: Splits of the rule are mentioned if others take at most this share of their time.
+#: Other splits are reported if they take at most this share of the time of the rule's splits.
 BETTER_SPLITS = 0.95
 
 
@@ -31,12 +31,12 @@ class Choice:
     Attributes
     ----------
     tiles : dict of MLAKVCacheLayout to tuple of TileConfig
-        As `decode_config` has them.
+        Tiles in the form of `decode_config`.
     reasons : list of str
-        What was compared, a line per decision.
+        The compared times, one line per decision.
     wrong, wrong_in_table : list of str
-        Tiles that gave wrong results, failed or hung, which are not chosen; and those of them that are in the
-        present table.
+        Tiles that gave wrong results, failed or hung, which are never chosen; and those of them that are in
+        the present table.
     """
 
     tiles: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class _Times:
                 self.of[job["heads"]][tile][_where(job)] = best_us(row)
 
     def best(self, heads: int, pairs: int, current: TileConfig | None) -> TileConfig | None:
-        """The fastest tile of this many pairs; the current one unless another is clearly faster."""
+        """The fastest tile with this number of pairs; the current tile unless another is clearly faster."""
         found = [t for t in self.of[heads] if t.pairs == pairs and t not in self.wrong]
         if not found:
             return None
@@ -84,7 +84,7 @@ class _Times:
         return fastest if ratio is not None and ratio <= REPLACES else first
 
     def ratio(self, heads: int, tile: TileConfig, other: TileConfig) -> float | None:
-        """Time of a tile over that of another: geometric mean over the workloads that both have."""
+        """Time of a tile divided by that of another: geometric mean over their common workloads."""
         times, others = self.of[heads][tile], self.of[heads][other]
         both = [math.log(times[where] / others[where]) for where in times if where in others]
         return math.exp(sum(both) / len(both)) if both else None
@@ -96,10 +96,10 @@ class _Times:
 def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
-    Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
-    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
-    Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
-    Layouts that store latents alike share their tiles: one that is wrong for any of them is not chosen.
+    Tiles of 16 pairs are judged with 16 heads, tiles of 32 with 32 heads. Tiles of 8 pairs enter the table if
+    8 heads are clearly faster with them than with tiles of 16, and leave it if they are slower. Tiles of 32
+    leave it if two tiles of 16 are clearly faster for 32 heads. Entries without measurements stay. Layouts
+    that encode latents alike share their tiles: a tile that is wrong for one of them is not chosen.
     """
     by_layout = {
         layout: _Times(own)
@@ -166,9 +166,9 @@ def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> st
 
 
 def table_text(choice: Choice) -> str:
-    """The table as decode_config.py has it; latents that were not measured keep their tiles.
+    """The table as Python source for decode_config.py; latents without measurements keep their tiles.
 
-    Of layouts that store latents alike, the first that was measured decides.
+    If several layouts encode latents alike, the first measured layout decides.
     """
     present: dict[MLAKVCacheLayout, list[TileConfig]] = defaultdict(list)
     for layout, tile in table():
@@ -185,7 +185,7 @@ def table_text(choice: Choice) -> str:
 
 
 def split_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Where other splits than the rule's are clearly faster, a line each."""
+    """One line for each case in which other splits are clearly faster than the rule's."""
     base: dict[str, tuple[int, float]] = {}
     best: dict[str, tuple[int, float]] = {}
     for row in rows:
