@@ -60,7 +60,7 @@ def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
     import compile_decode
     import compile_kernels
 
-    compiled = compile_decode.compile_decode(layout.value, tile.pairs, tile=tile)
+    compiled = compile_decode.compile_decode(layout.value, tile.query_heads, tile=tile)
     sass, usage = compile_kernels.machine_code(compiled)
     found = compile_decode.facts(compiled, sass, usage)
     loop = loop_costs.costs(loop_costs.main_loop(sass).instructions, tile.block_rows, tile.warps)
@@ -89,7 +89,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
     import ptxrun
     import torch
 
-    fmt, heads, rows = layout.row_format(512, 64), tile.pairs, _BLOCKS * tile.block_rows
+    fmt, heads, rows = layout.row_format(512, 64), tile.query_heads, _BLOCKS * tile.block_rows
     arguments = {
         "q_ptr": torch.zeros(heads, 512, dtype=torch.bfloat16),
         "q_rope_ptr": torch.zeros(heads, 64, dtype=torch.bfloat16),
@@ -117,7 +117,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
 
 def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str, Any]:
     """An object of the JSON: costs of all tiles of a list, and the limits that follow."""
-    tiles = -(-heads // tile.pairs)
+    tiles = -(-heads // tile.query_heads)
     found = {
         name: round(tiles * value, 2) if name.endswith("_per_row") else value
         for name, value in tile_costs(layout, tile).items()
@@ -128,7 +128,7 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
         "layout": layout.value,
         "kernel": tile.kernel,
         "heads": heads,
-        "tiles": f"{tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
+        "tiles": f"{tiles} x {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps",
         **found,
         # Tiles of a list read the same rows at about the same time, so device memory is read once.
         "limit_g_rows_per_s": {
@@ -153,7 +153,7 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
     columns = [
         "layout",
         "kernel",
-        "pairs",
+        "query heads",
         "rows",
         "warps",
         "registers",
@@ -168,12 +168,12 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
     ]
     lines = _head(columns)
     for layout, tile in sorted(tiles_of_both_kernels(), key=lambda of: list(MLAKVCacheLayout).index(of[0])):
-        found = of[layout.value, tile.kernel, tile.pairs]
+        found = of[layout.value, tile.kernel, tile.query_heads]
         names = ("registers", "spilled_bytes", "shared_bytes", "programs_per_sm")
         cells = [
             f"`{layout}`",
             tile.kernel,
-            tile.pairs,
+            tile.query_heads,
             tile.block_rows,
             tile.warps,
             *(found[name] for name in names),
@@ -268,10 +268,14 @@ def main() -> int:
         "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, of the tile"
     )
     parser.add_argument(
-        "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
+        "--try", dest="tile", type=int, nargs=5,
+        metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
         help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="that --try counts")
+    parser.add_argument(
+        "--late", type=int, default=0, help="late parts of a row, of Gluon's kernel with --try"
+    )
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
@@ -291,11 +295,11 @@ def main() -> int:
             4,
             8,
         ):
-            parser.error("--try: PAIRS and ROWS must be powers of two, and WARPS 4 or 8")
-        tile = TileConfig(*arguments.tile, arguments.kernel)
+            parser.error("--try: QUERY_HEADS and ROWS must be powers of two, and WARPS 4 or 8")
+        tile = TileConfig(*arguments.tile, arguments.kernel, arguments.late)
         if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
             parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")
-        heads = [tile.pairs] if arguments.heads == HEADS else arguments.heads
+        heads = [tile.query_heads] if arguments.heads == HEADS else arguments.heads
         costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:
         costs = counted(wanted, arguments.heads)

@@ -98,6 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="report installed packages, their compatibility, and what a server here would use"
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--self-check",
+        action="store_true",
+        help="also write, read, attend and transfer rows of every layout on the device here, without a model",
+    )
     doctor.set_defaults(run=_doctor)
 
     measure = commands.add_parser("bench", help="measure the codec, attention or transfers here")
@@ -257,7 +262,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     _leave_in_order()
     print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)
-    findings = doctor.examine()
+    findings = doctor.examine(with_self_check=arguments.self_check)
     print(doctor.as_json(findings) if arguments.json else doctor.as_text(findings))
     return 1 if doctor.problems(findings) else 0
 

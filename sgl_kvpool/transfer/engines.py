@@ -1,8 +1,8 @@
 """Engines between a GPU pool and the host tier: `staged`, `copy_engine` and `kernel`.
 
-Each carries out one plan, in one direction, on torch's current stream, and returns when its steps are
-enqueued. SGLang makes that stream wait before it calls, and takes an event recorded behind the call for the
-end, layer by layer for loads; csrc/staging.h has the argument for the streams of our own.
+Each engine carries out one plan in one direction on torch's current stream and returns when its steps are
+enqueued. SGLang makes that stream wait before the call, and takes an event recorded behind the call as its
+end, layer by layer for loads; csrc/staging.h explains the order of the engines' own streams.
 
 ======================  =========================================  ====================================
 engine                  device to host                             host to device
@@ -30,15 +30,15 @@ __all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEn
 
 
 class CopyEngine(GpuEngine):
-    """Pages by the copy engine alone; see the module.
+    """Moves pages with the copy engine alone; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        Without a conversion.
+        Plan without a conversion.
     tools : EngineTools
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "copy_engine"
@@ -59,7 +59,7 @@ class CopyEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue copies of pages, of all parts or of one. Waits for the GPU if a list is there."""
+        """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is there."""
         source, target = (contiguous(page_indices(pages)) for pages in (source_pages, target_pages))
         self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]
@@ -74,15 +74,15 @@ class CopyEngine(GpuEngine):
 
 
 class KernelEngine(GpuEngine):
-    """Pages by a kernel that reaches into pinned host memory; see the module.
+    """Moves pages with a kernel that accesses pinned host memory; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        With or without a conversion.
+        Plan with or without a conversion.
     tools : EngineTools
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "kernel"
@@ -103,7 +103,7 @@ class KernelEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue a kernel that moves pages, of all parts or of one."""
+        """Enqueue a kernel that moves pages, all parts or one."""
         kept = self._uploaded
         if part is None or kept is None or kept[0] is not source_pages or kept[1] is not target_pages:
             self._check(source_pages, target_pages)
@@ -123,5 +123,5 @@ class KernelEngine(GpuEngine):
         )
 
 
-#: By name.
+#: GPU engines by name.
 GPU_ENGINES: dict[str, type] = {engine.name: engine for engine in (StagedEngine, CopyEngine, KernelEngine)}

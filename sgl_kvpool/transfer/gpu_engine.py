@@ -1,7 +1,7 @@
-"""What the engines of GPU pools have in common; `engines.py` says what they do.
+"""Common parts of the engines for GPU pools; `engines.py` describes the engines.
 
-Compiled code gets a plan as the structs of csrc/staging.h, lists of numbers. They are made once, when both
-sides of a transfer are known, and keep alive what they point to.
+Compiled code gets a plan as the structs of csrc/staging.h, which are lists of integers. They are made once,
+when both sides of a transfer are known, and keep the memory alive that they point to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 #: Blocks of a kernel, at most one per SM: a load or a store leaves the other SMs to the model.
 KERNEL_BLOCKS = 16
-#: Words that kernels copy, the widest first.
+#: Word sizes of the copy kernels, the widest first.
 _WORD_BYTES = (16, 8, 4)
 
 
@@ -44,7 +44,7 @@ class RegisteredChunks:
     begin : int
         Address of the first byte.
     chunk_bytes : int
-        0 if no copy can touch two chunks.
+        Bytes of a chunk; 0 if no copy can cross a chunk boundary.
     """
 
     begin: int = 0
@@ -53,22 +53,22 @@ class RegisteredChunks:
 
 @dataclass(frozen=True)
 class EngineTools:
-    """What engines of one direction share.
+    """Objects that the engines of one direction share.
 
     Attributes
     ----------
     calls : module
-        Of `gpu_calls`.
+        Module that `gpu_calls` returns.
     device : torch.device
-        Of the pool.
+        Device of the pool.
     buffer : PageBuffer or None
-        Only `staged` needs it.
+        Page buffer; only `staged` needs one.
     chunks : RegisteredChunks
-        Of the host tier.
+        Chunks of the host tier's memory.
     current_stream : callable
-        Number of the stream that steps are to be enqueued on.
+        Returns the handle of the stream on which steps are enqueued.
     make_event : callable
-        An event with `record`, `query` and `elapsed_time`, for the metrics.
+        Makes an event with `record`, `query` and `elapsed_time`, for the metrics.
     """
 
     calls: Any
@@ -80,12 +80,12 @@ class EngineTools:
 
 
 def contiguous(pages: np.ndarray) -> np.ndarray:
-    """Page indices as compiled code takes them."""
+    """Page indices as a contiguous int64 array, as compiled code takes them."""
     return np.ascontiguousarray(pages, dtype=np.int64)
 
 
 class GpuEngine:
-    """Which side is the device, and lists as compiled code takes them."""
+    """Base of the GPU engines: checks page lists and prepares them for compiled code."""
 
     #: Steps are enqueued, not done, when `copy` returns.
     is_asynchronous = True
@@ -94,11 +94,11 @@ class GpuEngine:
         self.plan, self.tools, self.to_host = plan, tools, to_host
 
     def _sides(self, source: Any, target: Any) -> tuple[Any, Any]:
-        """Device first."""
+        """Both arguments, the device's first."""
         return (source, target) if self.to_host else (target, source)
 
     def _check(self, source: np.ndarray | DevicePages, target: np.ndarray | DevicePages) -> None:
-        """What can be checked without waiting for the GPU: lengths, and the host's pages."""
+        """Check what does not need the GPU: the lengths of both lists, and the host pages."""
         if len(source) != len(target):
             raise ValueError(f"{len(source)} source pages for {len(target)} target pages")
         _, host_pages = self._sides(source, target)
@@ -110,18 +110,18 @@ class GpuEngine:
             )
 
     def _on_device(self, pages: np.ndarray | DevicePages) -> tuple[torch.Tensor, int]:
-        """Slots, or page indices, in device memory, and slots per page."""
+        """Slots or page indices in device memory, and the number of list entries per page."""
         if isinstance(pages, DevicePages) and pages.slots.device == self.tools.device:
             return pages.slots.to(torch.int64).contiguous(), pages.page_size
         pages = page_indices(pages)
-        # Short lists are copied before this returns, from wherever they are; longer ones wait for the stream.
+        # CUDA copies short lists out of pageable memory before this returns; longer ones wait for the stream.
         return torch.from_numpy(contiguous(pages)).to(self.tools.device, non_blocking=True), 1
 
 
 def counted_from(
     runs: Sequence[CopyRun], *, source_base: int = 0, target_base: int = 0
 ) -> tuple[CopyRun, ...]:
-    """Copy runs whose addresses on a side count from a base."""
+    """Copy runs with addresses relative to a base on either side."""
     return tuple(
         replace(
             run,
@@ -137,17 +137,17 @@ def _table(runs: Sequence[CopyRun], device: torch.device | str) -> torch.Tensor:
 
 
 class KernelJob:
-    """`KernelJob` of csrc/staging.h.
+    """The struct `KernelJob` of csrc/staging.h in host memory.
 
     Parameters
     ----------
     runs : sequence of CopyRun
     device : torch.device
-        That runs the kernel.
+        Device that runs the kernel.
     conversion : RowConversion, optional
-        Of the rows, one per run.
+        Conversion of the rows; a run is one row.
     parts : sequence of int
-        Places of the runs' layers in the group, for their k_scales; only with a conversion.
+        Indices of the runs' layers in the group, which select their k_scales; only with a conversion.
 
     Attributes
     ----------
@@ -179,18 +179,18 @@ class KernelJob:
 
 
 def _bytes_of(run: CopyRun) -> tuple[int, ...]:
-    """Numbers of a run that are addresses or bytes."""
+    """Fields of a run that are addresses, strides or sizes in bytes."""
     return astuple(replace(run, run_count=0))
 
 
 class CopyJob:
-    """`CopyJob` of csrc/staging.h.
+    """The struct `CopyJob` of csrc/staging.h in host memory.
 
     Parameters
     ----------
     runs : sequence of CopyRun
     chunks : RegisteredChunks
-        Of the host side.
+        Chunks of the host's memory.
 
     Attributes
     ----------

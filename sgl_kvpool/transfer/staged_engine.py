@@ -1,4 +1,4 @@
-"""The `staged` engine: pages through a buffer on the GPU; `engines.py` says how, csrc/staging.h why so."""
+"""The `staged` engine: pages are moved through a buffer on the GPU; see `engines.py` and csrc/staging.h."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sgl_kvpool.transfer.slots import DevicePages, page_indices
 
 __all__ = ["StagedEngine"]
 
-#: Bytes of a page that go to the device at once: enough that a copy costs the link more (5 us) than asking
-#: for it costs the CPU (0.6 us), few enough that the first layers are there early.
+#: Bytes of a page that a load copies at once: enough that the copy takes the link longer (5 us) than its
+#: submission takes the CPU (0.6 us), few enough that the first layers arrive early.
 _GROUP_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
 class _Hops:
-    """Both hops of some parts of a page, and how many pages a slot of the page buffer holds of them."""
+    """Kernel and copies for some parts of a page, and how many pages of these parts a buffer slot holds."""
 
     kernel: KernelJob
     copy: CopyJob
@@ -39,16 +39,17 @@ class _Hops:
 
 
 class StagedEngine(GpuEngine):
-    """Pages through the page buffer; see the module.
+    """Moves pages through the page buffer; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        With or without a conversion. Parts may have different sizes.
+        Plan with or without a conversion. Parts may have different sizes.
     tools : EngineTools
-        With a page buffer. Parts that are longer together than its slots go to the host in groups, too.
+        Tools with a page buffer. Parts that do not fit into one of its slots together are stored in groups,
+        too.
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "staged"
@@ -100,10 +101,10 @@ class StagedEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue the steps that move pages, of all parts, or of the group of parts that one is of.
+        """Enqueue the steps that move pages: all parts, or the group of parts that contains `part`.
 
-        A load asks for one part after the other, with the same lists. Its first part of a group brings all of
-        the group.
+        SGLang loads one part after the other, with the same lists. The first part of a group loads the whole
+        group.
         """
         device_pages, host_pages = self._sides(source_pages, target_pages)
         stream = self.tools.current_stream()
@@ -118,7 +119,7 @@ class StagedEngine(GpuEngine):
             slots, stride = self._on_device(device_pages)
             load = _Load(device_pages, host_pages, slots, stride, contiguous(page_indices(host_pages)))
             self.tools.calls.begin(self._buffer.handle, stream)
-        self._load = None  # if the following fails, what is requested next begins anew
+        self._load = None  # if the following fails, the next request starts a new load
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
             if group not in load.groups:
                 self._load_group(load, group, stream)
@@ -159,7 +160,7 @@ class StagedEngine(GpuEngine):
 
 
 class _Load:
-    """A load that is under way: its lists, where compiled code finds them, and what has been requested."""
+    """A load that is under way: its lists, their copies for compiled code, and the parts requested so far."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class _Load:
         self.parts: set[int] = set()
 
     def goes_on(self, device_pages: Any, host_pages: Any, part: int) -> bool:
-        """Whether a request is one more part of this load: the same lists, a part not requested yet."""
+        """Whether a request continues this load: the same lists, and a part not requested yet."""
         same = device_pages is self._lists[0] and host_pages is self._lists[1]
         return same and part not in self.parts
 
@@ -185,7 +186,7 @@ def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
 
 
 def _groups(host: CanonicalGroup, wanted_bytes: int, most_bytes: int) -> list[range]:
-    """Parts in their order, as many together as make up so much of a host page and fit into a slot."""
+    """Consecutive parts, grouped until they reach `wanted_bytes` without exceeding `most_bytes`."""
     groups: list[range] = []
     first, size_bytes = 0, 0
     for part, layer in enumerate(host.layers):

@@ -151,8 +151,8 @@ def test_every_shape_has_a_configuration(layout):
                 for rows in (0, 1, 64, 1000, 163840):
                     config = decode_config(fmt, heads, queries, lists, rows)
                     assert (layout, config.tile) in tiles
-                    assert config.tiles * config.tile.pairs >= heads * queries
-                    assert (config.tiles - 1) * config.tile.pairs < heads * queries
+                    assert config.tiles * config.tile.query_heads >= heads * queries
+                    assert (config.tiles - 1) * config.tile.query_heads < heads * queries
                     assert 1 <= config.splits <= MAX_SPLITS
                     assert config.splits <= max(1, -(-rows // config.tile.block_rows))
                     programs = config.splits * config.tiles * lists
@@ -219,14 +219,14 @@ def test_the_device_is_kept_busy():
     for lists, splits, min_blocks in ((32, 4, 2), (33, 2, 4), (64, 2, 4)):
         config = decode_config(FP4, 16, 1, lists, 500)
         assert (config.splits, config.min_blocks) == (splits, min_blocks)
-    # One program of 32 pairs per multiprocessor, 4 tiles of 128 heads: 4 blocks of 128 rows, 1 at least each
+    # One program per SM and 4 tiles of 32 for 128 heads: 4 blocks of 128 rows, 1 at least each
     assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2
     assert decode_config(FP4, 128, 1, 1, 500).splits == 4
 
 
 def test_another_tile():
     """What `decode_config` computes for a tile, for one that is not in the table."""
-    tile = TileConfig(pairs=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
+    tile = TileConfig(query_heads=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
     config = config_of_tile(tile, 30, 11, 100_000, 132)
     assert (config.tile, config.tiles, config.splits, config.min_blocks) == (tile, 2, 18, 4)
 

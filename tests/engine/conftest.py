@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import cluster_servers
+import foreign_version
 import host_tier_servers as host_tier
 import hybrid_servers
 import peer_servers
 import psutil
 import pytest
+import ranked_pressure
 import ranked_servers
 import regression_run
 import smollm2_server
@@ -109,9 +111,7 @@ def serve(name, model_path, folder):
     """Start one configuration, ask it everything, stop it; returns the answers."""
     folder.mkdir()
     (folder / "arranged.yaml").write_text(ARRANGED_YAML)
-    foreign = folder / "foreign" / "sglang-0.6.1.dist-info"
-    foreign.mkdir(parents=True)
-    (foreign / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n")
+    foreign = foreign_version.write(folder / "foreign")
     arguments, environment = CONFIGURATIONS[name]
     arguments = [a.replace("{tmp}", str(folder)) for a in arguments]
     environment = {k: v.replace("{tmp}", str(folder)) for k, v in environment.items()}
@@ -126,6 +126,9 @@ def serve(name, model_path, folder):
             *host_tier.CHOICES.get(name, []),
         ]
         environment.update(host_tier.environment(HERE, folder.parent, name))
+        if name == host_tier.SELF_CHECKED:
+            environment["PYTHONPATH"] = os.pathsep.join([str(foreign), environment["PYTHONPATH"]])
+            environment["KVPOOL_ALLOW_UNTESTED"] = "1"
         store = environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]
         if name == host_tier.AGAIN[layout]:
             host_tier.damage(store, layout)
@@ -306,6 +309,7 @@ JOBS = {
     **hybrid_servers.JOBS,
     **peer_servers.JOBS,
     **ranked_servers.JOBS,
+    **ranked_pressure.JOBS,
     **soak_runs.JOBS,
     **store_servers.JOBS,
 }
@@ -330,7 +334,7 @@ ADAPTING = ("demo", "regression")
 SCHEDULERS = {
     **dict.fromkeys(ADAPTING, 2),
     **dict.fromkeys(peer_servers.JOBS, 3),
-    **dict.fromkeys(ranked_servers.JOBS, 2),
+    **dict.fromkeys([*ranked_servers.JOBS, *ranked_pressure.JOBS], 2),
 }
 
 

@@ -96,6 +96,30 @@ def runs():
 
 
 @pytest.fixture
+def on_ptxrun(runs, monkeypatch):
+    """The public functions take CPU tensors to the kernels, as they take those of CUDA."""
+    import torch
+
+    from sgl_kvpool import codec
+    from sgl_kvpool.attention import decode
+    from sgl_kvpool.attention.decode_config import decode_config, partial_elements
+    from sgl_kvpool.attention.decode_launch import launch
+    from sgl_kvpool.codec import triton as codec_triton
+
+    def by_kernels(params):
+        tokens, heads, _ = params.out.shape
+        config = decode_config(
+            params.fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1]
+        )
+        partial = torch.full((partial_elements(params.fmt, tokens, heads, config.splits),), float("nan"))
+        launch(params, partial, config)
+
+    monkeypatch.setattr(codec, "_backend", lambda rows: codec_triton)
+    monkeypatch.setattr(decode, "_decode_on_cpu", by_kernels)
+    return runs
+
+
+@pytest.fixture
 def few_blocks(monkeypatch):
     """Transfer kernels of fewer warps, of a number that is no power of two: they take several turns."""
     from sgl_kvpool.transfer import jobs

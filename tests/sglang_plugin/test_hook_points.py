@@ -284,14 +284,14 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
     )
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 39 3 False\n"
+    assert done.stdout == "0 40 3 False\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_LAYOUT="fp4")
     assert done.stdout == "0 0 2 True\n", done.stderr
     # The five on sparse attention alone.
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
-    assert done.stdout == "0 34 3 False\n", done.stderr
+    assert done.stdout == "0 35 3 False\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="0")
-    assert done.stdout == "0 39 3 False\n", done.stderr
+    assert done.stdout == "0 40 3 False\n", done.stderr
 
 
 @pytest.mark.parametrize(

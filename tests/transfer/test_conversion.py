@@ -350,7 +350,9 @@ def test_plans_that_cannot_convert():
         plan(RowConversion(source=own, target=other, k_scales=(1.0,) * 2))
     with pytest.raises(ValueError, match="the layers of group kv differ"):
         plan(tokens=(4, 2), row=(1152, 832))
-    with pytest.raises(ValueError, match="has 4624 bytes in a page of 4 tokens, which are no rows bf16-r512"):
+    with pytest.raises(
+        ValueError, match="has 4624 bytes in a page of 4 tokens, which are not rows of format bf16-r512"
+    ):
         plan(row=(1156, 416))
 
 

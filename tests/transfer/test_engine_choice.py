@@ -36,9 +36,9 @@ def test_crossover(found, crossover):
 @pytest.mark.parametrize(
     ("changes", "engine", "reason"),
     [
-        ({}, "copy_engine", "runs of 73728 bytes, and 65536 are enough"),
-        ({"run_bytes": 26624}, "staged", "runs of 26624 bytes, the link wants 65536"),
-        ({"rates": None}, "staged", "none that was tried reaches 95 %"),
+        ({}, "copy_engine", "runs of 73728 bytes; the link is saturated from 65536 on"),
+        ({"run_bytes": 26624}, "staged", "runs of 26624 bytes; the link needs at least 65536"),
+        ({"rates": None}, "staged", "no measured run size reaches 95 %"),
         ({"io_backend": "kernel"}, "staged", "page indices stay on the GPU with io backend kernel"),
         ({"converts": True}, "staged", "rows change their layout"),
         ({"is_pinned": False}, "torch", "not pinned"),

@@ -15,8 +15,14 @@ __all__ = ["SCHEMA", "as_json", "as_text", "examine", "problems"]
 SCHEMA = 1
 
 
-def examine() -> dict[str, Finding]:
-    """Run every probe, also after failures of others; returns findings by the probe's name."""
+def examine(*, with_self_check: bool = False) -> dict[str, Finding]:
+    """Run every probe, also after failures of others; returns findings by the probe's name.
+
+    Parameters
+    ----------
+    with_self_check : bool
+        Whether to write, read, attend and transfer rows of every layout too.
+    """
     findings = {
         "packages": _guarded(probes.packages),
         "plugin": _guarded(probes.plugin),
@@ -28,6 +34,8 @@ def examine() -> dict[str, Finding]:
     if "devices" not in findings["gpu"].facts:
         findings["would be used"].notes.append("an assumption: the presence of a GPU is unknown, see above")
     findings["host"] = _guarded(partial(probes.in_child, "host"))
+    if with_self_check:
+        findings["self-check"] = _guarded(partial(probes.in_child, "self-check"))
     return findings
 
 
@@ -57,7 +65,8 @@ def as_text(findings: dict[str, Finding]) -> str:
     lines = []
     for name, finding in findings.items():
         lines.append(name)
-        lines += [f"  {key:20} {_value(key, value)}" for key, value in finding.facts.items()]
+        width = max(20, *map(len, finding.facts), 0)
+        lines += [f"  {key:{width}} {_value(key, value)}" for key, value in finding.facts.items()]
         lines += [f"  PROBLEM {problem}" for problem in finding.problems]
         lines += [f"  note: {note}" for note in finding.notes]
     found = problems(findings)

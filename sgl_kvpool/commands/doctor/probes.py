@@ -35,6 +35,7 @@ __all__ = [
     "in_child",
     "packages",
     "plugin",
+    "self_check",
     "used",
 ]
 
@@ -318,6 +319,13 @@ def _free_in(folder: Path, limit: str, use: str) -> int | None:
     return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
 
 
+def self_check() -> Finding:
+    """Whether rows of every layout are stored, attended and moved rightly here. Imports SGLang and torch."""
+    from sgl_kvpool.commands.doctor import self_check as checks
+
+    return checks.self_check()
+
+
 def in_child(name: str) -> Finding:
     """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
     done = subprocess.run(
@@ -345,6 +353,6 @@ def answer(name: str) -> None:
     """
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    finding = {"hook points": hook_points, "gpu": gpu, "host": host}[name]()
+    finding = {"hook points": hook_points, "gpu": gpu, "host": host, "self-check": self_check}[name]()
     with stdout:
         stdout.write("\n" + json.dumps(asdict(finding)) + "\n")

@@ -1,7 +1,7 @@
-"""`kvpool_mla` on a CPU: SGLang attention backend that reads rows of any layout.
+"""`kvpool_mla` on a CPU: an attention backend of SGLang that reads rows of any layout.
 
-SGLang calls it with absorbed queries and keys, 576 wide for the usual geometry. Every read of the pool
-goes through `get_row_buffer` and touches only the rows a batch refers to.
+SGLang calls it with absorbed queries and keys, 576 values wide for the usual geometry. All reads of the pool
+go through `get_row_buffer` and access only rows of the batch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class KVPoolMLABackend(AttentionBackend):
     Parameters
     ----------
     model_runner : ModelRunner
-        SGLang's; its pool must be a `RowPool` and its device the CPU.
+        SGLang's model runner; its pool must be a `RowPool` and its device the CPU.
 
     Raises
     ------
     ValueError
-        Another pool or device, or layers this backend does not compute (sliding windows, logit caps).
+        For another pool or device, or for layers that this backend does not compute (sliding windows, logit
+        caps).
     """
 
     def __init__(self, model_runner):
@@ -51,12 +52,12 @@ class KVPoolMLABackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
             raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is a "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         if torch.device(model_runner.device).type != "cpu":
             raise Refusal(
-                f"this is the CPU's part of attention backend {KVPOOL_BACKEND}, and the device is "
+                f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
                 f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )
         check_layers(model_runner.model, pool, multi_head=False)
@@ -79,7 +80,7 @@ class KVPoolMLABackend(AttentionBackend):
     # ---------------------------------------------------------------- once per step
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Collect the row numbers this batch refers to; they are the same for every layer."""
+        """Collect the row numbers of this batch; they are the same for every layer."""
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             queries = [1] * len(seq_lens)
@@ -105,15 +106,15 @@ class KVPoolMLABackend(AttentionBackend):
         self._plan = self.reader.plan(self._requests)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request; nothing is captured on the CPU."""
+        """Length of a padding request; there are no CUDA graphs on the CPU."""
         return 1
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The same, under the name that SGLang uses where it pads batches on a CPU."""
+        """As `get_cuda_graph_seq_len_fill_value`; SGLang uses this name where it pads batches on a CPU."""
         return 1
 
     def support_triton(self) -> bool:
-        """SGLang's helpers must take their torch path."""
+        """False, so that SGLang's helpers take their torch path."""
         return False
 
     # ---------------------------------------------------------------- per layer
@@ -142,7 +143,7 @@ class KVPoolMLABackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the batch's keys, attend stored rows, and the fresh keys of the new tokens where asked.
+        """Store the batch's keys, then attend stored rows and, with `attend_fresh`, the new tokens' own keys.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.

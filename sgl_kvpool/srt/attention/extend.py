@@ -1,12 +1,12 @@
-"""Absorbed prefill over stored rows on CUDA: decoded in bounded chunks, attended, merged.
+"""Absorbed prefill over stored rows on CUDA: rows are decoded and attended in bounded chunks, then merged.
 
-A batch's stored prefixes are one list of rows, one request after the other. While they and the new tokens fit
-into the workspace together, all of it is attended in one call of FlashInfer's MLA kernel, as SGLang's own
-backend calls it, only that its pages are the workspace. Longer lists are cut into chunks of the workspace's
-size; each is decoded and attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The
-new tokens are attended last, from the values that were just computed.
+The stored prefixes of a batch form one list of rows, one request after the other. If this list and the new
+tokens fit into the workspace together, one call of FlashInfer's MLA kernel attends both, as in SGLang's own
+backend, with the workspace as pages. Longer lists are split into chunks of the workspace's size: each chunk
+is decoded, attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The new tokens are
+attended last, from the values that were just computed.
 
-Everything that depends on the batch alone is worked out once, on the host, from lengths SGLang has there.
+Everything that depends on the batch alone is computed once, on the host, from lengths that SGLang has there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
+#: Maximum number of rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
 WORKSPACE_TOKENS = 65536
 
 
@@ -51,18 +51,18 @@ def plan_extend(
     reader: ExtendReader,
     scale: float,
 ) -> ExtendBatch:
-    """Work out how a batch is attended.
+    """Compute how a batch is attended.
 
     Parameters
     ----------
     prefix_lens, query_lens : sequence of int
         Stored rows and new tokens per request, on the host.
     list_rows : callable
-        Given the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and the
-        total, returns the row numbers of all stored rows.
+        Function of the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and
+        of the total number of rows; returns the row numbers of all stored rows.
     reader : ExtendReader
     scale : float
-        Applied to the scores.
+        Softmax scale of the scores.
 
     Returns
     -------
@@ -103,12 +103,12 @@ def extend_workspace(
 
 
 def extend_workspace_bytes(fmt: RowFormat, tokens: int = WORKSPACE_TOKENS) -> int:
-    """Bytes of it in bfloat16 or float16, for the memory budget."""
+    """Bytes of `extend_workspace` in bfloat16 or float16, for the memory budget."""
     return tokens * fmt.head_dim * torch.bfloat16.itemsize
 
 
 class ExtendReader:
-    """Attends stored rows and the new tokens of a batch.
+    """Attends the stored rows and the new tokens of a batch.
 
     Parameters
     ----------
@@ -116,15 +116,16 @@ class ExtendReader:
     heads : int
         Query heads of this rank.
     workspace : torch.Tensor
-        From `extend_workspace`, in the dtype of queries and result; may be shared by readers of one stream.
+        From `extend_workspace`, in the dtype of queries and result; readers on one stream may share it.
     wrapper : flashinfer.BatchMLAPagedAttentionWrapper, optional
-        Attends what fits into the workspace in one call; without it everything is attended in chunks.
+        Attends batches that fit into the workspace in one call; without it, all batches are attended in
+        chunks.
     """
 
     def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
         self.fmt, self.heads, self.workspace = fmt, heads, workspace
         self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
-        # FlashInfer's kernel wants rotary values of its own.
+        # FlashInfer's kernel needs separate rotary values.
         self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
         self._refusal_logged = False
 
@@ -135,11 +136,12 @@ class ExtendReader:
         query_bounds: torch.Tensor,
         scale: float,
     ) -> bool:
-        """Plan FlashInfer's call for a batch whose rows are in the workspace, as `attend` puts them there.
+        """Plan FlashInfer's call for a batch whose rows `attend` puts into the workspace.
 
-        Bounds and lengths stay on the host, where FlashInfer wants them: nothing waits for the GPU. False if
-        FlashInfer's kernel does not take the batch, which is then attended in chunks: it refuses some lengths
-        where the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384 work items.
+        Bounds and lengths stay on the host, where FlashInfer takes them, so nothing waits for the GPU.
+        Returns False if FlashInfer's kernel refuses the batch, which is then attended in chunks: it refuses
+        some lengths if the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384
+        work items.
         """
         lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
         rows = rows_of_requests(prefix_lens, query_lens).pin_memory()
@@ -158,7 +160,7 @@ class ExtendReader:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
             )
-        except ValueError as refusal:  # FlashInfer's way to say that no kernel takes it; CUDA errors go on
+        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; CUDA errors pass
             if not self._refusal_logged:
                 logger.warning(
                     "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: %s", refusal
@@ -168,12 +170,12 @@ class ExtendReader:
         return True
 
     def require(self, tokens: int) -> None:
-        """Refuse batches of more new tokens than SGLang's prefill kernel finds with 32-bit offsets."""
+        """Refuse batches of more new tokens than SGLang's prefill kernel addresses with 32-bit offsets."""
         most = (2**31 - 1) // (self.heads * self.fmt.head_dim)
         if tokens > most:
             raise ValueError(
-                f"batches of prefill of up to {tokens} tokens of {self.heads} heads, and SGLang's kernel "
-                f"takes {most}; set --chunked-prefill-size to {most} or less"
+                f"prefill batches have up to {tokens} tokens of {self.heads} heads, but SGLang's kernel "
+                f"takes at most {most}; set --chunked-prefill-size to {most} or less"
             )
 
     def attend(
@@ -187,7 +189,7 @@ class ExtendReader:
         *,
         k_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Causal attention of a batch over its stored rows and over its own tokens.
+        """Causal attention of a batch over its stored rows and its own tokens.
 
         Parameters
         ----------
@@ -196,7 +198,7 @@ class ExtendReader:
         extend_kv : torch.Tensor
             `[query_tokens, R + P]` keys of the new tokens, in q's dtype.
         rows : torch.Tensor
-            `[slots, row_bytes]` uint8, any row stride: the pool.
+            Rows of the pool, `[slots, row_bytes]` uint8, with any row stride.
         batch : ExtendBatch
         scale, k_scale : float
 
@@ -219,11 +221,11 @@ class ExtendReader:
             self._add(merged, self._over_chunk(q, kv, batch, chunk, scale), chunk)
         kv = self._decode(rows, batch, last, k_scale)
         final = self._over_chunk(q, kv, batch, last, scale, extend_kv=extend_kv)
-        # `final` has the new tokens, so that no query saw nothing on both sides.
+        # `final` includes the new tokens, so that every query attended at least one row.
         return _merge_state(merged, final)[0]
 
     def _decode(self, rows, batch: ExtendBatch, chunk: PrefixChunk, k_scale: float) -> torch.Tensor:
-        """`[count, R + P]`: the rows of a chunk, in the workspace."""
+        """Decode the rows of a chunk into the workspace: `[count, R + P]`."""
         kv = self.workspace[: chunk.count]
         ids = batch.kv_indices[chunk.start : chunk.start + chunk.count]
         gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
@@ -249,11 +251,12 @@ class ExtendReader:
     def _over_chunk(
         self, q, kv, batch: ExtendBatch, chunk: PrefixChunk, scale, *, extend_kv=None, with_lse=True
     ):
-        """`[queries, heads, R]` and `[queries, heads]`: of its queries over its rows and `extend_kv`."""
+        """Output `[queries, heads, R]` and lse `[queries, heads]` over a chunk's rows and `extend_kv`."""
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         rank = self.fmt.kv_lora_rank
-        # The kernel finds queries by their bounds in the whole batch, and leaves the others' results alone.
+        # The kernel indexes queries by their bounds in the whole batch and does not write the others'
+        # results.
         out = torch.zeros((len(q), self.heads, rank), dtype=q.dtype, device=q.device)
         lse = None
         if with_lse:
@@ -286,12 +289,13 @@ class ExtendReader:
 
     @staticmethod
     def _add(merged, partial, chunk: PrefixChunk) -> None:
-        """Add what a chunk gave its queries to what there is for all of them, in place."""
+        """Merge a chunk's result for its queries into `merged`, the result for all queries, in place."""
         begin, end = chunk.first_query, chunk.continued_until
         if begin < end:
-            # Of this request only: merging two results that saw no row would give NaN.
+            # Only for the first request: merging two results without any rows would give NaN.
             result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
-            # Not in place: a thread of SGLang's kernel may write a sum before another has read it.
+            # Copied afterwards: in place, a thread of SGLang's kernel could write a sum before another one
+            # reads it.
             for whole, part in zip(merged, result, strict=True):
                 whole[begin:end] = part
             begin = end
@@ -300,7 +304,7 @@ class ExtendReader:
 
 
 def _merge_state(one, other) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of rows, `(out, lse)`, from that over each."""
+    """Merge attention over two disjoint sets of rows, `(out, lse)` each."""
     from sglang.srt.layers.attention.merge_state import merge_state
 
     return merge_state(*one, *other)

@@ -1,4 +1,4 @@
-"""How a batch of absorbed prefill is attended: its stored rows in chunks, worked out once, on the host."""
+"""Plan of an absorbed prefill batch: its stored rows in chunks, computed once, on the host."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["ExtendBatch", "PrefixChunk", "bounds", "rows_of_requests", "split_pr
 
 @dataclass(frozen=True)
 class PrefixChunk:
-    """A run of the list of stored rows that fits into the workspace.
+    """Consecutive stored rows of a batch that fit into the workspace.
 
     Attributes
     ----------
     start, count : int
-        Its rows' place in the list.
+        Position of the chunk's rows in the list of stored rows.
     first_request, last_request : int
-        Requests with rows in it, the last one exclusive.
+        Requests with rows in the chunk; `last_request` is exclusive.
     first_query, last_query : int
-        Their queries' place among the batch's tokens, the last one exclusive.
+        Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
     continued_until : int
-        End of the first request's queries, if it has rows in earlier chunks; no other request can. Else
-        `first_query`.
+        End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
+        other request of the chunk can have rows in earlier chunks.
     kv_indptr : torch.Tensor
-        `[last_request - first_request + 1]` int32: bounds of the requests' rows within the chunk.
+        `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
     """
 
     start: int
@@ -41,20 +41,21 @@ class PrefixChunk:
 
 @dataclass(frozen=True)
 class ExtendBatch:
-    """What attending a batch needs, the same for every layer.
+    """Plan of a batch, the same for every layer.
 
     Attributes
     ----------
     prefix_tokens, query_tokens, longest_query : int
-        Stored rows and queries of all requests; queries of the longest one.
+        Number of stored rows and of queries of all requests, and of queries of the longest request.
     kv_indices : torch.Tensor
         `[prefix_tokens]` row numbers of the stored rows, one request after the other.
     qo_indptr : torch.Tensor
         `[requests + 1]` int32: bounds of the requests' queries.
     prefix_chunks : tuple of PrefixChunk
-        The last one is attended together with the new tokens and therefore names all requests.
+        Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
+        all requests.
     one_call : bool
-        Whether FlashInfer attends stored rows and new tokens in one call; there is one chunk at most then.
+        Whether FlashInfer attends stored rows and new tokens in one call; there is at most one chunk then.
     """
 
     prefix_tokens: int
@@ -67,14 +68,14 @@ class ExtendBatch:
 
 
 def bounds(lengths: Sequence[int]) -> torch.Tensor:
-    """`[len + 1]` int64 running sums from 0, on the CPU."""
+    """Cumulative sums from 0, `[len + 1]` int64, on the CPU."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
 def split_prefixes(
     prefix_bounds: torch.Tensor, query_bounds: torch.Tensor, chunk_tokens: int
 ) -> list[PrefixChunk]:
-    """Cut the list of stored rows; always at least one chunk, and the last one names all requests."""
+    """Split the list of stored rows into at least one chunk; the last chunk covers all requests."""
     requests = len(prefix_bounds) - 1
     total = int(prefix_bounds[-1])
     chunks = []
@@ -102,7 +103,7 @@ def split_prefixes(
 
 
 def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> torch.Tensor:
-    """Workspace rows of each request, one request after the other: its stored rows, then its own.
+    """Workspace rows of each request, one request after the other: stored rows, then new tokens.
 
     The workspace holds the stored rows of all requests first, then the new tokens.
     """

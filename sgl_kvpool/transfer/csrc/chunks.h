@@ -1,12 +1,12 @@
-// How the bytes of a transfer are shared out among the warps of a kernel, for nvcc and g++ alike.
+// Distribution of a transfer's bytes over the warps of a kernel; compiles with nvcc and g++.
 #pragma once
 
 #include "copy_run.h"
 
 namespace kvpool {
 
-// Indices of pages: slots of their tokens as SGLang lists them (stride: tokens of a page), indices as they are
-// (stride 1), or counted from 0 (no list: a page buffer).
+// Page indices in one of three forms: slots of the tokens as SGLang lists them (stride: tokens of a page), page indices
+// (stride 1), or a null pointer, which counts pages from 0 (a page buffer).
 struct PageIndices {
   const int64_t* slots;
   int64_t stride;
@@ -15,7 +15,7 @@ struct PageIndices {
   PageIndices from(int64_t i) const { return {slots == nullptr ? nullptr : slots + i * stride, stride}; }
 };
 
-// Addresses of the copy runs count from the bases, which are 0 where they are absolute.
+// The addresses of copy runs are relative to the bases, which are 0 for absolute addresses.
 struct Transfer {
   const CopyRun* runs;
   int64_t run_count;
@@ -28,11 +28,11 @@ struct Transfer {
 
 // Calls move(target address, source address, bytes, number of the copy run) for one worker's share of all chunks:
 // runs are cut into chunks of at most `chunk_bytes`, and workers take turns over the chunks of all copy runs, so
-// that a transfer of few pages in many copy runs keeps all of them busy.
+// that a transfer of few pages in many copy runs keeps all workers busy.
 template <typename Move>
 KVPOOL_HD void each_chunk(const Transfer& transfer, int64_t chunk_bytes, int64_t worker, int64_t workers,
                           Move&& move) {
-  int64_t item = worker;  // counted from the first chunk of the copy run at hand
+  int64_t item = worker;  // counted from the first chunk of the current copy run
   for (int64_t number = 0; number < transfer.run_count; ++number) {
     const CopyRun& run = transfer.runs[number];
     const int64_t chunks = (run.run_bytes + chunk_bytes - 1) / chunk_bytes;  // of a run

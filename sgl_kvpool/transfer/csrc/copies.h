@@ -1,4 +1,4 @@
-// Flat copies of a transfer, for the copy engine. Plain C++: runs on the host, and is tested there.
+// Flat copies of a transfer, for the copy engine. Plain C++, which is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace kvpool {
 
-// Host memory that was registered with CUDA in chunks: no copy may touch two. Chunks hold whole pages of the host
-// tier, so only copies that were joined could.
+// Host memory that was registered with CUDA in chunks. No copy may cross a chunk boundary; chunks hold whole pages of
+// the host tier, so only joined copies could.
 struct RegisteredChunks {
-  int64_t begin;        // address of the first
-  int64_t chunk_bytes;  // 0: one chunk, or not registered
+  int64_t begin;        // address of the first chunk
+  int64_t chunk_bytes;  // 0: a single chunk, or memory that is not registered
 
   bool starts_at(int64_t address) const { return chunk_bytes > 0 && (address - begin) % chunk_bytes == 0; }
 };
@@ -42,8 +42,8 @@ struct FlatCopies {
   static int64_t at(void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 };
 
-// Adds the copies of a transfer, whose lists are in host memory. What follows its predecessor in the lists, on both
-// sides, is joined to it.
+// Adds the copies of a transfer whose page lists are in host memory. A copy that is adjacent to its predecessor on both
+// sides is joined to it.
 inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredChunks chunks, FlatCopies& copies) {
   for (int64_t number = 0; number < transfer.run_count; ++number) {
     const CopyRun& run = transfer.runs[number];
@@ -58,11 +58,11 @@ inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredChu
   }
 }
 
-// Copies that CUDA is given at a time. A driver has crashed on a list of 51,828 (vLLM's issue 49276), and a token-major
-// pool makes millions of them.
+// Copies per call of CUDA. A driver has crashed on a list of 51,828 (vLLM's issue 49276), and a token-major pool makes
+// millions of copies.
 constexpr size_t kBatchCopies = 4096;
 
-// Calls submit(first, count) for some copies after the other, `most` at a time.
+// Calls submit(first, count) for successive batches of at most `most` copies.
 template <typename Submit>
 void each_batch(const FlatCopies& copies, size_t most, Submit&& submit) {
   for (size_t first = 0; first < copies.sizes.size(); first += most) {

@@ -103,7 +103,7 @@ def test_the_first_damaged_of_several(page_bytes):
     pages[6, 5] ^= 1
     pages[3, -1] ^= 1
     place, what = first_damage(list(pages), "tag", keys)
-    assert (place, what) == (3, "its checksum is not that of its bytes, format and key")
+    assert (place, what) == (3, "its checksum does not match its bytes, format and key")
     with pytest.raises(ValueError, match="9 pages for 8 keys"):
         first_damage(list(pages), "tag", keys[1:])
 

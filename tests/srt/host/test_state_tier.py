@@ -164,7 +164,7 @@ def test_a_slot_has_one_owner(caplog):
     assert tier.free(mine) == 3
     assert tier.slots_problem(mine) == "a host page of the list is not allocated"
     assert tier.free(mine[:2]) == 0  # twice
-    assert "are free already" in caplog.text
+    assert "are already free" in caplog.text
     assert tier.available_size() == tier.size
     assert sorted(tier.alloc(tier.size).tolist()) == list(range(tier.size))
     assert tier.alloc(1) is None

@@ -83,32 +83,35 @@ def busiest_unit_clk(costs: Mapping[str, Any]) -> float:
 
 @cache
 def _clk_of_one_tile() -> dict[tuple[str, str, int], float]:
-    """Clocks per row of the busiest unit by layout, kernel and pairs of a tile."""
+    """Clocks per row of the busiest unit by layout, kernel and query heads of a tile."""
     costs = json.loads(TILE_COSTS.read_text("utf-8"))
     return {(x["layout"], x["kernel"], x["heads"]): busiest_unit_clk(x) for x in costs}
 
 
-def sm_clk_per_row(fmt: RowFormat, pairs: int) -> float:
+def sm_clk_per_row(fmt: RowFormat, query_heads: int) -> float:
     """Multiprocessor clocks of `mla_decode` per row of a list, summed over tiles.
 
     Parameters
     ----------
     fmt : RowFormat
-    pairs : int
-        (query, head) pairs that share the list.
+    query_heads : int
+        That share the list: heads of all its queries.
     """
-    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
-    return -(-pairs // tile.pairs) * _clk_of_one_tile()[fmt.layout.value, tile.kernel, tile.pairs]
+    tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
+    return (
+        -(-query_heads // tile.query_heads)
+        * _clk_of_one_tile()[fmt.layout.value, tile.kernel, tile.query_heads]
+    )
 
 
 def work_of(workload: Workload, fmt: RowFormat) -> Work:
     """Work of a workload on rows of a format."""
     rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
-    rows, pairs = workload.rows, workload.queries * workload.heads
+    rows, query_heads = workload.rows, workload.queries * workload.heads
     return Work(
         row_bytes=rows * fmt.row_bytes,
-        other_bytes=rows * _ENTRY_BYTES + pairs * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
-        flop=2 * pairs * workload.rows_per_list * (2 * rank + rope),
+        other_bytes=rows * _ENTRY_BYTES + query_heads * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
+        flop=2 * query_heads * workload.rows_per_list * (2 * rank + rope),
         sm_clk=rows * sm_clk_per_row(fmt, workload.heads * workload.queries_per_list),
     )
 

@@ -79,7 +79,11 @@ class Kvpool:
             workspace = DecodeWorkspace(size, out.device)
             buffers.append(workspace.buffer)
             config = decode_config(fmt, w.heads, queries, w.batch, w.rows_per_list, self.sm_count)
-            facts = {"tile_pairs": config.tile.pairs, "tiles": config.tiles, "splits": config.splits}
+            facts = {
+                "tile_query_heads": config.tile.query_heads,
+                "tiles": config.tiles,
+                "splits": config.splits,
+            }
 
         def call(kv_indices: torch.Tensor) -> torch.Tensor:
             return mla_decode(

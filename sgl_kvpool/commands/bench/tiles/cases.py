@@ -9,6 +9,7 @@ from typing import Any
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
 from sgl_kvpool.commands.bench.attention.cases import Workload
+from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = [
     "CPU_HEADS",
@@ -31,23 +32,45 @@ _TOP_K = 2048
 _DECODED_SHAPES = ((64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2))
 #: The same for rows that need no decoding; with 3 stages two blocks of them wait in shared memory.
 _BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
-#: Pairs per tile that are compared, by heads: the smallest tile that holds all heads, a larger one, and for
-#: 32 heads two tiles of 16.
-_PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
+#: Gluon tiles beside those of the table: (query_heads, warps, programs_per_sm, late_parts). A block of 4
+#: warps has 64 rows, a block of 8 has 128.
+_GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
+    SegmentEncoding.E4M3_BY_K_SCALE: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 8, 1, 0)),
+    SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
+    SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
+}
+#: Query heads per tile that are compared, by heads: the smallest tile that holds all heads, a larger one, and
+#: for 32 heads two tiles of 16.
+_QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 
 def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
     """Tiles to compare for a number of query heads, those of the table first; on a CPU only Triton's."""
     shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
-    wanted = _PAIRS.get(heads, (16,))
+    wanted = _QUERY_HEADS.get(heads, (16,))
     kernels = ("gluon", "triton") if on_gpu else ("triton",)
     found = [
-        tile for kernel in kernels for name, tile in table(kernel) if name is layout and tile.pairs in wanted
+        tile
+        for kernel in kernels
+        for name, tile in table(kernel)
+        if name is layout and tile.query_heads in wanted
     ]
-    for pairs in wanted:
+    if on_gpu:
+        found += [
+            TileConfig(query_heads, 16 * warps, warps, 1, programs, "gluon", late_parts)
+            for query_heads, warps, programs, late_parts in _GLUON_SHAPES.get(layout.latent, ())
+            if query_heads == heads
+        ]
+    for query_heads in wanted:
         for rows, warps, stages, programs in shapes:
             found.append(
-                TileConfig(pairs=pairs, block_rows=rows, warps=warps, stages=stages, programs_per_sm=programs)
+                TileConfig(
+                    query_heads=query_heads,
+                    block_rows=rows,
+                    warps=warps,
+                    stages=stages,
+                    programs_per_sm=programs,
+                )
             )
     return list(dict.fromkeys(found))
 

@@ -77,7 +77,7 @@ class TileRunner:
         from sgl_kvpool.attention.decode_launch import launch
 
         w, fmt = problem.workload, problem.fmt
-        tiles = -(-w.heads * w.queries_per_list // self.tile.pairs)
+        tiles = -(-w.heads * w.queries_per_list // self.tile.query_heads)
         config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
@@ -168,8 +168,8 @@ def _line(row: dict[str, Any]) -> str:
     job, tile = row["job"], tile_of(row["job"])
     head = (
         f"{job['part']:7}{job['kind']:7}{job['heads']:4} heads, batch {job['batch']:4}, {job['context']:6} "
-        f"{job['layout']:16}{tile.kernel:7}{tile.pairs:3} x {tile.block_rows:3} rows, {tile.warps} warps, "
-        f"{tile.programs_per_sm} per SM, {job['splits']:3} splits"
+        f"{job['layout']:16}{tile.kernel:7}{tile.query_heads:3} x {tile.block_rows:3} rows, "
+        f"{tile.warps} warps, {tile.programs_per_sm} per SM, {tile.late_parts} late, {job['splits']:3} splits"
     )
     if row["status"] != "measured":
         return f"{head}  {row['status']}: {row['reason']}"

@@ -55,8 +55,9 @@ def _workload(job: dict[str, Any]) -> str:
 
 def _name(tile: TileConfig) -> str:
     return (
-        f"{tile.kernel}, {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps, "
+        f"{tile.kernel}, {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps, "
         f"{tile.stages} stages, {tile.programs_per_sm} per SM"
+        + (f", {tile.late_parts} late parts" if tile.late_parts else "")
     )
 
 
@@ -73,9 +74,9 @@ class _Times:
             elif row["status"] == "measured" and job["part"] == "tile":
                 self.of[job["heads"]][tile][_where(job)] = best_us(row)
 
-    def best(self, heads: int, pairs: int, current: TileConfig | None) -> TileConfig | None:
-        """The fastest tile with this number of pairs; the current tile unless another is clearly faster."""
-        found = [t for t in self.of[heads] if t.pairs == pairs and t not in self.wrong]
+    def best(self, heads: int, query_heads: int, current: TileConfig | None) -> TileConfig | None:
+        """The fastest tile of this many query heads; the current tile unless another is clearly faster."""
+        found = [t for t in self.of[heads] if t.query_heads == query_heads and t not in self.wrong]
         if not found:
             return None
         first = current if current in found else found[0]
@@ -96,7 +97,7 @@ class _Times:
 def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
-    Tiles of 16 pairs are judged with 16 heads, tiles of 32 with 32 heads. Tiles of 8 pairs enter the table if
+    Tiles of 16 query heads are judged with 16 heads, tiles of 32 with 32 heads. Tiles of 8 enter the table if
     8 heads are clearly faster with them than with tiles of 16, and leave it if they are slower. Tiles of 32
     leave it if two tiles of 16 are clearly faster for 32 heads. Entries without measurements stay. Layouts
     that encode latents alike share their tiles: a tile that is wrong for one of them is not chosen.
@@ -118,13 +119,13 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
 
 
 def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None:
-    current = {tile.pairs: tile for name, tile in table() if name is layout}
+    current = {tile.query_heads: tile for name, tile in table() if name is layout}
     for tile, why in times.wrong.items():
         line = f"{layout}, {_name(tile)}: {why}"
         choice.wrong.append(line)
         if tile in current.values():
             choice.wrong_in_table.append(line)
-    chosen = {pairs: tile for pairs, tile in current.items() if tile not in times.wrong}
+    chosen = {query_heads: tile for query_heads, tile in current.items() if tile not in times.wrong}
 
     def say(text: str) -> None:
         choice.reasons.append(f"{layout}: {text}")
@@ -157,7 +158,7 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
             del chosen[32]
             verdict = ": none of 32 in the table"
         say(f"32 heads, two tiles of 16: {_ratio(times, 32, usual, large)} a tile of 32{verdict}")
-    choice.tiles[layout] = tuple(chosen[pairs] for pairs in sorted(chosen))
+    choice.tiles[layout] = tuple(chosen[query_heads] for query_heads in sorted(chosen))
 
 
 def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> str:
