@@ -46,8 +46,8 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: A part of a list has at least 128 rows, unless the list has fewer, and 256 once the lists alone fill an
-#: eighth of the device: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
+#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, unless the
+#: list has fewer: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
 #: `fp4`. A list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
@@ -62,10 +62,10 @@ class TileConfig:
     Attributes
     ----------
     query_heads : int
-        It attends; n queries of h heads are n * h query heads.
+        Query heads of a program; n queries of h heads are n * h query heads.
     block_rows : int
-        Rows it reads at a time: 64 for each of its warp groups. A matrix instruction is 64 rows high, so that
-        of two groups with 64 rows each would read all of them for the scores.
+        Rows read at a time: 64 for each warp group. A matrix instruction is 64 rows high, so that of two
+        groups that share 64 rows, each would read all of them for the scores.
     warps, stages : int
         Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
@@ -73,8 +73,9 @@ class TileConfig:
     kernel : str
         "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
     late_parts : int
-        Of `gluon_decode`, parts of a row that take no shared memory: they are loaded into registers when
-        their block begins and decoded last. 1 is the rope, each one more another 64 bytes of the latent.
+        For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
+        when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
+        latent.
     """
 
     query_heads: int
@@ -113,12 +114,12 @@ class DecodeConfig:
 
 
 def _single(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
-    """One program per SM: two warp groups, of which each decodes and attends half of a block."""
+    """Tile for one program per SM: two warp groups, each of which decodes and attends half of a block."""
     return TileConfig(query_heads, 128, 8, 1, 1, kernel, late_parts)
 
 
 def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
-    """Two programs per SM: one decodes while the other waits for products."""
+    """Tile for two programs per SM: one decodes while the other waits for products."""
     return TileConfig(query_heads, 64, 4, 1, 2, kernel, late_parts)
 
 
@@ -140,9 +141,9 @@ check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
-#: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too: late parts are what
-#: does not fit there. 32 query heads of `fp8_block_scale` would need six and spill 240 bytes. FP4's rope is
-#: late with 32 query heads, which saves clocks of shared memory; with 16 that would spill.
+#: Tiles for which `gluon_decode` can be used. A block is also kept in shared memory as stored; the parts that
+#: do not fit there are late parts. 32 query heads of `fp8_block_scale` would need six and spill 240 bytes.
+#: FP4's rope is late with 32 query heads, which saves clocks of shared memory; with 16 it would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
     _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
@@ -177,7 +178,7 @@ def tiles_of_both_kernels() -> list[tuple[MLAKVCacheLayout, TileConfig]]:
 
 @cache
 def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> TileConfig:
-    """The smallest tile that takes all query heads of a list, else the largest there is."""
+    """The smallest tile that takes all query heads of a list, or the largest tile if none does."""
     tiles = _TABLES[kernel][layout.latent]
     return next((tile for tile in tiles if query_heads <= tile.query_heads), tiles[-1])
 

@@ -125,7 +125,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
     if splits > 1:
         results = partial[: splits * query_heads * rank]
         results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
-    # FP4's operands are not in true size.
+    # FP4's operands are scaled by 2**VALUE_SCALE_EXPONENT.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
     if config.tile.kernel == "gluon":
         from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel as kernel

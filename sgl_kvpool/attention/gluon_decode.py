@@ -1,20 +1,20 @@
-"""The kernel of `mla_decode` for Hopper in Gluon, for rows that are decoded; `decode_config` has its tiles.
+"""The Gluon kernel of `mla_decode` for Hopper, for encoded rows; `decode_config` has its tiles.
 
-As `triton_decode.decode_kernel`, with the same arguments and the same partial results: a program takes one
-list of rows, one tile of its query heads (of all its queries) and one split of the list, and goes through
-that split a block at a time, 16 rows for each of its warps. What Gluon can say and Triton cannot: decoded
-rows are the A operand of the score products in the registers in which they were decoded, and go from there,
-once, to the tile in shared memory that the values' products read. With less than half of the shared memory,
-of two programs per SM one decodes while the other multiplies. So that layouts of e4m3 fit, the last parts of
-their rows are not copied ahead to shared memory but come late, into registers.
+It has the arguments and partial results of `triton_decode.decode_kernel`: a program takes one list of rows,
+one tile of its query heads (of all its queries) and one split of the list, and processes that split a block
+at a time, 16 rows for each of its warps. Gluon can express what Triton cannot: decoded rows are the A operand
+of the score products in the registers in which they were decoded, and are stored from there, once, to the
+tile in shared memory that the products of the values read. If two programs per SM fit into shared memory, one
+decodes while the other multiplies. To make e4m3 layouts fit, the last parts of their rows are not copied
+ahead to shared memory, but loaded late, into registers.
 
-The way of block i:
+Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
     copies                start when block i - 1 has been decoded, under its softmax and values' products
     late parts            loaded into registers when the block begins, which decodes them last
     scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
-    softmax               largest scores go from warp to warp; sums stay where they are until the end
+    softmax               maxima of scores go from warp to warp; sums stay in their lanes until the end
     values                [128, BLOCK_H] += V^T P, four times
 """
 
@@ -54,17 +54,17 @@ __all__ = ["gluon_decode_kernel"]
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
 _LN_2 = gl.constexpr(0.6931471805599453)
-#: Less than any score, and finite: a block in which a query head sees nothing then needs no special case,
-#: since exp2(-inf - _LOWEST) is 0 and exp2(_LOWEST - _LOWEST) times the sums so far, which are 0, too.
+#: Lower than any score, and finite, so that a block without rows for a query head needs no special case:
+#: exp2(-inf - _LOWEST) is 0, and exp2(_LOWEST - _LOWEST) is multiplied by the sums so far, which are 0 too.
 _LOWEST = gl.constexpr(-1e30)
-#: Operands of FP4 latents are values times this.
+#: Factor by which operands of FP4 latents are multiplied.
 _LATENT_FACTOR = gl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """COUNT buffers, bfloat16 [ROWS, 128], in shared memory. Parts of one buffer would get barriers."""
+    """COUNT buffers bfloat16 [ROWS, 128] in shared memory; parts of one buffer would get barriers between."""
     tiles = ()
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
@@ -73,7 +73,7 @@ def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _program_again():
-    """`program_id(0)`, read again: tile, split and group then take no registers during the loop.
+    """`program_id(0)`, read again, so that tile, split and group take no registers during the loop.
 
     With int64 lists or several queries per list they would be spilled, 8 to 32 bytes.
     """
@@ -126,7 +126,7 @@ def _scores(
     BLOCK: gl.constexpr = 16 * WARPS
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    # Products go on while the next chunk is decoded, unless there are too few registers (16 heads, 4 warps).
+    # The next chunk is decoded during products, unless there are too few registers (16 heads, 4 warps).
     IN_FLIGHT: gl.constexpr = BLOCK_H <= 2 * WARPS and SCALE != "fp32"
     COPIED: gl.constexpr = copied_words(R, NOPE, LATE)
     OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among late words
@@ -178,7 +178,7 @@ def _write(
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, token_stride, head_stride,
     lse_token_stride, lse_head_stride, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Results of a program, normalised, and their lse; `at` and `lse_at` are where token 0, head 0 lies."""
+    """Write a program's normalised results and lse; `at` and `lse_at` point to token 0, head 0."""
     PER_HEAD: gl.constexpr = gl.SliceLayout(0, scores_layout(BLOCK_H, WARPS))
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
     token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(0, OUT))
@@ -252,7 +252,7 @@ def gluon_decode_kernel(
     for _ in gl.static_range(R // 128):
         accumulators = accumulators + (gl.zeros([128, BLOCK_H], gl.float32, S),)  # noqa: RUF005
     top = gl.full([BLOCK_H], _LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
-    # Sums of weights, by lane: lanes are summed up at the end.
+    # Sums of weights are kept per lane; lanes are added up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
     # A rope that is an operand as it was copied has to be seen by its product, in every block.
     COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and LATE == 0
@@ -304,7 +304,7 @@ def gluon_decode_kernel(
             products = products + (x,)  # noqa: RUF005
         accumulators = warpgroup_mma_wait(0, deps=products)
 
-    # A query head that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
+    # A query head without rows has total 0: result 0, lse -inf. NaN stays NaN.
     total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_HEAD)
     normal = value_scale / gl.where(total == 0, 1.0, total)
     lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2

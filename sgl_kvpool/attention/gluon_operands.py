@@ -121,19 +121,19 @@ A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # Of the LATE parts of a row the first is the rope, the others are the latent's last words, 64 bytes each.
 @gluon.constexpr_function
 def words_of_latent(R, NOPE):
-    """How many times 64 bytes a latent is."""
+    """Number of 64-byte units of a latent."""
     return R // (128 if NOPE == "e2m1" else 64)
 
 
 @gluon.constexpr_function
 def copied_words(R, NOPE, LATE):
-    """How many times 64 bytes of a latent are copied to shared memory."""
+    """Number of 64-byte units of a latent that are copied to shared memory."""
     return words_of_latent(R, NOPE) - max(0, LATE - 1)
 
 
 @gluon.constexpr_function
 def rope_order(ROPE, LATE):
-    """The order of a rope's columns as an operand, for `in_operand_order`."""
+    """Order of a rope's columns as an operand, for `in_operand_order`."""
     return "bf16 words" if ROPE == "bf16" and LATE > 0 else ROPE
 
 
@@ -157,7 +157,7 @@ def allocate_raw(
     R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for what is copied of a block, words of 64 bytes each, scales, rope; next row numbers.
+    """Shared memory for the copied parts of a block: words of every 64 bytes, scales, rope; next row numbers.
 
     The buffers are separate, because Triton puts barriers between uses of parts of one buffer.
     """
@@ -251,7 +251,7 @@ def load_late(
 # --------------------------------------------------------------------------------------- decoding
 @gluon.jit
 def words_of(words, late, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
-    """int32 [rows, 16], 64 bytes of every row: from shared memory, or late ones, which are in registers."""
+    """int32 [rows, 16], 64 bytes of every row, from shared memory or, for late parts, from registers."""
     if which < COPIED:
         return words[which].load(_words_layout(WARPS))
     else:
@@ -260,7 +260,7 @@ def words_of(words, late, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.c
 
 @gluon.jit
 def _bf16_words(words, WARPS: gl.constexpr):
-    """int32 [rows, 16] -> the 32 bfloat16 values that they are."""
+    """int32 [rows, 16] -> their 32 bfloat16 values."""
     low = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
     x = gl.join(low, high).reshape([16 * WARPS, 4, 2, 2, 2])  # row, c, w1, w0, h

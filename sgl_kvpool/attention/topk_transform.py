@@ -77,8 +77,7 @@ IDLE_MODES = ("IDLE", "PREBUILT")
 
 @dataclass(frozen=True)
 class _Implementation:
-    """Requirements of a value of SGLang's `--dsa-prefill-backend` and `--dsa-decode-backend`, or of our
-    decode.
+    """Requirements of an implementation of SGLang's sparse attention, or of our decode.
 
     `readers.SGLANG_READERS` lists the rows that it reads.
 

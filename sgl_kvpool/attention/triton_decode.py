@@ -1,11 +1,10 @@
-"""The kernel of `mla_decode` that reads rows and attends them; `triton_merge` has the kernel that merges
-splits.
+"""The kernel of `mla_decode` that reads and attends rows; the kernel in `triton_merge` merges splits.
 
 A program of `decode_kernel` takes one list of rows, one tile of its query heads (of all its queries) and one
-split of the list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and
-values. Matrices are transposed against the usual way: scores are [rows, query heads] = K q^T, results
-[values, query heads] += V^T P. Rows then fill the 64-row side that Hopper's warp group instruction demands,
-and the query heads its other side, which may be 16: a model with 16 heads wastes nothing.
+split of the list, and processes `BLOCK` rows of that split at a time. A row is read once for scores and
+values. Matrices are transposed: scores are [rows, query heads] = K q^T, results are [values, query heads] +=
+V^T P. Rows then fill the 64-row side that Hopper's warp group instruction requires, and query heads fill the
+other side, which may be 16: nothing is wasted for a model with 16 heads.
 
 The latent is processed in chunks of `CHUNK` values, each with a separate accumulator. `fp8_block_scale` has
 one chunk per tile; the tile's scale is multiplied into the scores and weights of the chunk instead of its
@@ -126,7 +125,7 @@ def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.con
 
 @triton.jit
 def _seen(start, limit, live, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Which rows of a block each query head may look at, bool [BLOCK, BLOCK_H]."""
+    """Mask of the rows of a block that each query head attends, bool [BLOCK, BLOCK_H]."""
     BLOCK: tl.constexpr = live.shape[0]
     if QUERIES == 1:
         return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end where the only query's do
@@ -200,7 +199,7 @@ def _write(
     tl.store(lse_at, lse, mask=exists)
 
 
-# What differs between batches is not specialised: each batch size would be compiled anew.
+# Arguments that differ between batches are not specialised, so that no batch size needs another compilation.
 @triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
 def decode_kernel(
     q_ptr,  # bf16 or fp16
@@ -217,7 +216,7 @@ def decode_kernel(
     lists,
     bound,  # maximum count
     splits,
-    min_blocks,  # fewest blocks of a part
+    min_blocks,  # minimum number of blocks of a part
     query_heads,  # T * H
     q_token_stride,  # strides count elements
     q_head_stride,
@@ -249,7 +248,7 @@ def decode_kernel(
     SLICE: tl.constexpr,  # latent values per load
     BLOCK: tl.constexpr,  # rows at a time
     BLOCK_H: tl.constexpr,  # query heads of a program
-    SPLIT: tl.constexpr,  # whether lists may have several parts, and a merge is behind
+    SPLIT: tl.constexpr,  # whether lists may have several parts, which a merge kernel joins
     AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
     NATIVE: tl.constexpr,
 ):
@@ -336,7 +335,7 @@ def decode_kernel(
             )
     top, total, accumulators = state
 
-    # A query head that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
+    # A query head without rows has total 0: result 0, lse -inf. NaN stays NaN.
     normal = value_scale / tl.where(total == 0, 1.0, total)
     lse = (top + tl.log2(total)) * _LN_2
     if SPLIT and (begin > 0 or end < length):

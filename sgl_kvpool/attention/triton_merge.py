@@ -69,7 +69,7 @@ def merge_kernel(
         some = start + tl.arange(0, TOGETHER)
         there = some < filled
         place = some.to(tl.int64) * query_heads + query_head
-        # Read again: a register array cannot be indexed.
+        # Loaded again, because a register array cannot be indexed.
         some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
         weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
         x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)

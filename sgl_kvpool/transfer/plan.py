@@ -1,7 +1,7 @@
 """Plan of a transfer between two sets of caches: which bytes of a page are copied where.
 
 Everything that does not depend on page indices is computed once, when both sides are known: one `CopyRun` per
-layer. For a source and a target page p it moves, for i in range(run_count), the bytes ::
+layer. For pages p_source and p_target it moves, for i in range(run_count), the bytes ::
 
     source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from sgl_kvpool.attention.decode_config import (
     partial_elements,
     tiles_of_both_kernels,
 )
-from sgl_kvpool.attention.decode_launch import decode_constants
 from sgl_kvpool.refusal import Refusal
 
 FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
@@ -229,15 +227,6 @@ def test_another_tile():
     tile = TileConfig(query_heads=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
     config = config_of_tile(tile, 30, 11, 100_000, 132)
     assert (config.tile, config.tiles, config.splits, config.min_blocks) == (tile, 2, 18, 4)
-
-
-def test_k_scale_divides_both_parts_of_a_row_or_none():
-    """The kernel multiplies sums of both; a layout that divides one of them needs another."""
-    config = decode_config(FP8, 16, 1, 1, 100)
-    assert decode_constants(FP8, config, 16, 1, None)["ROPE"] == "e4m3"
-    one = replace(FP8, rope=replace(FP8.rope, uses_k_scale=False))
-    with pytest.raises(ValueError, match="k_scale divides one part of rows fp8-r512-p64-b576-v1 alone"):
-        decode_constants(one, config, 16, 1, None)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -52,7 +52,7 @@ class KVPoolMLABackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
             raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is a "
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         if torch.device(model_runner.device).type != "cpu":

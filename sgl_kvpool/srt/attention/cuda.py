@@ -98,7 +98,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
             raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is a "
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         check_layers(model_runner.model, pool, multi_head=True)

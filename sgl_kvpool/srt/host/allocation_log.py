@@ -1,4 +1,4 @@
-"""What a host tier's allocator has done, as digests that ranks compare. Needs numpy and xxhash alone."""
+"""Digests of a host tier's allocations, which ranks compare. Numpy and xxhash are the only dependencies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AllocationLog:
 
     @property
     def digest(self) -> int:
-        """Equal on ranks that have done the same; from 0 to 2 ** 62 - 1."""
+        """Digest from 0 to 2 ** 62 - 1, equal on ranks with the same operations."""
         return _int62(self._hash)
 
     def latest(self) -> list[tuple[int, str, int]]:
@@ -53,12 +53,12 @@ class AllocationLog:
 
 
 def slots_digest(slots: np.ndarray) -> int:
-    """Of one list, in its order; from 0 to 2 ** 62 - 1."""
+    """Digest of one list in its order, from 0 to 2 ** 62 - 1."""
     return _int62(xxhash.xxh3_64(np.ascontiguousarray(slots, dtype=np.int64).data))
 
 
 def slots_in_words(slots: np.ndarray) -> str:
-    """A list for the log."""
+    """Text about a list for the log."""
     return f"{len(slots)} slots from {slots[0]}" if len(slots) else "0 slots"
 
 

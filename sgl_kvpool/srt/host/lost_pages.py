@@ -1,4 +1,4 @@
-"""Host pages that were lost in their backup, by one rank or by ranks that share a tier. Numpy only."""
+"""Host pages lost in their backup, of one rank or of ranks that share a tier. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class LostPages:
         return cls(np.zeros((1, count), dtype=np.uint8))
 
     def of(self, pages: np.ndarray) -> np.ndarray:
-        """Whether each of some pages is lost, `[pages]` bool."""
+        """Flags of some pages, `[pages]` bool: whether each is lost."""
         return np.asarray(self._columns[:, pages].any(axis=0) | self.is_closed)
 
     def any(self, pages: np.ndarray | slice | int) -> bool:
-        """Whether one of some pages is lost."""
+        """Whether any of some pages is lost."""
         return self.is_closed or self.any_flagged(pages)
 
     def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
-        """Whether the backup of one of some pages failed: loads that were agreed on before `close` go on."""
+        """Whether the backup of any of some pages failed; loads agreed on before `close` continue."""
         return bool(self._columns[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:
-        """What this rank says of some pages."""
+        """Set this rank's flags of some pages."""
         self._own[pages] = lost
 
     def close(self) -> None:
-        """Every page is lost from now on; each rank has to call it."""
+        """Mark every page as lost from now on; each rank has to call it."""
         self.is_closed = True

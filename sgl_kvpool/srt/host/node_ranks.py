@@ -60,12 +60,12 @@ class NodeRanks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of every rank of this machine, in order; every rank of the group has to call it."""
+        """Values of all ranks of this machine, in order; every rank of the group has to call it."""
         found = self.gather_all(value)
         return [found[member] for member in self.members]
 
     def gather_all(self, value: Any) -> list[Any]:
-        """A value of every rank of the group, on every machine, in order; all of them have to call it."""
+        """Values of all ranks of the group, on every machine, in order; every rank has to call it."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, value, group=self.group)
         return found
@@ -78,7 +78,7 @@ class NodeRanks:
 
 
 def _machine() -> tuple[str, int]:
-    """What processes have in common that can open each other's files in /proc: kernel and PID namespace."""
+    """Kernel and PID namespace: equal for processes that can open each other's files in /proc."""
     try:
         return _BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
     except OSError as error:

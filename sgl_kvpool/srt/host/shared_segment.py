@@ -48,7 +48,7 @@ class SharedSegment:
     Raises
     ------
     Refusal
-        Some rank of the group could not map it; then no rank has it.
+        If a rank of the group could not map it; then no rank has it.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -68,7 +68,8 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        # Of all machines: those of one that can would wait for the others later on.
+        # Errors of all machines: otherwise the ranks of a machine without errors would later wait for the
+        # others.
         problems = [found for found in ranks.gather_all(failed) if found is not None]
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,5 +1,4 @@
-"""A host tier with one copy of each page for all ranks of a machine: which rank writes what, and how ranks
-agree.
+"""A host tier with one copy of each page for all ranks of a machine: which rank writes what, and when.
 
 Rows of MLA are the same on every rank of tensor parallelism. Rank r of a machine stores the pages whose index
 is r modulo the machine's number of ranks, and all ranks load from the one copy. SGLang's own collectives
@@ -59,8 +58,7 @@ class SharedTier:
         self._segment: SharedSegment | None = None
 
     def room_problem(self, wanted_bytes: int, available_bytes: int) -> str | None:
-        """Reason why the segment does not fit into memory for a rank of any machine; None if it fits
-        everywhere.
+        """Reason why the segment does not fit into memory for a rank of any machine; None if it fits.
 
         Parameters
         ----------
@@ -145,7 +143,7 @@ class SharedTier:
         metrics.failed("tier_disagreement", why)
 
     def in_words(self, tokens: int) -> str:
-        """For the log, of a tier that holds so many tokens."""
+        """Text for the log about a tier of `tokens` tokens."""
         spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
         return (
             f"one copy for the {self.ranks.count} ranks of this machine{spread}: {tokens} tokens, "

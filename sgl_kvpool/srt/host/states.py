@@ -232,8 +232,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         return [self._buffer]
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes in bytes: for each slot its ssm states, if any, then the states of each
-        convolution.
+        """Addresses and sizes in bytes: for each slot its ssm states, if any, then those of each convolution.
 
         The last part includes the rest of the slot, so that padding and checksum are stored with it.
 

@@ -160,8 +160,10 @@ class RowsToWrite:
         self._rows: RowWriteLoc | None = None
 
     def forget(self) -> None:
-        """Discard the row numbers; call at every step, and inside a CUDA graph too: SGLang refills the same
-        tensor, and a graph repeats only what it has recorded."""
+        """Discard the row numbers; call at every step, and inside a CUDA graph too.
+
+        SGLang refills the same tensor, and a graph repeats only what it has recorded.
+        """
         self._slots = self._rows = None
 
     def of(self, forward_batch) -> RowWriteLoc:

@@ -1,5 +1,4 @@
-"""The pool of models that mix MLA with linear attention: SGLang's `HybridLinearKVPool` around one of our
-pools.
+"""The pool of models that mix MLA with linear attention: SGLang's `HybridLinearKVPool` around our pool.
 
 The rows of the MLA layers are in a `LayoutMLATokenToKVPool`, or a `LayoutDSATokenToKVPool` for sparse
 attention, which numbers the MLA layers 0, 1, ... All callers use model layer ids, and this class translates

@@ -28,7 +28,7 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 
 __all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
 
-#: torch dtype of the `kv_cache_dtype` that SGLang is shown.
+#: torch dtypes for the `kv_cache_dtype` that SGLang sees.
 SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 

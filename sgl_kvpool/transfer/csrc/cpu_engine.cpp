@@ -24,6 +24,7 @@ constexpr int64_t kBytesPerThread = 256 * 1024;
 #if defined(__SSE2__)
 // From this size on, stores bypass the caches. memcpy first reads the target into the caches, a third of all traffic,
 // even for runs as long as a page; neither side needs the bytes soon.
+constexpr int64_t kStreamedBytes = 4 * 1024;
 constexpr int64_t kAheadBytes = 2 * 1024;
 
 void copy_run(char* target, const char* source, int64_t size) {

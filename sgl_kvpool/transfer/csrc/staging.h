@@ -4,7 +4,7 @@
 // `Steps` has types Stream and Event, and
 //   run(KernelJob, Transfer, Stream)              a kernel
 //   copy(CopyJob, Transfer, bool, Stream)         copies by the copy engine; true: the source is the host
-//   record(Event, Stream), wait(Stream, Event)    as CUDA's; a wait for an event that was never recorded is no wait
+//   record(Event, Stream), wait(Stream, Event)    as CUDA's; a wait for an event never recorded returns at once
 //   make_stream(), make_event(), free_stream(Stream), free_event(Event)
 #pragma once
 

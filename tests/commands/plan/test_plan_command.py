@@ -317,7 +317,8 @@ def test_what_the_ranks_hold_is_explained():
     assert "counts rows only: 8052 bytes per token" in shown
     assert "host tokens include copies of device tokens" in shown
     assert "adds little" not in shown
-    assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=20.0))
+    shown = report.text(plan(servers[1], host_gb=20.0))
+    assert "fp4: the host tier has no more tokens than the device" in shown
     alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
     assert "same rows" not in alone
     assert "host" not in alone
