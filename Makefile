@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 OTHER_SGLANG := 0.5.22
 OTHER_VENV := .venv-$(OTHER_SGLANG)
 
-.PHONY: venv usable demo check test test-cluster other-sglang test-other-sglang lint clean constraints
+.PHONY: venv usable demo check test test-cluster other-sglang test-other-sglang lint wheel clean constraints
 
 venv: $(STAMP)
 
@@ -63,6 +63,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+
+# For an environment or an image that has SGLang. Needs no .venv. setuptools would pack the files of an older build/.
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 # Versions that CI tested, resolved on Linux x86-64 with Python 3.11.
 constraints:
@@ -73,4 +79,4 @@ constraints:
 	echo "$$smollm2" >> constraints.txt
 
 clean:
-	rm -rf $(VENV) $(OTHER_VENV) build *.egg-info .ptxrun_cache
+	rm -rf $(VENV) $(OTHER_VENV) build dist *.egg-info .ptxrun_cache

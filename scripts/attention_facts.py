@@ -7,7 +7,8 @@ conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
 ``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into
-``docs/attention.md``; `--check` fails if these differ. `--try` counts a tile that is not in the table.
+``docs/attention.md`` and ``README.md``; `--check` fails if these differ. `--try` counts a tile that is not in
+the table.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ from sgl_kvpool.commands.bench.outputs import replace_file, require_writable  # 
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "attention.md"
+README = ROOT / "README.md"
 HEADS = (8, 16, 32, 64, 128)
 #: Bytes of rows per second from device memory, about 90 % of the data sheet's.
 MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
 CLOCK_HZ = 1.7e9
+#: Clocks per row of the busiest unit, 16 query heads, of the Triton kernel at commit 3a07fce.
+BEFORE_CLK_PER_ROW = {"bf16": 65.1, "fp8": 75.1, "fp8_block_scale": 78.2, "fp4": 74.2}
+#: Query heads of the columns of README's table.
+_README_HEADS = (8, 16, 128)
 #: Registers of an SM, and its shared memory, including the 1 KB that each program reserves.
 _REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 233472, 1024
 #: Blocks that ptxrun executes; the last block does not prefetch.
@@ -218,11 +224,34 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(costs: list[dict[str, Any]]) -> str:
+    """A line per layout: limits on an H100 of the kernel that serves it, and of the kernel before."""
+    # Of two kernels the Gluon kernel, which comes second, is the one that a server takes.
+    limits = {(found["layout"], found["heads"]): found["limit_g_rows_per_s"]["H100"] for found in costs}
+    columns = [f"{heads} heads" for heads in _README_HEADS]
+    lines = _head(["layout", *columns, "16 heads before"])
+    for layout in MLAKVCacheLayout:
+        cells = [f"{limits[layout.value, heads]:.1f}" for heads in _README_HEADS]
+        clk = BEFORE_CLK_PER_ROW.get(layout.value)
+        if clk is None:
+            cells.append("")
+        else:
+            rate = MEMORY_BYTES_PER_S["H100"] / layout.row_format(512, 64).row_bytes
+            cells.append(f"{min(DEFAULT_SM_COUNT * CLOCK_HZ / clk, rate) / 1e9:.1f}")
+        lines.append(f"| {' | '.join([f'`{layout}`', *cells])} |")
+    return "\n".join(lines)
+
+
 def page_of(costs: list[dict[str, Any]], text: str) -> str:
     """The page's text with the tables made of these costs."""
     return page_tables.updated(
         text, {"tiles": lambda: tiles_table(costs), "limits": lambda: limits_table(costs)}
     )
+
+
+def readme_of(costs: list[dict[str, Any]], text: str) -> str:
+    """README's text with the table made of these costs."""
+    return page_tables.updated(text, {"decode limits": lambda: readme_table(costs)})
 
 
 def text_of(costs: list[dict[str, Any]]) -> str:
@@ -279,6 +308,7 @@ def main() -> int:
     new = {TILE_COSTS: text_of(costs)}
     if arguments.write or arguments.check:
         new[PAGE] = page_of(costs, PAGE.read_text())
+        new[README] = readme_of(costs, README.read_text())
     if arguments.write:
         for path, text in new.items():
             path.write_text(text)

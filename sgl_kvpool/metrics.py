@@ -72,7 +72,7 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             multiprocess_mode="mostrecent",
         )
         _metrics["failures"] = Counter(
-            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/transfer.md)", ["kind"]
+            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/operating.md)", ["kind"]
         )
         for kind in FAILURES:
             _metrics["failures"].labels(kind=kind)

@@ -83,7 +83,7 @@ def _bars(path: Path, title: str, bars: dict[str, dict[str, float]], unit: str) 
     axes.set_xlabel(unit)
     axes.set_title(title, fontsize=8)
     if len(labels) > 1:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

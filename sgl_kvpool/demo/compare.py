@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.commands.bench.outputs import machine
 from sgl_kvpool.commands.doctor.probes import host
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.measure import (
@@ -200,9 +201,10 @@ def _emptied(folder: Path) -> Path:
 
 def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, windows: Windows) -> str:
     """Write the JSON and the plot; returns the reason if there is no plot, else an empty string."""
-    report.write_json(folder / "demo.json", results, _facts(model, windows.chosen))
+    facts = _facts(model, windows.chosen)
+    report.write_json(folder / "demo.json", results, facts)
     try:
-        report.write_plot(folder / "demo.png", results, model.title, model.token)
+        report.write_plot(folder / "demo.png", results, model.title, facts)
     except ImportError as error:  # without a working matplotlib the numbers are still written
         return f"no plot: {error}; pip install matplotlib"
     return ""
@@ -278,9 +280,11 @@ def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "cpu": machine()["cpu"],
         "cores": os.cpu_count(),
+        "machine": platform.machine(),
         "device": "cpu",
+        "date": time.strftime("%Y-%m-%d"),
         "model": model.name,
         "model_sha256": model.sha256,
         "token": model.token,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -126,47 +127,77 @@ def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> 
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, results: Sequence[Result], title: str, token: str) -> None:
-    """Plot capacity against perplexity as PNG; ImportError without matplotlib.
+def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> None:
+    """Draw tokens in the same memory beside perplexity as PNG; ImportError without matplotlib.
 
-    `title` describes the model; `token` is the name of its tokens.
+    Parameters
+    ----------
+    path : Path
+    results : sequence of Result
+    title : str
+        The model's.
+    facts : mapping
+        Where, when and on what the results were measured, as for `write_json`; an older file may have no
+        `cpu` and no `date`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 1.9 + 0.5 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, result in enumerate(sorted(results, key=lambda result: result.tokens)):
-        label, error = f"{result.layout}\n{result.row_bytes}-byte rows", 0.0
-        if result.difference is not None:
-            label += f"\n{_percent(result.difference)}"
-            error = result.difference.standard_error * result.perplexity
-        point, _, _ = axes.errorbar(
-            result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5
-        )
-        # Labels alternate above and below, because they are wider than the distance of neighbours.
-        above = index % 2 == 0
-        axes.annotate(
-            label,
-            (result.tokens, result.perplexity),
-            xytext=(0, 14 if above else -14),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize="small",
-            color=point.get_color(),
-        )
-    megabytes = results[0].pool_bytes / 1e6
-    axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")
-    axes.set_ylabel(f"perplexity per {token} (lower is better)")
-    # The axis spans at least 3 % of perplexity, so that small differences look small.
-    middle = sum(result.perplexity for result in results) / len(results)
-    low = min(min(result.perplexity for result in results), middle * 0.985)
-    high = max(max(result.perplexity for result in results), middle * 1.015)
-    axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
-    axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
-    axes.grid(alpha=0.3)
-    figure.suptitle(f"Capacity and perplexity of each layout:\n{title}", fontsize="medium")
-    axes.set_title("percent: change of the perplexity to bf16; bars: its standard error", fontsize="small")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(results))
+    bars = left.barh(places, [result.tokens for result in results], color="tab:blue")
+    left.bar_label(bars, [f"{result.tokens}" for result in results], padding=3)
+    left.set_xlabel(f"tokens in {results[0].pool_bytes / 1e6:.1f} MB of KV cache")
+    left.set_yticks(places, [f"{result.layout}\n{result.row_bytes}-byte rows" for result in results])
+    left.invert_yaxis()
+    if any(result.difference is not None for result in results):
+        _draw_changes(right, results)
+        right.set_xlabel("change of perplexity to bf16, %")
+        right.set_title("lower is better; lines: standard error", fontsize="small")
+    else:
+        right.barh(places, [result.perplexity for result in results], color="tab:orange")
+        right.set_xlabel(f"perplexity per {facts['token']}, lower is better")
+    # Room for the numbers behind the bars.
+    for axes, margin in ((left, 0.2), (right, 0.5)):
+        axes.margins(x=margin)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    versions = facts["versions"]
+    where = [
+        facts.get("cpu", facts["machine"]),
+        f"{facts['cores']} cores",
+        f"SGLang {versions['sglang']}",
+        f"{facts['held_out_tokens_scored']} {facts['token']}s scored",
+        facts.get("date", ""),
+    ]
+    figure.suptitle(f"{title}, served once per layout\n{', '.join(filter(None, where))}", fontsize="medium")
     figure.savefig(path, dpi=120)
+
+
+def _draw_changes(axes: Any, results: Sequence[Result]) -> None:
+    """A bar per layout with its standard error and both numbers; bf16, which has no change, gets 0."""
+    changes = [result.difference or Difference(0.0, 0.0, 1.0) for result in results]
+    percent = [100 * change.perplexity_change for change in changes]
+    errors = [100 * change.standard_error for change in changes]
+    axes.barh(range(len(results)), percent, color="tab:orange", xerr=errors, capsize=4)
+    for place, (result, value, error) in enumerate(zip(results, percent, errors, strict=True)):
+        text = "reference" if result.difference is None else f"{_percent(result.difference)} ({error:.2f})"
+        axes.annotate(text, (max(value, 0) + error, place), (6, 0), textcoords="offset points", va="center")
+
+
+def main() -> int:
+    """Draw a committed JSON again: `python -m sgl_kvpool.demo.report demo.json demo.png TITLE`."""
+    source, path, title = sys.argv[1:]
+    facts = json.loads(Path(source).read_text(encoding="utf-8"))
+    results = []
+    for fields in facts["results"]:
+        difference = fields["difference"] and Difference(**fields["difference"])
+        results.append(Result(**{**fields, "difference": difference}))
+    write_plot(Path(path), results, title, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Tests of compiled kernels on an emulated sm_90a; ``docs/ptxrun.md``.
+"""Tests of compiled kernels on an emulated sm_90a; ``docs/developing.md``.
 
 They run in processes of their own (`ptxrun_workers`), without Triton's interpreter, and are reported here.
 With ``TEST_PTXRUN_HERE=1`` they run in this process, as a debugger wants it.

@@ -77,6 +77,8 @@ def test_programs_that_the_table_expects_fit_an_sm():
 def test_the_page_has_these_counts():
     page = attention_facts.PAGE.read_text()
     assert attention_facts.page_of(COSTS, page) == page
+    readme = attention_facts.README.read_text()
+    assert attention_facts.readme_of(COSTS, readme) == readme
 
 
 @pytest.mark.parametrize(

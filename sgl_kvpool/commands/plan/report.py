@@ -200,11 +200,11 @@ def draw(plan: Plan, path: Path) -> None:
             height=height,
             label="host",
         )
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_yticks(list(places), [server.name for server in servers])
     axes.invert_yaxis()
     axes.margins(x=0.2)
-    axes.set_xlabel("million tokens")
+    axes.set_xlabel("million tokens; sizes by SGLang for these arguments, not measured")
     axes.grid(axis="x", alpha=0.3)
     name = plan.model.get("name", plan.model_path)
     figure.suptitle(
