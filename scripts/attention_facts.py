@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""What a row costs every unit of a GPU in each tile of `mla_decode`: the one model of its cost.
+"""Clocks per row of every GPU unit in each tile of `mla_decode`: the only cost model of decode.
 
-Needs Triton, and g++ for ptxrun; no GPU. Each tile is compiled for sm_90a, its loop is counted in the machine
-code (`loop_costs.py`), and its PTX is run by ptxrun over a few blocks to find bank conflicts.
+Needs Triton, and g++ for ptxrun, but no GPU. Each tile is compiled for sm_90a, the instructions of its loop
+are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over a few blocks to find bank
+conflicts.
 
 `--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
 ``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into
-``docs/attention.md``; `--check` fails if these differ. `--try` counts a tile that the table does not have.
+``docs/attention.md`` and ``README.md``; `--check` fails if these differ. `--try` counts a tile that is not in
+the table.
 """
 
 from __future__ import annotations
@@ -37,23 +39,28 @@ from sgl_kvpool.commands.bench.outputs import replace_file, require_writable  # 
 from sgl_kvpool.layout import MLAKVCacheLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "attention.md"
+README = ROOT / "README.md"
 HEADS = (8, 16, 32, 64, 128)
-#: Bytes of rows per second that device memory gives, about 90 % of the data sheet's.
+#: Bytes of rows per second from device memory, about 90 % of the data sheet's.
 MEMORY_BYTES_PER_S = {"H100": 3.0e12, "H200": 4.3e12}
 CLOCK_HZ = 1.7e9
-#: Of an SM: registers, and shared memory with the 1 KB that every program takes of it.
+#: Clocks per row of the busiest unit, 16 query heads, of the Triton kernel at commit 3a07fce.
+BEFORE_CLK_PER_ROW = {"bf16": 65.1, "fp8": 75.1, "fp8_block_scale": 78.2, "fp4": 74.2}
+#: Query heads of the columns of README's table.
+_README_HEADS = (8, 16, 128)
+#: Registers of an SM, and its shared memory, including the 1 KB that each program reserves.
 _REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 233472, 1024
-#: Blocks that ptxrun executes. The last one loads nothing ahead.
+#: Blocks that ptxrun executes; the last block does not prefetch.
 _BLOCKS = 3
 
 
 @cache
 def tile_costs(layout: MLAKVCacheLayout, tile: TileConfig) -> dict[str, Any]:
-    """What the compiler makes of a tile, and what a row costs in it."""
+    """Compiled properties of a tile, and its clocks per row."""
     import compile_decode
     import compile_kernels
 
-    compiled = compile_decode.compile_decode(layout.value, tile.pairs, tile=tile)
+    compiled = compile_decode.compile_decode(layout.value, tile.query_heads, tile=tile)
     sass, usage = compile_kernels.machine_code(compiled)
     found = compile_decode.facts(compiled, sass, usage)
     loop = loop_costs.costs(loop_costs.main_loop(sass).instructions, tile.block_rows, tile.warps)
@@ -78,11 +85,11 @@ def _programs_per_sm(registers: int, shared_bytes: int, warps: int) -> int:
 
 
 def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig) -> float:
-    """Passes over the banks of shared memory, per row, beyond what the bytes need; found by ptxrun."""
+    """Extra passes over shared memory per row due to bank conflicts, found by ptxrun."""
     import ptxrun
     import torch
 
-    fmt, heads, rows = layout.row_format(512, 64), tile.pairs, _BLOCKS * tile.block_rows
+    fmt, heads, rows = layout.row_format(512, 64), tile.query_heads, _BLOCKS * tile.block_rows
     arguments = {
         "q_ptr": torch.zeros(heads, 512, dtype=torch.bfloat16),
         "q_rope_ptr": torch.zeros(heads, 64, dtype=torch.bfloat16),
@@ -96,7 +103,7 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
         **dict.fromkeys(["lists", "splits", "score_scale", "value_scale"], 1),
         **{"q_head_stride": 512, "q_rope_head_stride": 64, "out_head_stride": 512},  # noqa: PIE800
     }
-    # The strides that are left are those of tokens, lists and splits, of which there is one.
+    # The remaining strides are those of tokens, lists and splits, whose size is 1.
     parameters = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     result = ptxrun.Module(compiled.asm["ptx"]).launch(
         block=32 * tile.warps,
@@ -109,8 +116,8 @@ def bank_conflict_clk(compiled: Any, layout: MLAKVCacheLayout, tile: TileConfig)
 
 
 def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str, Any]:
-    """An object of the JSON: costs of all tiles of a list, and limits that follow from them."""
-    tiles = -(-heads // tile.pairs)
+    """An object of the JSON: costs of all tiles of a list, and the limits that follow."""
+    tiles = -(-heads // tile.query_heads)
     found = {
         name: round(tiles * value, 2) if name.endswith("_per_row") else value
         for name, value in tile_costs(layout, tile).items()
@@ -121,9 +128,9 @@ def costs_of(layout: MLAKVCacheLayout, heads: int, tile: TileConfig) -> dict[str
         "layout": layout.value,
         "kernel": tile.kernel,
         "heads": heads,
-        "tiles": f"{tiles} x {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps",
+        "tiles": f"{tiles} x {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps",
         **found,
-        # Tiles of a list read the same rows at about the same time: device memory once.
+        # Tiles of a list read the same rows at about the same time, so device memory is read once.
         "limit_g_rows_per_s": {
             device: round(min(chip, rate / row_bytes) / 1e9, 2) for device, rate in MEMORY_BYTES_PER_S.items()
         },
@@ -146,7 +153,7 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
     columns = [
         "layout",
         "kernel",
-        "pairs",
+        "query heads",
         "rows",
         "warps",
         "registers",
@@ -161,12 +168,12 @@ def tiles_table(costs: list[dict[str, Any]]) -> str:
     ]
     lines = _head(columns)
     for layout, tile in sorted(tiles_of_both_kernels(), key=lambda of: list(MLAKVCacheLayout).index(of[0])):
-        found = of[layout.value, tile.kernel, tile.pairs]
+        found = of[layout.value, tile.kernel, tile.query_heads]
         names = ("registers", "spilled_bytes", "shared_bytes", "programs_per_sm")
         cells = [
             f"`{layout}`",
             tile.kernel,
-            tile.pairs,
+            tile.query_heads,
             tile.block_rows,
             tile.warps,
             *(found[name] for name in names),
@@ -217,11 +224,34 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(costs: list[dict[str, Any]]) -> str:
+    """A line per layout: limits on an H100 of the kernel that serves it, and of the kernel before."""
+    # Of two kernels the Gluon kernel, which comes second, is the one that a server takes.
+    limits = {(found["layout"], found["heads"]): found["limit_g_rows_per_s"]["H100"] for found in costs}
+    columns = [f"{heads} heads" for heads in _README_HEADS]
+    lines = _head(["layout", *columns, "16 heads before"])
+    for layout in MLAKVCacheLayout:
+        cells = [f"{limits[layout.value, heads]:.1f}" for heads in _README_HEADS]
+        clk = BEFORE_CLK_PER_ROW.get(layout.value)
+        if clk is None:
+            cells.append("")
+        else:
+            rate = MEMORY_BYTES_PER_S["H100"] / layout.row_format(512, 64).row_bytes
+            cells.append(f"{min(DEFAULT_SM_COUNT * CLOCK_HZ / clk, rate) / 1e9:.1f}")
+        lines.append(f"| {' | '.join([f'`{layout}`', *cells])} |")
+    return "\n".join(lines)
+
+
 def page_of(costs: list[dict[str, Any]], text: str) -> str:
     """The page's text with the tables made of these costs."""
     return page_tables.updated(
         text, {"tiles": lambda: tiles_table(costs), "limits": lambda: limits_table(costs)}
     )
+
+
+def readme_of(costs: list[dict[str, Any]], text: str) -> str:
+    """README's text with the table made of these costs."""
+    return page_tables.updated(text, {"decode limits": lambda: readme_table(costs)})
 
 
 def text_of(costs: list[dict[str, Any]]) -> str:
@@ -231,21 +261,25 @@ def text_of(costs: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the counts here")
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
     parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="which (all)")
     parser.add_argument(
-        "--heads", type=int, nargs="+", default=HEADS, help="query heads of a rank; one tile's with --try"
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, of the tile"
     )
     parser.add_argument(
-        "--try", dest="tile", type=int, nargs=5, metavar=("PAIRS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
+        "--try", dest="tile", type=int, nargs=5,
+        metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
         help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="that --try counts")
+    parser.add_argument(
+        "--late", type=int, default=0, help="late parts of a row, of Gluon's kernel with --try"
+    )
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
+        parser.error("unset TRITON_INTERPRET: the interpreter does not compile")
     if (arguments.write or arguments.check) and (
         arguments.tile or arguments.heads != HEADS or arguments.layouts != layouts
     ):
@@ -253,7 +287,7 @@ def main() -> int:
     if min(arguments.heads) < 1:
         parser.error(f"--heads {min(arguments.heads)} is below 1")
     if shutil.which("g++") is None:
-        parser.error("g++ is missing, which compiles the emulator that finds bank conflicts; install it")
+        parser.error("g++ is missing; install it to compile the emulator that finds bank conflicts")
     require_writable(parser, arguments.json)
     wanted = [MLAKVCacheLayout(name) for name in arguments.layouts]
     if arguments.tile:
@@ -261,11 +295,11 @@ def main() -> int:
             4,
             8,
         ):
-            parser.error("--try: PAIRS and ROWS have to be powers of two, and WARPS 4 or 8")
-        tile = TileConfig(*arguments.tile, arguments.kernel)
+            parser.error("--try: QUERY_HEADS and ROWS must be powers of two, and WARPS 4 or 8")
+        tile = TileConfig(*arguments.tile, arguments.kernel, arguments.late)
         if tile.kernel == "gluon" and tile.block_rows != 16 * tile.warps:
             parser.error(f"--try: ROWS of the Gluon kernel are 16 per warp, {16 * tile.warps} here")
-        heads = [tile.pairs] if arguments.heads == HEADS else arguments.heads
+        heads = [tile.query_heads] if arguments.heads == HEADS else arguments.heads
         costs = [costs_of(layout, count, tile) for layout in wanted for count in heads]
     else:
         costs = counted(wanted, arguments.heads)
@@ -274,6 +308,7 @@ def main() -> int:
     new = {TILE_COSTS: text_of(costs)}
     if arguments.write or arguments.check:
         new[PAGE] = page_of(costs, PAGE.read_text())
+        new[README] = readme_of(costs, README.read_text())
     if arguments.write:
         for path, text in new.items():
             path.write_text(text)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What an arrangement costs a reader of one layer, and what it saves a copy of whole pages.
+"""Effect of an arrangement on a reader of one layer, and on a copy of whole pages.
 
     python scripts/bench_arrangements.py [--quick] [--device cpu|cuda] [--json PATH]
 
-The same rows of 61 layers lie layer-major, token-major and page-major. Measured, interleaved in one run:
+The same rows of 61 layers are layer-major, token-major and page-major. Measured alternately in one run:
 
 * decoding half of the rows of one layer in random order (`gather_rows`), as a ratio to layer-major: rows of a
   layer are further apart in the other two, so that fewer of them share a page of virtual memory;
@@ -57,7 +57,7 @@ def measure(layout: MLAKVCacheLayout, *, pages: int, moved: int, rounds: int, de
         buffer = torch.zeros(placement.total_bytes, dtype=torch.uint8, device=device)
         layer, rows = placement.layer_view(buffer, LAYERS // 2), placement.slot_to_row(slots)
         calls[f"decode {arrangement}"] = lambda layer=layer, rows=rows: gather_rows(layer, rows, fmt, out=out)
-        if arrangement.is_page_contiguous:
+        if not arrangement.is_layer_packed:
             by_page = buffer.view(pages, page_bytes)
             calls[f"pages {arrangement}"] = lambda b=by_page: torch.index_select(b, 0, chosen, out=collected)
         else:
@@ -83,7 +83,7 @@ def measure(layout: MLAKVCacheLayout, *, pages: int, moved: int, rounds: int, de
             for name, median in found.items()
         }
     row["runs_of_bytes_per_page"] = {
-        str(a): 1 if a.is_page_contiguous else LAYERS for a in KVArrangement.of_rows()
+        str(a): LAYERS if a.is_layer_packed else 1 for a in KVArrangement.of_rows()
     }
     row["contiguous_copy_us"] = round(medians["copy"], 1)
     return row
@@ -94,11 +94,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer pages and rounds")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.touch()  # fails now rather than after the measurement
+        arguments.json.touch()  # fails before the measurement
     size = (
         {"pages": 16, "moved": 4, "rounds": 5}
         if arguments.quick

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `sgl-kvpool bench attention` runs, from the sgl_kvpool of this checkout, installed or not."""
+"""`sgl-kvpool bench attention` with the sgl_kvpool of this checkout, installed or not."""
 
 import sys
 from pathlib import Path

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Time of one decode layer on the CPU against the size of the pool it reads from.
+"""Time of one decode layer on the CPU by the size of its pool.
 
     python scripts/bench_host_attention.py [--quick] [--check] [--json PATH]
 
-Attention over stored rows must cost time in proportion to the rows a batch refers to, not to the pool. So the
-same rows are attended out of a small pool and out of one 100 times larger, interleaved in one run. Beside it
-stands what SGLang's FP4 pool does in every attention call (dequantise the whole layer), done here with our
-codec so that only the amount differs. `--check` fails if the large pool costs more than 1.5 times the small.
+The time of attention over stored rows must be proportional to the rows of a batch, not to the pool. So the
+same rows are attended from a small pool and from one 100 times larger, alternating in one run. For
+comparison, the whole layer is dequantised with our codec, as SGLang's FP4 pool does in every attention call.
+`--check` fails if the large pool takes more than 1.5 times as long as the small pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_kvpool.attention.cpu import Request, RowReader
 from sgl_kvpool.codec import decode_rows, encode_rows
 
 SCHEMA = 1
-#: The two pools differ by this factor.
+#: Size of the large pool divided by that of the small pool.
 FACTOR = 100
 LIMIT = 1.5
 
@@ -55,7 +55,7 @@ def measure(layout: MLAKVCacheLayout, *, slots: int, requests: int, context: int
     plan = reader.plan(batch)
     generator = torch.Generator().manual_seed(1)
     rows = torch.randperm(slots, generator=generator)[: requests * context]
-    # The same number of rows, spread over the whole of the large pool.
+    # The same number of rows, spread over the whole large pool.
     spread = rows * FACTOR
     q = torch.randn(requests, 16, 576)
 
@@ -86,11 +86,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller pools, fewer rounds")
     parser.add_argument("--check", action="store_true", help=f"exit 1 above a ratio of {LIMIT}")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.touch()  # fails now rather than after the measurement
+        arguments.json.touch()  # fails before the measurement
     size = {"slots": 2048, "requests": 4, "context": 256, "rounds": 9}
     if not arguments.quick:
         size = {"slots": 8192, "requests": 8, "context": 1024, "rounds": 15}

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What a narrower host tier costs in perplexity: text behind a prefix that came back from the host.
+"""Perplexity cost of a narrower host tier: text after a prefix that was loaded from the host.
 
     python scripts/bench_host_layout.py [--quick] [--json PATH]
 
-Real servers with the demo's model, one per pair of layouts (device, host). Each is given the first half of
-every held-out window, which the device pool is too small to keep, and then asked for the log-probabilities
-of the second halves: SGLang finds the first half in the host tier, and every byte is predicted from rows
-that were encoded and decoded again. Beside them the same of a server whose device has the narrow layout.
+SGLang servers with the demo's model, one per pair of layouts (device, host). Each gets the first half of
+every held-out window, which the device pool is too small to keep, and then a request for the
+log-probabilities of the second halves: SGLang finds the first half in the host tier, and every byte is
+predicted from rows that were encoded and decoded again. For comparison, a server has the narrow layout on the
+device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEVICE_TOKENS, PAGE_SIZE, PREFIX_TOKENS = 2048, 64, 512
 
 
 def ask(server: Server, window: Window) -> tuple[list[float], list[int], int]:
-    """Log-probabilities and best tokens of a window's second half, and tokens found on the host."""
+    """Log-probabilities and best tokens of a window's second half, and number of tokens found on the host."""
     (answer,) = server.generate(
         input_ids=[window.token_ids],
         sampling_params={"temperature": 0, "max_new_tokens": 1},
@@ -43,9 +44,9 @@ def ask(server: Server, window: Window) -> tuple[list[float], list[int], int]:
     )
     found = answer["meta_info"]
     tokens = found["input_token_logprobs"]
-    # Nothing is known of the first, which the prefix's last row would predict.
+    # The first token, which the prefix's last row would predict, has no log-probability.
     if [token[1] for token in tokens[1:]] != window.token_ids[PREFIX_TOKENS + 1 :]:
-        raise ValueError("the server scored other tokens than it was sent")
+        raise ValueError("the server scored other tokens than were sent")
     top = [best[0][1] for best in found["input_top_logprobs"][1:]]
     return [token[0] for token in tokens[1:]], top, (found["cached_tokens_details"] or {}).get("host", 0)
 
@@ -64,7 +65,7 @@ def measure(device: str, host: str, windows: list[Window], log: Path) -> tuple[d
                 input_ids=[window.token_ids[:PREFIX_TOKENS]],
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
             )
-        # Each pushes out another, whose turn has come or is yet to come: the last ones may still be there.
+        # Each window evicts an earlier one; the last windows may still be on the device.
         answers = [ask(server, window) for window in windows]
         info = server.info()
     hits = [answer[2] for answer in answers]
@@ -86,11 +87,11 @@ def main() -> int:
     """Measure, print, write; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 windows instead of all")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.touch()  # fails now rather than after the measurement
+        arguments.json.touch()  # fails before the measurement
     windows = held_out_windows()[: 8 if arguments.quick else None]
 
     results = []
@@ -122,7 +123,7 @@ def main() -> int:
             "results": results,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    # A prefix that was computed again, or found on the device, says nothing of the host's rows.
+    # A prefix that was recomputed or found on the device does not test the host's rows.
     missed = [
         f"{row['device_layout']}/{row['host_layout']}" for row in results if row["windows_without_a_hit"] > 4
     ]

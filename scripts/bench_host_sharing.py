@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a host tier costs that ranks share: storing and loading pages, and the digest in every step.
+"""Cost of a host tier that ranks share: storing and loading pages, and the digest in every step.
 
     python scripts/bench_host_sharing.py [--pages 1024] [--rounds 8] [--json PATH]
 
-Two processes on this machine's CPU, as the ranks of a server with `--tp-size 2`: pools of 61 layers of `fp4`
-rows with a tier of each rank's own, and with one that both share. In each round, one after the other: rank 0
-alone, both at once with tiers of their own, both with the shared tier. A time is that of the slowest rank,
-from a barrier on. Torch's copy of as many contiguous bytes, by both ranks at once, is the limit beside them.
-The collective of SGLang's tree is timed with and without the ranks' digest.
+Two processes on this machine's CPU act as the ranks of a server with `--tp-size 2`: pools of 61 layers of
+`fp4` rows with one tier per rank, and with one tier that both share. Each round measures in turn: rank 0
+alone, both ranks with tiers of their own, both with the shared tier. A time is that of the slowest rank after
+a barrier. The limit is torch's copy of as many contiguous bytes by both ranks at once. The collective of
+SGLang's tree is timed with and without the ranks' digest.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sgl_kvpool.commands.bench.outputs import machine, replace_file, require_wri
 
 SCHEMA = 1
 RANKS, LAYERS, PAGE_SIZE = 2, 61, 64
-#: Collectives that are timed together, and the numbers that SGLang's has with a store.
+#: Collectives per timing, and the number of values in SGLang's collective with a store.
 COLLECTIVES, NUMBERS = 200, 8
-#: Copies that make up the contiguous one, which else takes as much memory as all pools.
+#: Number of copies that form the contiguous copy, which otherwise takes as much memory as all pools.
 COPIES = 4
 
 
 def device_pool(pages: int) -> Any:
-    """Pool of one rank."""
+    """Device pool of one rank."""
     from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     return LayoutMLATokenToKVPool(
@@ -53,7 +53,7 @@ def device_pool(pages: int) -> Any:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, from a barrier on; every rank has to call it."""
+    """Seconds of the slowest rank after a barrier; every rank must call it."""
     dist.barrier()
     began = time.perf_counter()
     call()
@@ -63,7 +63,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
-    """One rank; the first one sends what was measured."""
+    """Body of one rank; rank 0 sends the results."""
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
@@ -80,7 +80,7 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
     pool = device_pool(pages)
     for layer in pool.kv_buffer:
         layer.view(torch.uint8).fill_(1)
-    # A ratio of a half: the shared tier has room for the pool, in the memory of one rank's.
+    # A ratio of 0.5 per rank: the shared tier has the size of the pool, in the memory of one rank's tier.
     tiers = {
         "alone": HierarchicalMLAHostPool(pool, 1.0, 0, PAGE_SIZE, "page_first"),
         "shared": HierarchicalMLAHostPool(pool, 1.0 / RANKS, 0, PAGE_SIZE, "page_first", node_ranks=ranks),
@@ -126,7 +126,7 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
         ]
         for name, call in calls.items():
             took = timed(call)
-            if number:  # the first round touches memory for the first time
+            if number:  # the first round touches the memory and does not count
                 times.setdefault(name, []).append(took)
     if rank == 0:
         own, _ = tiers["shared"].shared.own_part(torch.arange(pages).numpy(), torch.arange(pages).numpy())
@@ -155,7 +155,7 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
 
 
 def of_peer(times: dict[str, list[float]], peer: str) -> dict[str, float]:
-    """Median over rounds of the shared tier's times to a peer's, by what was done."""
+    """Median over rounds of the shared tier's time divided by a peer's, by operation."""
     return {
         what: round(
             statistics.median(
@@ -169,9 +169,9 @@ def of_peer(times: dict[str, list[float]], peer: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pages", type=int, default=1024, help="of a transfer, and of the pool (1024)")
-    parser.add_argument("--rounds", type=int, default=8, help="of all measurements (8)")
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--pages", type=int, default=1024, help="pages of a transfer, and of the pool (1024)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of all measurements (8)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if options.pages < RANKS or options.rounds < 1:
         parser.error(f"--pages {options.pages} --rounds {options.rounds}: at least {RANKS} and 1")

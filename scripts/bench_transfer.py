@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `sgl-kvpool bench transfer` runs, from the sgl_kvpool of this checkout, installed or not."""
+"""`sgl-kvpool bench transfer` with the sgl_kvpool of this checkout, installed or not."""
 
 import sys
 from pathlib import Path

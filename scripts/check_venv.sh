@@ -1,9 +1,9 @@
 #!/bin/sh
-# check_venv.sh VENV PYTHON ORIGIN: whether make can use the virtual environment VENV, or can make it with PYTHON.
-# ORIGIN is "file" where PYTHON is the Makefile's default and not the user's choice.
+# check_venv.sh VENV PYTHON ORIGIN: checks that make can use the virtual environment VENV, or create it with PYTHON.
+# ORIGIN is "file" if PYTHON is the Makefile's default and not the user's choice.
 #
-# A virtual environment works only where it was made and while the Python that made it is there. One that does not
-# work is named, and left to `make clean`: it is 11 GB and may be somebody's.
+# A virtual environment works only at the path where it was made, with the Python that made it. A broken one is
+# reported and left to `make clean`, since it is 11 GB and may be in use.
 venv=$1 python=$2 origin=$3
 
 version() {
@@ -31,7 +31,7 @@ fi
 
 found=$(version "$venv/bin/python") || refuse "$venv is broken, its Python does not run: $anew"
 too_old "$found" && refuse "$venv has Python $found, and 3.11 or later is needed: $anew"
-# The first line of a program in it names the Python that it runs with, by its whole path.
+# The first line of its programs has the absolute path of its Python.
 made=
 if [ -e "$venv/bin/pip" ]; then
     read -r made <"$venv/bin/pip"

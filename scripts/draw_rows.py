@@ -3,8 +3,8 @@
 
     python scripts/draw_rows.py [--write | --check]
 
-Everything in the picture comes from `sgl_kvpool.layout`; the same sources give the same file. Needs nothing
-else.
+All content comes from `sgl_kvpool.layout`; the same sources give the same file. There are no other
+dependencies.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, Segment  # noqa: E402
 
 PICTURE = ROOT / "docs" / "rows.svg"
 RANK, ROPE = 512, 64
-#: Pixels: the column of names, a byte, a row's bar, from one row to the next, margins.
+#: Pixels: width of the names, of a byte, height of a row's bar, distance of rows, margins.
 NAMES, PER_BYTE, BAR, STEP, MARGIN, TOP = 170, 0.6, 44, 96, 16, 46
 #: About the width of a small letter.
 SMALL = 6.2
-#: Fill by segment, readable with dark text on light and dark pages, and apart for colour-blind eyes.
+#: Fill colour by segment: readable with dark text on any page, distinct for colour-blind readers.
 FILLS = {"nope": "#9ecae1", "scale": "#fdae6b", "rope": "#a1d99b"}
 WORDS = {"nope": "latent", "scale": "scales", "rope": "rotary"}
 
@@ -34,7 +34,7 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "middle") -> s
 
 
 def _label(segment: Segment) -> tuple[str, str]:
-    """What stands in a segment: its meaning, and its values."""
+    """Text in a segment: its meaning, and its values."""
     return WORDS[segment.name], f"{segment.count} x {segment.encoding.value[0]}"
 
 
@@ -55,7 +55,7 @@ def _row(fmt: RowFormat, top: float, widest: int) -> list[str]:
             lines.append(_text(x + width / 2, middle - 3, word, "inside"))
             lines.append(_text(x + width / 2, middle + 14, values, "inside small"))
         else:
-            # Too narrow for its text, which stands above it.
+            # The segment is too narrow for its text, which is drawn above it.
             lines.append(_text(x + width / 2, top - 8, f"{word}: {values}", "note"))
             lines.append(
                 f'<line x1="{x + width / 2:.1f}" y1="{top - 4:.1f}" x2="{x + width / 2:.1f}" y2="{top:.1f}"/>'
@@ -65,7 +65,7 @@ def _row(fmt: RowFormat, top: float, widest: int) -> list[str]:
     ends.append((end, str(fmt.row_bytes)))
     taken = float("-inf")
     for x, offset in ends:
-        # Neighbours nearer than their numbers are wide: the later one moves to a second line.
+        # If neighbouring numbers would overlap, the later one moves to a second line.
         half = SMALL * len(offset) / 2
         lowered = x - half < taken + 3
         y = top + BAR + (27 if lowered else 14)
@@ -80,7 +80,7 @@ def _row(fmt: RowFormat, top: float, widest: int) -> list[str]:
 
 
 def picture() -> str:
-    """The SVG, a row of each layout below the other."""
+    """The SVG, with one row per layout."""
     formats = [layout.row_format(RANK, ROPE) for layout in MLAKVCacheLayout]
     widest = formats[0].row_bytes
     width = NAMES + widest * PER_BYTE + SMALL * len("1.00 x the tokens of bf16") + 12 + MARGIN
@@ -110,7 +110,7 @@ def main() -> int:
     """Print, write or compare the picture; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"{PICTURE.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="compare with it")
+    parser.add_argument("--check", action="store_true", help="compare the result with the file")
     arguments = parser.parse_args()
     svg = picture()
     if arguments.write:

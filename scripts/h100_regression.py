@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""One command after which a release can be trusted, or not: checks, servers and timings on a Hopper GPU.
+"""Release check in one command: checks, servers and timings on a Hopper GPU.
 
-    python scripts/h100_regression.py --first-light           nine minutes on a GPU: what is right, what wrong
-    python scripts/h100_regression.py --core                  torch and triton only
-    python scripts/h100_regression.py                         and servers of small random models
-    python scripts/h100_regression.py --model PATH --tp 8     and of a real checkpoint
-    python scripts/h100_regression.py --compare old.jsonl     and exit 1 if something became worse
+    python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
+    python scripts/h100_regression.py --core                  steps that need only torch and triton
+    python scripts/h100_regression.py                         also servers of small random models
+    python scripts/h100_regression.py --model PATH --tp 8     also servers of a real checkpoint
+    python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
     python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 
-Every step has a time limit and a log, and none stops the others. Exit status: 0 if nothing failed, 1 if a
-step failed or a comparison found a regression, 2 for wrong arguments or where nothing could be compared.
-Without a GPU a reduced form runs on the CPU and says what it skipped. docs/regression.md has the rest.
+Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
+nothing failed, 1 if a step failed or a comparison found a regression, 2 for wrong arguments or if nothing
+could be compared. Without a GPU a reduced form runs on the CPU and lists what it skipped. docs/regression.md
+has details.
 
 This program has never been run on a GPU.
 """
@@ -31,7 +32,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 # ruff: noqa: E402
-# The path comes first.
+# sys.path is extended before the imports.
 from regression.compare import compare
 from regression.durations import in_all, with_durations
 from regression.environment import Machine, driver_facts, facts_of, find_machine
@@ -83,18 +84,18 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_argument_group("what is run")
     what.add_argument(
         "--first-light", action="store_true",
-        help="what is right, what is wrong, which tile table to commit; nine minutes, --out goes on",
+        help="correctness of kernels and the tile table to commit; nine minutes; --out continues a run",
     )  # fmt: skip
-    what.add_argument("--core", action="store_true", help="only what needs torch and triton: no servers")
+    what.add_argument("--core", action="store_true", help="only steps with torch and triton: no servers")
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
-    what.add_argument("--device", choices=["cuda", "cpu"], help="cuda if torch sees a GPU")
+    what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
     what.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="of servers; commas")
     what.add_argument("--arrangements", type=_names(ARRANGEMENTS), help="of servers; commas")
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     model = made.add_argument_group("a real checkpoint")
-    model.add_argument("--model", help="its folder; served instead of the random ones")
+    model.add_argument("--model", help="its folder; served instead of the random models")
     model.add_argument("--tp", type=int, default=1, help="ranks that serve it (1)")
     model.add_argument("--server-args", default="", help="more arguments of its servers, in one word")
     model.add_argument("--server-env", type=_assignment, action="append", default=[], metavar="NAME=VALUE")
@@ -116,15 +117,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Options:
-    """What the steps are made from.
+    """Options of the steps.
 
     Raises
     ------
     ValueError
-        Arguments that contradict each other, or name files that are not there.
+        If arguments contradict each other, or name missing files.
     """
     if arguments.device == "cuda" and not machine.gpus:
-        raise ValueError("--device cuda: torch sees no GPU here; leave it out for the reduced form")
+        raise ValueError("--device cuda: torch sees no GPU; leave it out for the reduced form")
     if arguments.core and arguments.model:
         raise ValueError("--core starts no servers; leave out one of --core and --model")
     if arguments.first_light:
@@ -132,7 +133,7 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
         if others:
             raise ValueError(f"--first-light has steps of its own; leave out --{others[0]}")
         if not machine.gpus and arguments.device != "cpu":
-            raise ValueError("--first-light: torch sees no GPU here; --device cpu rehearses it without one")
+            raise ValueError("--first-light: torch sees no GPU; --device cpu rehearses it without a GPU")
     if arguments.tp < 1:
         raise ValueError(f"--tp {arguments.tp}: give the number of ranks")
     if arguments.gsm8k_data is not None and not arguments.gsm8k_data.is_file():
@@ -140,7 +141,7 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
     if arguments.model is None:
         for name in ("gsm8k_data", "server_args"):
             if getattr(arguments, name):
-                raise ValueError(f"--{name.replace('_', '-')} is for --model, which is not given")
+                raise ValueError(f"--{name.replace('_', '-')} needs --model")
     try:
         lengths = tuple(int(text) for text in arguments.retrieval_characters.split(","))
     except ValueError:
@@ -166,7 +167,7 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
 
 
 def model_facts(path: str | None) -> dict[str, str] | None:
-    """What a checkpoint is told apart by."""
+    """Facts that identify a checkpoint."""
     if path is None:
         return None
     config = (Path(path) / "config.json").read_bytes()
@@ -178,14 +179,14 @@ def say(text: str) -> None:
 
 
 def compared(old: Run, new: Run) -> int:
-    """Compare, print; returns the exit status."""
+    """Compare two runs and print; returns the exit status."""
     found = compare(old, new)
     print("\n" + "\n".join(found.lines()))
     return found.status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for; returns the exit status."""
+    """Run the requested steps; returns the exit status."""
     made = parser()
     arguments = made.parse_args(argv)
     try:
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def possible(steps: Sequence[Step], machine: Machine) -> list[Step]:
-    """Those that are not skipped at once."""
+    """Steps that are not skipped from the start."""
     return [step for step in steps if not (step.without or machine.missing(step.needs))]
 
 
@@ -230,7 +231,7 @@ def run_first_light(
     arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, every: list, out: Path,
     argv: list[str],
 ) -> tuple[int, Run]:  # fmt: skip
-    """Run or go on with a first light; exit status, and what was found."""
+    """Start or continue a first light; returns the exit status and the results."""
     try:
         light = FirstLight(out, facts_of(machine, argv), every)
     except (ValueError, OSError) as error:
@@ -248,10 +249,10 @@ def run_all(
     arguments: argparse.Namespace, options: Options, machine: Machine, steps: list, out: Path,
     argv: list[str], old: Run | None,
 ) -> tuple[int, Run]:  # fmt: skip
-    """Run the steps, print and write what they found; exit status, and what was written."""
+    """Run the steps, print and write their results; returns the exit status and the results."""
     results = out / "results.jsonl"
     if results.exists():
-        parser().error(f"{results} is there already; name another folder with --out")
+        parser().error(f"{results} exists already; name another folder with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -297,13 +298,13 @@ def run_all(
             if plots is None
             else f"\nplots: {', '.join(p.name for p in plots)}"
         )
-    except Exception as error:  # a broken matplotlib costs plots, not results
+    except Exception as error:  # without a working matplotlib, results are still written
         print(f"no plots: {error!r}")
     print(f"\nresults: {results}\nexit status {status}")
     return status, read_run(results)
 
 
 if __name__ == "__main__":
-    # A pipe that was closed is no reason to lose results.
+    # A closed pipe must not lose results.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.exit(main())

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Hashes of the machine code of every GPU kernel, so that a refactoring can show that it changed none.
+"""Hashes of the machine code of every GPU kernel, to show that a refactoring does not change it.
 
     kernel_hashes.py --json FILE                    compile all kernels and write their hashes
     kernel_hashes.py --json FILE --compare OLD      the same, then compare with an earlier FILE
     kernel_hashes.py --compare OLD                  compile all kernels and compare
 
-Needs Triton and no GPU; takes several minutes. Every Triton kernel is compiled for sm_90a in the
+Needs Triton but no GPU; takes several minutes. Every Triton kernel is compiled for sm_90a in the
 configurations of ``tests/attention/test_decode_compiled.py`` and ``tests/codec/test_codec_compiled.py``, and
 every CUDA source of the package by nvcc; without nvcc, a message says that the CUDA kernels are missing.
 
 FILE is JSON, ``{kernel and configuration: sha256 of its SASS}``, with the versions of both compilers: hashes
-of other versions cannot be compared. Instructions are hashed without their addresses, and names of labels and
-symbols by their order, so that a hash depends neither on the place of a source nor on the names in it. ptxas
-numbers some registers by addresses of its own memory: it runs without address space randomisation, line
-numbers and paths of other lengths.
+of other versions cannot be compared. Instructions are hashed without their addresses, and labels and symbols
+by their order instead of their names, so that a hash depends neither on the place of a source nor on its
+names. ptxas numbers some registers by addresses of its own memory: it runs without address space
+randomisation, and with fixed line numbers and path lengths.
 
-``--compare`` prints a line for every kernel that differs, is new or is gone; the exit status is then 1.
+``--compare`` prints a line for every kernel that differs, is new or is missing; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("attent
 _NVCC_FLAGS = ("-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-DTORCH_EXTENSION_NAME=engines")
 #: torch's macros name a variable "module", a word of C++20.
 _NVCC_FLAGS += ("-diag-suppress=3189",)
-#: Of personality(2), which child processes inherit.
+#: Flag of personality(2), which child processes inherit.
 _ADDR_NO_RANDOMIZE = 0x0040000
 
 
 def kernels(text: str) -> dict[str, str]:
-    """The code of each kernel, by name, in a text of `nvdisasm -c`."""
+    """Code of each kernel by name, from a text of `nvdisasm -c`."""
     return dict(re.findall(r"^\.text\.([\w$.]+):\n(.*?)(?=^\.text\.|\Z)", text, flags=re.S | re.M))
 
 
@@ -55,13 +55,13 @@ def normalised(code: str) -> str:
     lines = [line.strip() for line in code.splitlines()]
     labels = [line[:-1] for line in lines if line.endswith(":")]
     numbers = {label: f"label{number}" for number, label in enumerate(labels)}
-    # Other lines that begin with a dot are directives: sizes and types of symbols, and the section's name.
+    # Other lines with a leading dot are directives: sizes and types of symbols, and the section's name.
     kept = [line for line in lines if line and (line.endswith(":") or not line.startswith("."))]
     return "\n".join(re.sub(r"[.$\w]+", lambda m: numbers.get(m[0], m[0]), line) for line in kept)
 
 
 def without_path(name: str) -> str:
-    """A mangled name without what nvcc makes of a source's path to name its anonymous namespace."""
+    """A mangled name without the anonymous namespace's name, which nvcc derives from the source's path."""
     return re.sub(r"\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}", "", name)
 
 
@@ -109,9 +109,9 @@ def cuda_hashes(nvcc: str) -> Iterator[tuple[str, str]]:
 
 
 def make_repeatable() -> None:
-    """Let compilers that are started from here give the same code for the same source, in every checkout."""
+    """Make compilers started from here give the same code for the same source in every checkout."""
     ctypes.CDLL(None).personality(_ADDR_NO_RANDOMIZE)
-    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"  # the length of a path moves what ptxas allocates
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"  # the length of a path affects ptxas's memory
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     os.environ.pop("TRITON_INTERPRET", None)
 
@@ -136,7 +136,7 @@ def all_hashes() -> dict[str, str]:
 
 
 def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """One line for each kernel, or compiler, that is not the same in both."""
+    """One line for each kernel or compiler that differs."""
     lines = [f"gone: {name}" for name in old if name not in new]
     lines += [f"new: {name}" for name in new if name not in old]
     return lines + [f"differs: {name}" for name in new if name in old and old[name] != new[name]]
@@ -146,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the hashes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the hashes to this file")
     parser.add_argument("--compare", type=Path, metavar="OLD", help="a FILE of an earlier run")
     arguments = parser.parse_args()
     if not (arguments.json or arguments.compare):

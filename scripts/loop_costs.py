@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""What a row costs every unit of a Hopper multiprocessor, counted in a kernel's main loop.
+"""Clocks per row of every unit of a Hopper multiprocessor, counted in a kernel's main loop.
 
     loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL]
 
-FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; others
-are named with --loop (those of a consumer and of its loader, say: counted together). For every unit: the
-clocks per row that it is busy, if it did nothing else. The largest is a bound and no forecast: units work at
-the same time only where programs or warp groups are in different phases, latencies are not counted, and
-instructions under a predicate count as executed.
+FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; --loop
+names other loops (for instance a consumer's and its loader's, counted together). The result is, for every
+unit, the clocks per row that it is busy if it runs alone. The largest is a bound, not a forecast: units
+overlap only if programs or warp groups are in different phases, latencies are not counted, and instructions
+under a predicate count as executed.
 
 Rates of a multiprocessor per clock: 4 warp instructions issued; integer and logic operations and IMAD, each
 of 64 lanes; float32 and packed 16-bit products of 128; special functions and conversions of 16, which some
 conversions exceed; shuffles of 32; 128 bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits).
 A wgmma reads B from shared memory each time, and A unless that is in registers. Loads from global memory and
-spills go through the same L1 cache and its 128 bytes per clock. Bank conflicts cannot be seen here:
+spills go through the same L1 cache and its 128 bytes per clock. Bank conflicts are not visible in the code:
 `attention_facts.py` adds them.
 """
 
@@ -48,7 +48,7 @@ _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 
 @dataclass(frozen=True)
 class Loop:
-    """A backward branch and what it goes around: its label, place and instructions."""
+    """A backward branch and its loop: label, position and instructions."""
 
     label: str
     first: int
@@ -68,7 +68,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Costs:
-    """Per row, of all warps of a program that run the loop.
+    """Costs per row, summed over the warps of a program that run the loop.
 
     Attributes
     ----------
@@ -77,9 +77,9 @@ class Costs:
         Clocks by unit: "issue", "integer", "fma", "special", "shuffle", "tensor", "shared" (memory, by
         instructions of its own), "spills" and "loads" (by the way of shared memory).
     draining_waits : int
-        Times per iteration that a warp waits until no product is in flight.
+        Waits of a warp per iteration until no product is in flight.
     operations : Counter
-        Instructions of a warp by name.
+        Number of instructions of a warp, by name.
     """
 
     warp_instructions: float
@@ -107,7 +107,7 @@ def loops(text: str) -> Iterator[Loop]:
 
 
 def main_loop(text: str) -> Loop:
-    """The innermost loop with the most products; ValueError if there is none with products."""
+    """The innermost loop with the most products; ValueError without any products."""
     found = [loop for loop in loops(text) if loop.products]
 
     inner = [loop for loop in found if not any(loop.contains(other) for other in found)]
@@ -117,13 +117,13 @@ def main_loop(text: str) -> Loop:
 
 
 def _access_bytes(operation: str) -> int:
-    """Of a warp; a narrow access takes a whole pass too."""
+    """Bytes of a warp's access; a narrow access takes a whole pass too."""
     suffix = re.search(r"\.(128|64|[US]?16|[US]?8)\b", operation)
     return max(_SHARED_BYTES, _WARP * (_BYTES[suffix[1]] if suffix else 4))
 
 
 def _wgmma(instruction: str, operation: str) -> tuple[float, float]:
-    """A warp's share of (shared memory bytes, bf16 multiply-adds) of what its warp group executes."""
+    """A warp's share of its warp group's (shared memory bytes, bf16 multiply-adds)."""
     m, n, k = map(int, re.findall(r"(\d+)x(\d+)x(\d+)", operation)[0])
     eight_bits = not operation.startswith("HGMMA")
     size = 1 if eight_bits else 2
@@ -133,16 +133,16 @@ def _wgmma(instruction: str, operation: str) -> tuple[float, float]:
 
 
 def costs(instructions: Sequence[str], rows: int, warps: int) -> Costs:
-    """What a loop costs per row.
+    """Costs of a loop per row.
 
     Parameters
     ----------
     instructions : sequence of str
-        Of one warp and one iteration.
+        Instructions of one warp in one iteration.
     rows : int
-        Of one iteration.
+        Rows per iteration.
     warps : int
-        Of a program that run this loop.
+        Warps of a program that run this loop.
     """
     operations: Counter[str] = Counter()
     shared = spills = loads = multiply_adds = 0.0
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--loop", help="labels, separated by commas")
     arguments = parser.parse_args()
     if arguments.rows < 1 or arguments.warps < 1:
-        parser.error(f"--rows {arguments.rows} and --warps {arguments.warps} have to be 1 or more")
+        parser.error(f"--rows {arguments.rows} and --warps {arguments.warps} must be 1 or more")
     try:
         text = arguments.file.read_text()
         chosen = _named(text, arguments.loop.split(",")) if arguments.loop else main_loop(text).instructions

@@ -1,4 +1,4 @@
-"""Tables that a script computes, in a documentation page between two comments with the name of the table."""
+"""Computed tables in a documentation page, each between two comments with its name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["add_arguments", "carry_out", "updated"]
 
 
 def add_arguments(parser: argparse.ArgumentParser, page: Path) -> None:
-    """`--write` and `--check`."""
+    """Add `--write` and `--check`."""
     parser.add_argument("--write", action="store_true", help=f"into docs/{page.name}")
-    parser.add_argument("--check", action="store_true", help="compare with it")
+    parser.add_argument("--check", action="store_true", help="compare the result with the page")
 
 
 def updated(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """A page's text with all tables as they are computed now; ValueError if one has no place in it."""
+    """A page's text with all tables computed anew; ValueError if the page lacks a table."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)

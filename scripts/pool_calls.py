@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Say where SGLang reads and writes KV pools, and whether docs/hooks.md still lists every place.
+"""List where SGLang reads and writes KV pools, and check that docs/hooks.md lists every place.
 
     python scripts/pool_calls.py
 
-Prints the table of the installed SGLang and what differs from the documented one; exits with 1 if anything
-does. Parses SGLang's sources and imports none of them.
+Prints the table of the installed SGLang and its differences to the documented table; exits with 1 if they
+differ. SGLang's sources are parsed, not imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-#: Methods of pools through which rows are read, written, moved or described.
+#: Methods of pools that read, write, move or describe rows.
 METHODS = frozenset(
     {
         *("get_key_buffer", "get_value_buffer", "get_kv_buffer", "get_mla_kv_buffer", "get_kv_buffer_shape"),
@@ -24,9 +24,9 @@ METHODS = frozenset(
         *("get_cpu_copy", "load_cpu_copy", "get_contiguous_buf_infos"),
     }
 )
-#: The tensors themselves. Inside of mem_cache the name is that of every pool's own, of host pools too.
+#: Tensors of a pool. Uses inside mem_cache are ignored, because host pools use the same names.
 ATTRIBUTE = "kv_buffer"
-#: Below sglang/srt: other hardware, and stores, which see host pools.
+#: Ignored folders of sglang/srt: other hardware, and stores, which use host pools.
 LEFT_OUT = ("hardware_backend/", "mem_cache/storage/")
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
@@ -57,7 +57,7 @@ def count(root: Path) -> dict[str, Counter[str]]:
 
 
 def _used(node: ast.AST, file: str) -> str | None:
-    """Which of the words a node of a syntax tree is a use of."""
+    """The method or tensor that a node of a syntax tree uses, or None."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", None))
         return name if name in METHODS else None
@@ -67,7 +67,7 @@ def _used(node: ast.AST, file: str) -> str | None:
 
 
 def documented(text: str) -> dict[str, Counter[str]]:
-    """The table in docs/hooks.md; ValueError for a file that is in it twice."""
+    """The table in docs/hooks.md; ValueError if a file is listed twice."""
     table: dict[str, Counter[str]] = {}
     for file, calls in _ROW.findall(text):
         if file in table:
@@ -77,9 +77,9 @@ def documented(text: str) -> dict[str, Counter[str]]:
 
 
 def differences(found: dict[str, Counter[str]], table: dict[str, Counter[str]]) -> list[str]:
-    """One line for each file and word whose number of uses is not the documented one."""
+    """One line for each file and name whose number of uses differs from the table."""
     return [
-        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and docs/hooks.md knows of "
+        f"{file}: {name} is used {found.get(file, {}).get(name, 0)} times, and docs/hooks.md lists "
         f"{table.get(file, {}).get(name, 0)}"
         for file in sorted({*found, *table})
         for name in sorted({*found.get(file, ()), *table.get(file, ())})
@@ -93,7 +93,7 @@ def main() -> int:
     for file, calls in found.items():
         print(f"| `{file}` | {', '.join(f'{name} {calls[name]}' for name in sorted(calls))} |")
     problems = differences(found, documented(DOCUMENT.read_text()))
-    print("\n".join(problems) or "docs/hooks.md lists them all")
+    print("\n".join(problems) or "docs/hooks.md lists all calls")
     return 1 if problems else 0
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Drive real servers with concurrent clients, aborts and cache pressure, and check what is left afterwards.
+"""Drive SGLang servers with concurrent clients, aborts and cache pressure, and check their state afterwards.
 
     python scripts/soak.py                       # 5 minutes of traffic, all layouts, demo's model on the CPU
     python scripts/soak.py --minutes 1 --layouts fp4
     python scripts/soak.py --model PATH          # a GPU; not run yet
 
-docs/soak.md says what is checked. Exits with 1 if anything is not as it has to be, with 2 for wrong
+docs/soak.md lists the checks. Exits with 1 after a violation, with 2 for wrong
 arguments. Ctrl-C, SIGTERM and SIGHUP end the server too; the status is then 128 and the signal's number.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from regression.runner import Interrupted, signals_interrupt
-from soak_leg import soak
+from soak_leg import SoakOptions, soak
 from soak_servers import LEGS, Leg, has_sparse_attention
 
 from sgl_kvpool.commands.bench.outputs import commit, replace_file, require_writable
@@ -38,10 +38,10 @@ from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_LAYOUT, environme
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-#: Of `soak_in_server.breakages`, which cannot be imported without SGLang.
+#: Names of `soak_in_server.breakages`, which cannot be imported without SGLang.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
-#: Seconds that a server of the demo's model takes beside its traffic, on two idle cores: its start and the
-#: cold run's; and, per second of traffic, checks and the cold run, which has every prompt once.
+#: Seconds of a server of the demo's model beside its traffic, on two idle cores: its start and that of the
+#: cold run; and, per second of traffic, the checks and the cold run, which has every prompt once.
 _STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 
 
@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=5.0,
-        help="traffic, of all servers together (5); starts and checks come on top",
+        help="minutes of traffic over all servers (5), without starts and checks",
     )
     parser.add_argument(
         "--layouts",
@@ -68,28 +68,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--legs", nargs="+", choices=legs, metavar="NAME", help=f"servers by name, of {', '.join(legs)} (all)"
     )
     parser.add_argument(
-        "--arrangement", choices=ARRANGEMENT.choices, help="of all servers, instead of their own"
+        "--arrangement", choices=ARRANGEMENT.choices, help="arrangement of all servers, instead of their own"
     )
     parser.add_argument(
-        "--host-layout", choices=HOST_LAYOUT.choices, help="of all servers, instead of their own"
+        "--host-layout", choices=HOST_LAYOUT.choices, help="host layout of all servers, instead of their own"
     )
-    parser.add_argument("--clients", type=int, default=6, help="that send requests at the same time (6)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests that are drawn (0)")
+    parser.add_argument("--clients", type=int, default=6, help="number of concurrent clients (6)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random requests (0)")
     parser.add_argument("--model", help="checkpoint to be served on a GPU instead of the demo's on the CPU")
     parser.add_argument("--device-tokens", type=int, help="pool size (2048; 8192 with --model)")
     parser.add_argument(
         "--tie-tolerance",
         type=float,
-        help="how far from a cold run's log-probabilities may be (0.05; 0.5 with --model or a narrower host)",
+        help="largest log-probability difference to a cold run (0.05; 0.5 with --model or a narrower host)",
     )
     parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
-    parser.add_argument("--tier-args", default="", help="more arguments of those with a host tier")
+    parser.add_argument("--tier-args", default="", help="more arguments of servers with a host tier")
     parser.add_argument(
         "--break", dest="breakages", nargs="+", choices=BREAKAGES, default=[], metavar="DAMAGE",
         help=f"damage the servers on purpose, with {', '.join(BREAKAGES)} (none)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--out", type=Path, help="keep logs here")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--out", type=Path, help="keep logs in this folder")
     options = parser.parse_args(arguments)
     if not 0 < options.minutes < math.inf:
         parser.error(f"--minutes {options.minutes:g} is not above 0 and finite")
@@ -98,12 +98,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.device_tokens is not None and options.device_tokens < 1024:
         parser.error(f"--device-tokens {options.device_tokens} is below 1024, too few for two requests")
     if options.tie_tolerance is not None and not 0 <= options.tie_tolerance < math.inf:
-        parser.error(f"--tie-tolerance {options.tie_tolerance} has to be 0 or more")
+        parser.error(f"--tie-tolerance {options.tie_tolerance} must be 0 or more")
     for name in ("server_args", "tier_args"):
         try:
             setattr(options, name, shlex.split(getattr(options, name)))
         except ValueError as error:
-            parser.error(f"--{name.replace('_', '-')} is no list of words: {error}")
+            parser.error(f"--{name.replace('_', '-')} is not a list of words: {error}")
     if problems := environment_problems():
         parser.error("; ".join(problems))
     require_writable(parser, options.json)
@@ -116,7 +116,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Leg]:
-    """Servers to be soaked."""
+    """Servers of this soak."""
     legs = [
         leg
         for leg in LEGS
@@ -131,7 +131,7 @@ def chosen(options: argparse.Namespace) -> list[Leg]:
 
 
 def _repeated(arguments: list[str]) -> list[str]:
-    """Arguments that matter to a repetition: not where results went."""
+    """Arguments for a repetition, without the output paths."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument not in ("--json", "--out"):
@@ -141,7 +141,7 @@ def _repeated(arguments: list[str]) -> list[str]:
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What this was run with."""
+    """Versions, machine and options of this run."""
     return {
         "schema": SCHEMA,
         "script": "scripts/soak.py",
@@ -185,7 +185,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def announcement(legs: Sequence[Leg], minutes: float) -> str:
-    """What is going to be done, and how long it takes about."""
+    """Text with the planned servers and the estimated time."""
     count = "1 server" if len(legs) == 1 else f"{len(legs)} servers, one after the other"
     each = "it is" if len(legs) == 1 else "each is"
     traffic_s = 60 * minutes / len(legs)
@@ -222,15 +222,13 @@ def main() -> int:
 
 
 def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Soak the servers; a record of each is appended when it has ended."""
+    """Soak the servers; appends a record of each when it has ended."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
         for leg in legs:
             try:
-                record = soak(
-                    leg,
-                    folder,
+                soak_options = SoakOptions(
                     seconds=60 * options.minutes / len(legs),
                     clients=options.clients,
                     seed=options.seed,
@@ -238,11 +236,11 @@ def soak_all(legs: Sequence[Leg], options: argparse.Namespace, records: list[dic
                     server_args=options.server_args,
                     tier_args=options.tier_args,
                     tie_tolerance=options.tie_tolerance,
-                    say=lambda text: print(text, flush=True),
                 )
+                record = soak(leg, folder, soak_options, say=lambda text: print(text, flush=True))
             except ServerFailed as error:
                 record = {"name": leg.name, "violations": [f"a server did not start: {error}"]}
-            except ValueError as error:  # the other servers are soaked all the same
+            except ValueError as error:  # the other servers are still soaked
                 record = {"name": leg.name, "violations": [f"not soaked to the end: {error}"]}
             records.append(record)
             show(record)

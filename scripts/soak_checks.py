@@ -1,4 +1,4 @@
-"""What has to be so of a server that nobody is using: censuses, metrics, its log."""
+"""Checks of an idle server: censuses, metrics, log."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
     "too_few",
 ]
 
-#: Answers without which a soak says nothing.
+#: Least number of answers for a meaningful soak.
 ANSWERS = 20
 
-#: What a log may not say, whoever says it.
+#: Patterns that must not be in a log.
 _BAD_LINES = re.compile(
     r"Traceback \(most recent call last\)|leak detected|use-after-free|double free|Double-|Segmentation|"
     r"sgl-kvpool: .*(failed|lost|bad pages)|Scheduler hit an exception",
@@ -34,14 +34,14 @@ _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def idle_census(server: Server, limit_s: float = 60.0) -> dict[str, Any]:
-    """Census of a server when it is idle and twice the same, or the last one when the time is over."""
+    """Census of a server once it is idle and two censuses agree, or the last census at the time limit."""
     deadline = time.monotonic() + limit_s
     last: dict[str, Any] = {}
     while True:
         state = server.info()["internal_states"][0]
         if CENSUS not in state:
             raise ServerFailed(
-                f"the server makes no census: it did not import soak_in_server; see {server.log}"
+                f"the server sends no census: it did not import soak_in_server; see {server.log}"
             )
         census = state[CENSUS]
         settled = {k: v for k, v in census.items() if k != "resident_bytes"}
@@ -52,19 +52,19 @@ def idle_census(server: Server, limit_s: float = 60.0) -> dict[str, Any]:
 
 
 def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[str]:
-    """What is wrong in a census of an idle server.
+    """Problems in a census of an idle server.
 
     Parameters
     ----------
     census : dict
-        Of `soak_in_server.census.take`.
+        Result of `soak_in_server.census.take`.
     flushed : bool
         Whether everything must be free.
 
     Returns
     -------
     list of str
-        Nothing, if all is well.
+        One line per problem.
     """
     found = []
     if not census["idle"]:
@@ -120,7 +120,7 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
 
 
 def memory_problems(censuses: Sequence[dict[str, Any]], limit_bytes: int) -> list[str]:
-    """Whether the scheduler's memory grew by more than a limit after the first round of traffic."""
+    """Problem if the scheduler's memory grew by more than a limit after the first round of traffic."""
     if len(censuses) < 3:
         return []
     first, last = (census["resident_bytes"] for census in (censuses[1], censuses[-1]))
@@ -132,7 +132,7 @@ def memory_problems(censuses: Sequence[dict[str, Any]], limit_bytes: int) -> lis
 
 
 def counters(metrics: str) -> dict[str, float]:
-    """Sums over processes of what a server's `/metrics` says, by name and the labels that matter."""
+    """Sums over processes of a server's `/metrics`, by name and relevant labels."""
     keep = ("direction", "kind", "cache_source", "reason")
     found: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(metrics):
@@ -143,7 +143,7 @@ def counters(metrics: str) -> dict[str, float]:
 
 
 def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[str]:
-    """Failures that were survived, and counts of ours that differ from SGLang's."""
+    """Survived failures, and our counts that differ from SGLang's."""
     found = [
         f"{name} is {value:.0f}"
         for name, value in values.items()
@@ -167,26 +167,26 @@ def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[s
 
 
 def log_problems(log: str) -> list[str]:
-    """Lines of a server's log that nothing that was asked of it explains; the first 10."""
+    """The first 10 unexpected lines of a server's log."""
     lines = [line for line in log.splitlines() if _BAD_LINES.search(line)]
     return [line[:400] for line in lines[:10]]
 
 
 def too_few(record: dict[str, Any], device_tokens: int, *, has_store: bool) -> list[str]:
-    """What the traffic of a soak did not reach, so that its checks had nothing to find.
+    """Conditions that the traffic of a soak did not reach, so that its checks are not meaningful.
 
     Parameters
     ----------
     record : dict
-        Of `soak_leg.soak`: `answers_complete`, `answers_given_up`, `found_tokens` and `server_counts`.
+        Fields of `soak_leg.soak`: `answers_complete`, `answers_given_up`, `found_tokens` and `server_counts`.
     device_tokens : int
-        Of the pool.
+        Tokens of the pool.
     has_store : bool
 
     Returns
     -------
     list of str
-        Nothing, if there was enough of everything.
+        One line per condition that was not reached.
     """
     found = []
     if record["answers_complete"] < ANSWERS:

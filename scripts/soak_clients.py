@@ -1,4 +1,4 @@
-"""Clients of a soak: requests of all kinds over HTTP, some of which they give up, and what came back."""
+"""Clients of a soak: HTTP requests of all kinds, some of them aborted, and their answers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from soak_prompts import NEW_TOKENS, Prompt
 
 __all__ = ["KINDS", "MANY", "Outcome", "Traffic", "post"]
 
-#: So many requests may go wrong before the clients give up.
+#: Number of failed requests after which the clients stop.
 MANY = 10
 
-#: What a client may do, and how often it does it.
+#: Kinds of requests, and their relative frequency.
 KINDS = {
     "plain": 28,
     "stream": 24,
     "batch": 10,  # several prompts in one request
-    "samples": 6,  # one prompt, answered twice
-    "disconnect_stream": 12,  # the client goes away after some tokens
-    "disconnect": 6,  # the client goes away while it waits
+    "samples": 6,  # one prompt, two samples
+    "disconnect_stream": 12,  # the client disconnects after some tokens
+    "disconnect": 6,  # the client disconnects while it waits
     "abort": 10,  # by /abort_request
-    "too_long": 2,  # refused
-    "flush": 2,  # mostly refused: others are being served
+    "too_long": 2,  # the server must refuse it
+    "flush": 2,  # mostly refused, because other requests are running
 }
 
 _HOST = "127.0.0.1"
@@ -37,19 +37,19 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one prompt of one request got.
+    """Result of one prompt of one request.
 
     Attributes
     ----------
     prompt : int
-        Its number.
+        Number of the prompt.
     kind : str
-        Of `KINDS`.
+        Name in `KINDS`.
     token_ids : list of int
     log_probabilities : list of float
-        Of those tokens.
+        Log-probabilities of those tokens.
     complete : bool
-        All tokens that were asked for; what was given up has the first ones, or none.
+        Whether all requested tokens are there; an aborted request has the first tokens, or none.
     cached : dict of str to int
         Tokens of the prompt found on the `device`, `host` and in `storage`.
     """
@@ -75,18 +75,18 @@ def post(port: int, path: str, body: Any = None, timeout_s: float = 300.0) -> tu
 
 @dataclass
 class Traffic:
-    """Requests of several clients at once, and what became of them.
+    """Concurrent requests of several clients, and their results.
 
     Parameters
     ----------
     port : int
-        Of the server.
+        Port of the server.
     prompts : sequence of Prompt
     clients : int
     seed : int
-        Each client draws its requests from it; when they meet in the server is chance.
+        Seed of the clients' requests; their timing is not reproducible.
     too_long_tokens : int
-        Length of a prompt that the server has to refuse.
+        Length of a prompt that the server must refuse.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Traffic:
     counts : dict of str to int
         Requests by kind, and `flushed`.
     problems : list of str
-        What no server may do: to fail, to answer otherwise than asked.
+        Violations: failures, and answers that do not fit their request.
     """
 
     port: int
@@ -111,7 +111,7 @@ class Traffic:
         self._rngs = [random.Random(f"{self.seed} {client}") for client in range(self.clients)]
 
     def run(self, seconds: float) -> None:
-        """Let all clients send requests for some time, and wait for the last answers."""
+        """Run all clients for some time, and wait for the last answers."""
         deadline = time.monotonic() + seconds
         threads = [
             threading.Thread(target=self._client, args=(rng, deadline), daemon=True) for rng in self._rngs
@@ -128,15 +128,16 @@ class Traffic:
                 self.counts[kind] = self.counts.get(kind, 0) + 1
             try:
                 getattr(self, f"_{kind}")(rng, kind)
-            except Exception as error:  # whatever it is, the report says so and the others go on
+            except Exception as error:  # reported; the other clients continue
                 with self._lock:
                     self.problems.append(f"request {kind}: {type(error).__name__}: {error}")
 
     # ---------------------------------------------------------------- requests
 
     def _draw(self, rng: random.Random) -> tuple[Prompt, dict[str, Any]]:
-        # Two of three requests go to a quarter of the prompts, which together do not fit the pool and change
-        # with time: some pages are used again soon, others when they have left the device, or the host.
+        # Two of three requests use a quarter of the prompts, which changes with time and does not fit the
+        # pool: some pages are used again soon, others after they were evicted from the device, or from the
+        # host.
         if rng.random() < 0.67:
             step = len(self.outcomes) // 20
             span = max(1, len(self.prompts) // 4)
@@ -162,7 +163,7 @@ class Traffic:
     def _batch(self, rng: random.Random, kind: str) -> None:
         _, body = self._draw(rng)
         prompts = [self._draw(rng)[0] for _ in range(rng.choice((2, 3, 4)))]
-        del body["rid"]  # one name for several
+        del body["rid"]  # one id does not fit several prompts
         status, answer = post(self.port, "/generate", {**body, "input_ids": [p.token_ids for p in prompts]})
         answers = self._parsed(kind, status, answer)
         if len(answers) != len(prompts):
@@ -243,7 +244,7 @@ class Traffic:
     # ---------------------------------------------------------------- answers
 
     def _events(self, prompt: Prompt, body: dict[str, Any], stop_after: int | None) -> list[dict[str, Any]]:
-        """Events of a stream; all of them, or the first ones, after which the client goes away."""
+        """All events of a stream, or the first ones, after which the client disconnects."""
         connection = http.client.HTTPConnection(_HOST, self.port, timeout=300)
         found: list[dict[str, Any]] = []
         try:
@@ -278,7 +279,7 @@ class Traffic:
         return answer
 
     def _take(self, prompt: Prompt, kind: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
-        """A complete answer; ValueError if it is none."""
+        """Record a complete answer; ValueError if it is not complete."""
         outcome = _outcome(prompt, kind, answer, complete=True)
         wanted = body["sampling_params"]["max_new_tokens"]
         reason = answer["meta_info"]["finish_reason"]["type"]
@@ -288,9 +289,9 @@ class Traffic:
             self.outcomes.append(outcome)
 
     def _take_part(self, prompt: Prompt, kind: str, answer: dict[str, Any] | None) -> None:
-        """What a request had got when it was given up."""
+        """Record the partial answer of an aborted request."""
         if answer is None or not answer["output_ids"]:
-            # Aborted before it was begun, it has no counts either.
+            # A request that was aborted before its start has no counts.
             outcome = Outcome(prompt.number, kind, [], [], False, {})
         else:
             outcome = _outcome(prompt, kind, answer, complete=False)

@@ -1,4 +1,4 @@
-"""What a server says that has nothing cached, and whether a soak's outputs are the same."""
+"""Outputs of a server without caches, and their comparison with a soak's outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ColdRun:
     Parameters
     ----------
     server : Server
-        Running.
+        A running server.
     prompts : sequence of Prompt
     """
 
@@ -31,7 +31,7 @@ class ColdRun:
     _scored: dict[tuple[int, tuple[int, ...]], list[tuple[float, float]]] = field(default_factory=dict)
 
     def run(self, longest: dict[int, int]) -> None:
-        """Greedy tokens of prompts, by number, as many as given."""
+        """Generate greedily for prompts; `longest` has the number of tokens by prompt number."""
         for number, new_tokens in sorted(longest.items()):
             answer = self.server.generate(
                 input_ids=self.prompts[number].token_ids,
@@ -42,11 +42,11 @@ class ColdRun:
             self._greedy[number] = [(token, value) for value, token, _ in scored]
 
     def greedy(self, number: int) -> list[tuple[int, float]]:
-        """Tokens and their log-probabilities after a prompt."""
+        """Greedy tokens after a prompt, with their log-probabilities."""
         return self._greedy[number]
 
     def scored(self, number: int, token_ids: Sequence[int]) -> list[tuple[float, float]]:
-        """Of every token of an output: its log-probability and that of the best token in its place."""
+        """For every token of an output: its log-probability and that of the best token at its position."""
         key = (number, tuple(token_ids))
         if key not in self._scored:
             prompt = self.prompts[number].token_ids
@@ -66,23 +66,23 @@ class ColdRun:
 
 @dataclass
 class Comparison:
-    """How outputs of a soak compare with a cold run's.
+    """Comparison of a soak's outputs with a cold run's.
 
     Attributes
     ----------
     outputs, tokens : int
-        Compared; of requests that were given up, what they had got.
+        Number of compared outputs and tokens, including partial outputs of aborted requests.
     same_outputs : int
-        With every token the cold run's.
+        Outputs that equal the cold run's in every token.
     near_ties : int
-        With another token where the cold run finds it as good as its own within the tolerance, and so on to
-        the end, each token being asked for behind the same tokens before it.
+        Outputs with other tokens that the cold run rates as good as its own within the tolerance, each after
+        the same preceding tokens, to the end of the output.
     same_bits : int
-        Tokens with the very log-probability of the cold run.
+        Tokens with exactly the cold run's log-probability.
     largest_difference, mean_difference : float
-        Of log-probabilities of tokens behind the same tokens.
+        Differences of log-probabilities after the same preceding tokens.
     mismatches : list of dict
-        Everything else.
+        All other outputs.
     """
 
     outputs: int = 0
@@ -107,11 +107,11 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit:
     ----------
     outcomes : sequence of Outcome
     cold : ColdRun
-        That has run for all of their prompts.
+        A cold run of all their prompts.
     tolerance : float
-        Most that the best token's log-probability may exceed that of the token that was chosen.
+        Largest excess of the best token's log-probability over that of the chosen token.
     limit : float
-        Most that two log-probabilities of one token may differ.
+        Largest difference between two log-probabilities of a token.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def compare(outcomes: Sequence[Outcome], cold: ColdRun, tolerance: float, limit:
         expected = cold.greedy(outcome.prompt)
         result.outputs += 1
         result.tokens += len(outcome.token_ids)
-        pairs = []  # of log-probabilities behind the same tokens
+        pairs = []  # log-probabilities after the same preceding tokens
         problem = ""
         for at, (token, value) in enumerate(zip(outcome.token_ids, outcome.log_probabilities, strict=True)):
             pairs.append((value, expected[at][1]))

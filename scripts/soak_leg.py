@@ -1,4 +1,4 @@
-"""One server soaked: traffic in rounds, checks in between and afterwards, comparison with a cold run."""
+"""Soak of one server: traffic in rounds, checks between and after them, comparison with a cold run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,24 @@ from soak_servers import Leg, cold_server, soaked_server
 from sgl_kvpool.demo.server import Server, ServerFailed
 from sgl_kvpool.demo.shipped import held_out_windows
 
-__all__ = ["soak", "tolerance"]
+__all__ = ["SoakOptions", "soak", "tolerance"]
 
-#: Seconds of traffic between two censuses.
+#: Traffic between two censuses, in seconds.
 ROUND_S = 15.0
-#: Every so many rounds all caches are emptied.
+#: Number of rounds after which all caches are flushed.
 FLUSH_EVERY = 3
-#: Natural logarithms: how far below the best token of a cold run another may be, and how far its
-#: log-probability from the cold run's. Batches of other sizes round otherwise, by 0.012 at most where this
-#: was chosen, with the demo's model: its logits are bfloat16 numbers around 8, which lie 0.03 apart.
+#: Tolerances of natural logarithms: how far a token may be below the cold run's best token, and how far its
+#: log-probability from the cold run's. Batches of other sizes round differently, by at most 0.012 on the
+#: machine of the measurement with the demo's model: its logits are bfloat16 numbers around 8, at distances of
+#: 0.03.
 TOLERANCE = 0.05
-#: The same of other models, whose logits SGLang multiplies in bfloat16 too: from 16 to 32 they lie 0.125
-#: apart, and both of two tokens may be rounded.
+#: The same for other models, whose logits SGLang also multiplies in bfloat16: from 16 to 32 their distance is
+#: 0.125, and both of two tokens may be rounded.
 TOLERANCE_MODEL = 0.5
-#: The same where what comes back from the host has been rounded once more.
+#: The same if rows loaded from the host have been rounded once more.
 TOLERANCE_ROUNDED = 0.5
 
-#: Most that the scheduler's memory may grow by after the first round.
+#: Largest growth of the scheduler's memory after the first round.
 GROWTH_LIMIT_BYTES = 256 << 20
 
 _DROPPED = "sglang:hicache_dropped_tokens_total"
@@ -64,7 +66,7 @@ _REPORTED = {
 
 
 def tolerance(leg: Leg, wanted: float | None = None) -> float:
-    """How far from a cold run's log-probabilities may be; `wanted` overrides what is usual."""
+    """Largest difference to a cold run's log-probabilities; `wanted` overrides the default."""
     if wanted is not None:
         return wanted
     if leg.rounds_on_the_way:
@@ -72,66 +74,75 @@ def tolerance(leg: Leg, wanted: float | None = None) -> float:
     return TOLERANCE if leg.model is None else TOLERANCE_MODEL
 
 
-def soak(
-    leg: Leg,
-    folder: Path,
-    *,
-    seconds: float,
-    clients: int,
-    seed: int,
-    breakages: Sequence[str] = (),
-    server_args: Sequence[str] = (),
-    tier_args: Sequence[str] = (),
-    tie_tolerance: float | None = None,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Drive one server for some time.
+@dataclass(frozen=True)
+class SoakOptions:
+    """How a server is soaked.
+
+    Attributes
+    ----------
+    seconds : float
+        Time of traffic, without starts, checks and the cold run.
+    clients, seed : int
+        See `Traffic`.
+    breakages : sequence of str
+        Names of `soak_in_server.breakages.BREAKAGES`.
+    server_args : sequence of str
+        More arguments of this server and of the cold run's server.
+    tier_args : sequence of str
+        More arguments of this server.
+    tie_tolerance : float, optional
+        See `tolerance`.
+    """
+
+    seconds: float
+    clients: int
+    seed: int
+    breakages: Sequence[str] = ()
+    server_args: Sequence[str] = ()
+    tier_args: Sequence[str] = ()
+    tie_tolerance: float | None = None
+
+
+def soak(leg: Leg, folder: Path, options: SoakOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Soak one server.
 
     Parameters
     ----------
     leg : Leg
     folder : path
-        For logs.
-    seconds : float
-        Of traffic; starts, checks and the cold run come on top.
-    clients, seed : int
-        See `Traffic`.
-    breakages : sequence of str
-        Of `soak_in_server.breakages.BREAKAGES`.
-    server_args : sequence of str
-        More arguments of this server and of that of the cold run.
-    tier_args : sequence of str
-        More arguments of this server.
-    tie_tolerance : float, optional
-        See `tolerance`.
+        Folder of the logs.
+    options : SoakOptions
     say : callable
-        Told what is going on.
+        Called with lines about the progress.
 
     Returns
     -------
     dict
-        For JSON; `violations` lists what may not be, `too_few` what the traffic did not reach.
+        Record for JSON; `violations` lists problems, `too_few` conditions that the traffic did not reach.
 
     Raises
     ------
     ServerFailed
-        A server did not start.
+        If a server does not start.
     """
     violations: list[str] = []
-    allowed = tolerance(leg, tie_tolerance)
+    allowed = tolerance(leg, options.tie_tolerance)
     say(f"{leg.name}: starting, log {folder / f'{leg.name}.log'}")
     record: dict[str, Any] = {"name": leg.name, "tie_tolerance": allowed, "violations": violations}
+    arguments = [*options.server_args, *options.tier_args]
     with (
         tempfile.TemporaryDirectory() as store,
-        soaked_server(leg, folder, store, [*server_args, *tier_args], breakages) as server,
+        soaked_server(leg, folder, store, arguments, options.breakages) as server,
     ):
         say("  serving")
-        prompts = _prompts(server, leg, seed)
-        traffic = Traffic(server.port, prompts, clients, seed, leg.device_tokens + leg.page_size_tokens)
+        prompts = _prompts(server, leg, options.seed)
+        traffic = Traffic(
+            server.port, prompts, options.clients, options.seed, leg.device_tokens + leg.page_size_tokens
+        )
         record["server"] = _described(server, prompts)
         censuses = []
         try:
-            record["traffic_seconds"] = _rounds(server, traffic, seconds, censuses, violations, say)
+            record["traffic_seconds"] = _rounds(server, traffic, options.seconds, censuses, violations, say)
             values = counters(server.get("/metrics").decode())
             violations += metrics_problems(values, censuses[-1])
             violations += memory_problems(censuses, GROWTH_LIMIT_BYTES)
@@ -146,8 +157,10 @@ def soak(
     if "server_counts" in record:
         record["too_few"] = too_few(record, leg.device_tokens, has_store=leg.store)
     try:
-        record["outputs"] = _compared(leg, folder, server_args, prompts, traffic, allowed, violations, say)
-    except (OSError, ServerFailed) as error:  # what was found until here is to be told
+        record["outputs"] = _compared(
+            leg, folder, options.server_args, prompts, traffic, allowed, violations, say
+        )
+    except (OSError, ServerFailed) as error:  # earlier results are still reported
         record["outputs"] = {}
         violations.append(f"no cold run to compare with: {type(error).__name__}: {error}")
     return record
@@ -162,7 +175,7 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
         if status != 200:
             raise ServerFailed(f"/tokenize answered {status}: {answer[:300]!r}")
         ids = json.loads(answer)["tokens"]
-    # More than the pool and the host tier hold, a narrower one too.
+    # More than the pool and the host tier hold, also with a narrower host layout.
     working_set = 2 * leg.device_tokens * (1 + leg.host_ratio * (3 if leg.rounds_on_the_way else 1))
     return make_prompts(ids, leg.device_tokens, leg.page_size_tokens, working_set, seed)
 
@@ -180,7 +193,7 @@ def _described(server: Server, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def _arguments(arguments: Sequence[str]) -> list[str]:
-    """Without those that say something of this machine."""
+    """Arguments without those that describe this machine."""
     dropped = [at + 1 for at, a in enumerate(arguments) if a in ("--model-path", "--port")]
     return [a for at, a in enumerate(arguments) if not {at, at + 1} & set(dropped)]
 
@@ -193,11 +206,11 @@ def _rounds(
     violations: list[str],
     say: Callable[[str], None],
 ) -> float:
-    """Traffic with a census after every round; seconds of traffic."""
+    """Run traffic with a census after every round; returns the seconds of traffic."""
     censuses.append(idle_census(server))
     violations += census_problems(censuses[-1])
     spent, number, known = 0.0, 0, set[str]()
-    # What is found in one round does not end it: the next may say more. A server that is gone does.
+    # Violations do not end the soak, since later rounds may find more; the end of the server does.
     while spent < seconds - 1 and len(traffic.problems) < MANY:
         began = time.monotonic()
         traffic.run(min(ROUND_S, seconds - spent))
@@ -214,7 +227,7 @@ def _rounds(
 
 
 def _flush(server: Server, censuses: list[dict[str, Any]], violations: list[str]) -> None:
-    """Empty all caches but the store, and look whether everything is free."""
+    """Flush all caches but the store, and check that everything is free."""
     status, answer = post(server.port, "/flush_cache?timeout=30")
     if status != 200:
         violations.append(f"/flush_cache answered {status}: {answer[:200]!r}")

@@ -1,4 +1,4 @@
-"""Prompts of a soak: shared beginnings with tails, from one token to nearly the whole pool."""
+"""Prompts of a soak: shared prefixes with tails, from one token to nearly the whole pool."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 __all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 
-#: Tokens that a request may ask for.
+#: Numbers of tokens of a request.
 NEW_TOKENS = (1, 4, 12, 32)
 
-#: Pieces that a text too short is lengthened by. Prompts that happen to begin at the same place of two copies
-#: of a piece have no more than this in common.
+#: Size of the windows with which a short text is lengthened. Prompts that begin at the same position of two
+#: copies of a window have at most this in common.
 _WINDOW_TOKENS = 256
 
 
@@ -23,7 +23,7 @@ class Prompt:
     Attributes
     ----------
     number : int
-        Place in the list of all.
+        Index in the list of all prompts.
     token_ids : tuple of int
     """
 
@@ -32,18 +32,18 @@ class Prompt:
 
 
 def lengthened(text_ids: Sequence[int], tokens: int) -> list[int]:
-    """A text of at least so many tokens: itself, then its windows over and over, each time shuffled anew.
+    """A text of at least `tokens` tokens: the text, then repetitions of its windows in new random orders.
 
     Parameters
     ----------
     text_ids : sequence of int
-        Not empty.
+        Tokens of a text that is not empty.
     tokens : int
 
     Returns
     -------
     list of int
-        The same for the same arguments.
+        Tokens, reproducible from the arguments.
     """
     longer = list(text_ids)
     windows = [longer[at : at + _WINDOW_TOKENS] for at in range(0, len(longer), _WINDOW_TOKENS)]
@@ -58,54 +58,56 @@ def lengthened(text_ids: Sequence[int], tokens: int) -> list[int]:
 def make_prompts(
     text_ids: Sequence[int], device_tokens: int, page_size_tokens: int, working_set_tokens: int, seed: int
 ) -> list[Prompt]:
-    """Prompts that together do not fit the tiers, with beginnings in common.
+    """Prompts with shared prefixes that together do not fit into the tiers.
 
     Parameters
     ----------
     text_ids : sequence of int
-        Tokens of some text, which pieces are taken from; one shorter than two pools is `lengthened`, as a
-        tokenizer of words makes few tokens of the text that the package has.
+        Tokens of a text from which prompts are cut; a text shorter than two pools is `lengthened`, since a
+        tokenizer of words gives few tokens for the package's text.
     device_tokens, page_size_tokens : int
-        Of the pool.
+        Sizes of the pool and of a page.
     working_set_tokens : int
-        Lower bound of the tokens of all prompts, beginnings in common counted once.
+        Lower bound of the tokens of all prompts, with shared prefixes counted once.
     seed : int
 
     Returns
     -------
     list of Prompt
-        The same for the same arguments. A few are shorter than a page; one of eight takes more than half of
-        the pool, up to 0.8 of it.
+        Prompts, reproducible from the arguments. A few are shorter than a page; one of eight takes more than
+        half of the pool, up to 0.8 of it.
 
     Raises
     ------
     ValueError
-        An empty text.
+        If the text is empty.
     """
     if not text_ids:
-        raise ValueError("a text without tokens, which no prompts can be cut from")
+        raise ValueError("the text has no tokens, so no prompts can be cut from it")
     text_ids = lengthened(text_ids, 2 * device_tokens)
     rng = random.Random(seed)
 
-    def piece(length: int) -> tuple[int, ...]:
+    def excerpt(length: int) -> tuple[int, ...]:
         start = rng.randrange(len(text_ids) - length)
         return tuple(text_ids[start : start + length])
 
-    made = [piece(length) for length in (1, 2, page_size_tokens - 1, page_size_tokens, page_size_tokens + 1)]
+    made = [
+        excerpt(length) for length in (1, 2, page_size_tokens - 1, page_size_tokens, page_size_tokens + 1)
+    ]
     total = 0
     while total < working_set_tokens:
-        # At page boundaries and off them.
-        beginning = piece(rng.randrange(1, device_tokens // 4))
+        # Prefixes end at page boundaries and between them.
+        beginning = excerpt(rng.randrange(1, device_tokens // 4))
         total += len(beginning)
         for _ in range(rng.choice((1, 2, 4))):
             longest = device_tokens // 2 if rng.random() < 0.15 else device_tokens // 8
-            tail = piece(rng.randrange(1, longest))
+            tail = excerpt(rng.randrange(1, longest))
             if rng.random() < 0.3:
                 made.append(beginning[: rng.randrange(1, len(beginning) + 1)] + tail)
             else:
                 made.append(beginning + tail)
             total += len(tail)
         if rng.random() < 0.15:
-            made.append(piece(rng.randrange(device_tokens // 2, device_tokens * 4 // 5)))
+            made.append(excerpt(rng.randrange(device_tokens // 2, device_tokens * 4 // 5)))
             total += len(made[-1])
     return [Prompt(number, ids) for number, ids in enumerate(made)]

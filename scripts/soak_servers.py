@@ -1,4 +1,4 @@
-"""Servers that a soak drives, and those that it compares them to."""
+"""Servers of a soak, and the servers of their cold runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["LEGS", "Leg", "cold_server", "has_sparse_attention", "soaked_server"
 
 _HERE = Path(__file__).resolve().parent
 
-#: Makes SGLang compare its own counts of tokens after every step, not only when it is idle, and look for
-#: pages that are free and in use, or free twice. A scheduler that finds something ends.
+#: Makes SGLang compare its own counts of tokens after every step, not only when it is idle, and search for
+#: pages that are both free and in use, or free twice. A scheduler that finds a problem ends.
 _SGLANG_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -32,8 +32,8 @@ _SGLANG_CHECKS = {
 }
 
 
-#: Torch's products on a CPU keep what they compiled for every number of rows they have seen, 1024 of each
-#: kind: 1.3 GB in a soak, among which a leak could not be seen.
+#: Limits a cache: torch's products on a CPU keep compiled code for up to 1024 row counts of each kind, 1.3 GB
+#: in a soak, which would hide a leak.
 _FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 
 
@@ -45,20 +45,20 @@ class Leg:
     ----------
     name : str
     layout, arrangement, host_layout : str
-        As the server's arguments.
+        Values of the server's arguments.
     page_size_tokens : int
     arguments : tuple of str
-        Others.
+        Other arguments.
     store : bool
         Whether SGLang's `file` store is behind the host tier.
     model : str or None
-        Path of a checkpoint, which is served on a GPU; None for the demo's model on the CPU.
+        Path of a checkpoint for a GPU; None for the demo's model on the CPU.
     device_tokens : int
-        Of the pool.
+        Tokens of the pool.
     host_ratio : int
         Bytes of the host tier per byte of the pool.
     sparse : bool
-        Whether the model has sparse attention (DSA), which other arguments are refused for.
+        Whether the model has sparse attention (DSA), for which some arguments are refused.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Leg:
 
     @property
     def rounds_on_the_way(self) -> bool:
-        """Whether what comes back from the host may differ from what left."""
+        """Whether rows loaded from the host may differ from the rows that were backed up."""
         return self.host_layout not in ("same", self.layout)
 
     def base(self, port: int) -> list[str]:
-        """Arguments of this server and of the one it is compared to."""
+        """Arguments of this server and of its cold run's server."""
         if self.model is None:
             arguments = cpu_arguments(model_path(), port, max_total_tokens=self.device_tokens)
         else:
@@ -92,11 +92,11 @@ class Leg:
         ]
 
     def for_sparse_attention(self) -> Leg:
-        """This one with the only pages and the only arrangement that models with sparse attention have."""
+        """This leg with the only page size and arrangement for models with sparse attention."""
         return replace(self, sparse=True, page_size_tokens=64, arrangement="layer_major")
 
     def with_options(self, arrangement: str | None, host_layout: str | None) -> Leg:
-        """This one with what the command line says instead."""
+        """This leg with options of the command line."""
         return replace(
             self,
             arrangement=arrangement or self.arrangement,
@@ -104,12 +104,12 @@ class Leg:
         )
 
 
-#: Every arrangement, every write policy, with a store and without. Layouts take these in turn.
+#: Every arrangement and write policy, with a store and without. Layouts take these in turn.
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {
         "arrangement": "token_major",
         "page_size_tokens": 16,
-        # Admits more requests than SGLang would by itself.
+        # Admits more requests than SGLang's default.
         "arguments": ("--schedule-conservativeness", "0.1"),
     },
     {
@@ -129,7 +129,7 @@ _OWN = tuple(
     Leg(layout.value, layout.value, **settings)
     for layout, settings in zip(MLAKVCacheLayout, cycle(_SETTINGS), strict=False)
 )
-#: One after the other: a server of each layout, behind the first one with a narrower host tier.
+#: Servers in order: one of each layout, the first of them followed by one with a narrower host tier.
 LEGS = (
     _OWN[0],
     Leg(
@@ -141,18 +141,18 @@ LEGS = (
 
 
 def has_sparse_attention(model: str) -> bool:
-    """Whether a model's config.json says so; False for a name on Hugging Face, whose is not here.
+    """Whether a model's config.json has sparse attention; False for a name on Hugging Face.
 
     Raises
     ------
     ValueError
-        No model of that name, or its config.json is none.
+        If the model does not exist, or its config.json is invalid.
     """
     text = find_model(model).config
     if text is None:
         return False
     config = json.loads(text)
-    text_config = config.get("text_config")  # of models that see images too
+    text_config = config.get("text_config")  # multimodal models
     configs = (config, text_config if isinstance(text_config, dict) else {})
     return any(one.get("index_topk") is not None for one in configs)
 
@@ -163,8 +163,8 @@ def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # Otherwise a chunk is attended as it was computed and found again as it was stored. It does nothing
-        # for sparse attention, and a server of such a model refuses it.
+        # Otherwise a chunk is attended as computed, and found again as stored. The variable has no effect on
+        # sparse attention, and a server of such a model refuses it.
         **({} if leg.sparse else {env.PREFILL_READS_ROWS: "1"}),
         **(_FEW_COMPILED if leg.model is None else {}),
         **extra,
@@ -174,12 +174,12 @@ def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
 def soaked_server(
     leg: Leg, folder: Path, store: str | Path, server_args: Sequence[str], breakages: Sequence[str]
 ) -> Server:
-    """The server to be driven; not yet started. Its log goes to `folder`, what it stores to `store`."""
+    """The soaked server, not yet started. Its log goes to `folder`, its store to `store`."""
     arguments = [
         *leg.base(free_port()),
         *("--kv-cache-arrangement", leg.arrangement, "--kv-host-layout", leg.host_layout),
         *("--enable-hierarchical-cache", "--hicache-ratio", str(leg.host_ratio)),
-        # A prompt of half the pool comes in pieces, with others in between.
+        # A prompt of half the pool is prefilled in chunks, with other requests in between.
         *("--chunked-prefill-size", str(leg.device_tokens // 8 // 64 * 64)),
         *leg.arguments,
     ]
@@ -197,6 +197,6 @@ def soaked_server(
 
 
 def cold_server(leg: Leg, folder: Path, server_args: Sequence[str]) -> Server:
-    """The server that finds nothing anywhere: no prefix cache, no host tier, no store; not yet started."""
+    """The cold run's server, not yet started: without prefix cache, host tier and store."""
     arguments = [*leg.base(free_port()), "--disable-radix-cache", *server_args]
     return Server(arguments, folder / f"{leg.name}-cold.log", _environment(leg, {}))

@@ -7,9 +7,9 @@ Writes a whole checkpoint to OUT/model: weights, config, tokenizer, the held-out
 took 70 minutes on two cores. To ship the result, copy that folder over
 sgl_kvpool/demo/byte_mla_python.
 
-The training state is kept in OUT/state.pt every 100 steps; `--resume` goes on from there, also with another
+The training state is kept in OUT/state.pt every 100 steps; `--resume` continues from there, also with another
 `--steps`. The text is the library's `.py` files without tests and generated tables; the modules in HELD_OUT
-are never trained on.
+are not part of the training data.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from sgl_kvpool.codec import decode_rows, encode_rows
 from sgl_kvpool.demo.checkpoint import read_model, write_model
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, CausalRows, initialise
 
-#: Modules that only measure. Chosen by hand for variety, before any training.
+#: Held-out modules, chosen by hand for variety before any training.
 HELD_OUT = (
     *("calendar.py", "cmd.py", "csv.py", "fractions.py", "graphlib.py", "heapq.py", "json/decoder.py"),
     *("logging/config.py", "mimetypes.py", "queue.py", "sched.py", "shlex.py", "smtplib.py"),
     *("statistics.py", "textwrap.py", "urllib/robotparser.py"),
 )
-#: Not text that a person wrote, or not the library's own.
+#: Excluded: generated text, and text that is not the library's own.
 EXCLUDED = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"),
     *("lib-dynload", "entities.py", "turtledemo", "__phello__"),
 }
-#: Goes with the held-out text.
+#: Licence that is shipped with the held-out text.
 LICENCE = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
 CARD = Path(__file__).resolve().parent / "demo_model_card.md"
 WINDOW_BYTES = 1024
-#: Lengths of training windows and how often each is drawn: positions beyond 512 must be learnt too.
+#: Lengths of training windows and their frequencies: positions beyond 512 must be learnt too.
 LENGTHS = {512: 0.45, 1024: 0.45, 2048: 0.10}
 WARMUP = 100
-#: Share of the steps at the end over which the learning rate falls to zero.
+#: Share of the steps at the end in which the learning rate falls to zero.
 DECAY = 0.3
 MUON_LR, ADAM_LR = 8e-3, 3e-3
 
 
 def sources() -> dict[str, bytes]:
-    """Text of every module of the standard library that is used, by its path."""
+    """Text of every used module of the standard library, by its path."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -68,7 +68,7 @@ def sources() -> dict[str, bytes]:
         if EXCLUDED.isdisjoint(relative.parts) and not relative.parts[0].startswith("config-"):
             found[relative.as_posix()] = path.read_bytes()
     if not LICENCE.is_file():
-        raise SystemExit(f"there is no {LICENCE}, whose text has to go with the held-out windows")
+        raise SystemExit(f"{LICENCE} is missing; its text must be shipped with the held-out windows")
     missing = [name for name in HELD_OUT if name not in found]
     if missing:
         raise SystemExit(f"this Python's library in {root} lacks the held-out modules {', '.join(missing)}")
@@ -76,7 +76,7 @@ def sources() -> dict[str, bytes]:
 
 
 def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
-    """Two windows of each held-out module, from about a third and two thirds of it, beginning with a line."""
+    """Two windows of each held-out module, at about one and two thirds of it, starting at a line."""
     windows = []
     for name in HELD_OUT:
         text = modules[name]
@@ -102,7 +102,7 @@ def training_stream(modules: dict[str, bytes], seed: int) -> Tensor:
 
 
 def batches(stream: Tensor, batch_tokens: int, seed: int, first_step: int) -> Iterator[Tensor]:
-    """Windows [B, T + 1] at random places; step `n` draws the same ones wherever training was resumed."""
+    """Windows [B, T + 1] at random positions; those of step `n` do not depend on where training resumed."""
     lengths, weights = list(LENGTHS), list(LENGTHS.values())
     step = first_step
     while True:
@@ -114,15 +114,15 @@ def batches(stream: Tensor, batch_tokens: int, seed: int, first_step: int) -> It
 
 
 def rate(step: int, steps: int) -> float:
-    """Factor on the learning rates: warm-up, constant, linear fall to zero."""
+    """Factor of the learning rates: warm-up, constant, linear fall to zero."""
     return min(1.0, (step + 1) / WARMUP, (steps - step) / max(1.0, DECAY * steps))
 
 
 @torch.no_grad()
 def held_out_perplexity(net: ByteMLA, texts: list[str], layout: MLAKVCacheLayout | None = None) -> float:
-    """Perplexity per byte over the windows, each byte but a window's first predicted.
+    """Perplexity per byte over the windows, without the first byte of each window.
 
-    With a layout, attention runs over rows that went through its codec, as in a server.
+    With a layout, attention runs over rows encoded and decoded by its codec, as in a server.
     """
     ids = torch.tensor([list(text.encode()) for text in texts])
     losses = []
@@ -135,7 +135,7 @@ def held_out_perplexity(net: ByteMLA, texts: list[str], layout: MLAKVCacheLayout
 
 
 def through_rows(net: ByteMLA, ids: Tensor, layout: MLAKVCacheLayout) -> Tensor:
-    """Logits of the absorbed form, its rows encoded and decoded."""
+    """Logits of the absorbed form over encoded and decoded rows."""
     shape = net.config
     fmt = layout.row_format(shape.kv_lora_rank, shape.qk_rope_head_dim)
     causal = CausalRows(shape)
@@ -168,7 +168,7 @@ def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tu
     first, history = 0, []
     if arguments.resume:
         if not state_path.is_file():
-            raise SystemExit(f"there is no {state_path} to resume from; leave out --resume to begin")
+            raise SystemExit(f"{state_path} is missing; leave out --resume to start a new training")
         state = torch.load(state_path, weights_only=True)
         for name in ("seed", "batch_tokens"):
             if state[name] != getattr(arguments, name):
@@ -223,7 +223,7 @@ def train(arguments: argparse.Namespace, stream: Tensor, texts: list[str]) -> tu
 
 
 def repeated_share(texts: list[str], modules: dict[str, bytes]) -> float:
-    """Share of the 64-byte pieces of the held-out windows that also stand in the training text."""
+    """Share of the 64-byte strings of the held-out windows that also occur in the training text."""
     text = b"\0".join(content for name, content in modules.items() if name not in HELD_OUT)
     pieces = [t.encode()[i : i + 64] for t in texts for i in range(0, WINDOW_BYTES, 64)]
     return sum(piece in text for piece in pieces) / len(pieces)
@@ -256,9 +256,9 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     if arguments.threads < 1:
-        parser.error("--threads is at least 1")
+        parser.error("--threads must be at least 1")
     if arguments.steps < 1 or arguments.batch_tokens < max(LENGTHS):
-        parser.error(f"--steps is at least 1, --batch-tokens at least {max(LENGTHS)}")
+        parser.error(f"--steps must be at least 1, --batch-tokens at least {max(LENGTHS)}")
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
 

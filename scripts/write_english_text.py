@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write the English text that the demo and `accuracy_llm.py` score, out of this Python's own documentation.
+"""Write the English text that the demo and `accuracy_llm.py` score, from this Python's documentation.
 
     python scripts/write_english_text.py [--out sgl_kvpool/demo/english.txt]
 
-Paragraphs of prose of the language reference, as `help()` has it (`pydoc_data.topics`), then of the
-docstrings of the standard library, each once. Python's licence covers them:
-sgl_kvpool/demo/byte_mla_python/LICENSE-held-out.txt. Another version of Python gives another text; the
-committed one is of Python 3.11.7.
+The text has paragraphs of prose of the language reference in the form of `help()` (`pydoc_data.topics`), then
+of the docstrings of the standard library, each once. Python's licence covers them:
+sgl_kvpool/demo/byte_mla_python/LICENSE-held-out.txt. The text depends on the version of Python; the committed
+text is from Python 3.11.7.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 OUT = Path(__file__).resolve().parent.parent / "sgl_kvpool" / "demo" / "english.txt"
-#: Not prose, not Python's own, or not everywhere there.
+#: Excluded modules: without prose, not Python's own, or missing on some systems.
 EXCLUDED = {
     "test",
     "tests",
@@ -31,7 +31,7 @@ EXCLUDED = {
     "lib2to3",
     "turtledemo",
 }
-#: 131 windows of 512 of SmolLM2's tokens.
+#: Characters of 131 windows of 512 SmolLM2 tokens.
 CHARACTERS = 305_000
 SHORTEST = 160
 
@@ -48,7 +48,7 @@ def docstrings() -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Those of a text that read as prose, each on one line: not indented, whole sentences, mostly letters."""
+    """Paragraphs of prose in a text, each on one line: not indented, whole sentences, mostly letters."""
     for block in text.split("\n\n"):
         line = " ".join(block.split())
         indented = all(piece.startswith("    ") for piece in block.splitlines() if piece.strip())

@@ -1,4 +1,4 @@
-"""KV-cache layouts for MLA models in SGLang. Importing this imports neither torch nor SGLang."""
+"""KV-cache layouts for MLA models in SGLang. Importing this package imports neither torch nor SGLang."""
 
 from sgl_kvpool.layout import FORMAT_VERSION, MLAKVCacheLayout, RowFormat
 from sgl_kvpool.memory.arrangement import KVArrangement

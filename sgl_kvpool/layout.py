@@ -1,7 +1,7 @@
-"""Row formats of an MLA KV cache: which bytes one token of one layer occupies.
+"""Row formats of an MLA KV cache: the bytes of one token in one layer.
 
 This is a leaf module: it imports neither torch nor SGLang, and it is the only place in the project
-that spells a row's byte offsets. Everything else asks a :class:`RowFormat`.
+that spells a row's byte offsets. All other modules ask a :class:`RowFormat`.
 
 A row of ``kv_lora_rank`` latent values ("nope") and ``qk_rope_head_dim`` rotary values ("rope") is
 stored as up to three segments, always in the order nope, scale, rope, then zero bytes up to the
@@ -34,20 +34,20 @@ __all__ = [
     "check_complete",
 ]
 
-#: Version of the byte tables below. It goes into every key under which rows are stored or exchanged.
+#: Version of the byte tables below. Every storage key and handshake contains it.
 FORMAT_VERSION = 1
 
 #: The latent rank must be a multiple of this: it is the block of ``fp8_block_scale``.
 KV_LORA_RANK_MULTIPLE = 128
 
-#: Rope widths the codecs know. 0 is a model without rotary embedding on its keys.
+#: Rope widths that the codecs support. 0: the model's keys have no rotary embedding.
 QK_ROPE_HEAD_DIMS = (0, 64)
 
-#: Rows of a pool are padded to a multiple of this, so that kernels move whole rows in 16-byte accesses; those
-#: of DSA pools are not, because SGLang's own rows there are not.
+#: Rows of a dense MLA pool are padded to a multiple of this, so that kernels move whole rows in 16-byte
+#: accesses; rows of DSA pools are not padded, because SGLang's own are not.
 POOL_ALIGN_BYTES, DSA_POOL_ALIGN_BYTES = 16, 1
 
-#: What rows may be padded to. Kernels move at most 16 bytes at a time, so more would buy nothing.
+#: Allowed row alignments. Kernels move at most 16 bytes at a time, so a larger alignment has no use.
 ALIGNMENTS_BYTES = (1, 2, 4, 8, 16)
 
 
@@ -65,7 +65,7 @@ class Encoding(Enum):
         return self.value[1]
 
     def size_bytes(self, count: int) -> int:
-        """Bytes that `count` values occupy; `count` times the bits is a multiple of 8 here."""
+        """Bytes of `count` values; callers pass counts that fill whole bytes."""
         return count * self.bits // 8
 
 
@@ -112,7 +112,7 @@ class Segment:
     count : int
         Number of values.
     offset_bytes, size_bytes : int
-        Place inside the row.
+        Offset and size inside the row.
     uses_k_scale : bool
         Whether values are divided by the layer's k_scale before they are stored.
     """
@@ -132,30 +132,40 @@ class Segment:
         return self.offset_bytes + self.size_bytes
 
     def divisor(self, k_scale: float) -> float:
-        """What values are divided by before they are stored: the layer's k_scale, or 1.0 without one."""
+        """Divisor applied to values before they are stored: the layer's k_scale, or 1.0 without one."""
         return k_scale if self.uses_k_scale else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What a layout stores, and what SGLang is told about it. The rest follows from these."""
+    """The encodings of a layout and its properties in SGLang, from which all others are derived."""
 
     latent: SegmentEncoding
-    #: Without stored scales.
+    #: Encoding without stored scales.
     rope: SegmentEncoding
-    #: `kv_cache_dtype` SGLang is shown for dense MLA models and for DSA models.
+    #: `kv_cache_dtype` that SGLang sees, for dense MLA models and for DSA models.
     sglang_dtype: str = "bfloat16"
     sglang_dtype_dsa: str = "bfloat16"
-    #: Whether the rows are SGLang's own: its writers, readers and peers store and read the same bytes.
+    #: Whether SGLang's own writers, readers and peers use the same bytes.
     sglang_native: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rope.scales is not None:
+            raise ValueError(f"a rope in {self.rope.name} has stored scales, for which rows have no segment")
+        if self.latent.uses_k_scale != self.rope.uses_k_scale:
+            # The scores of both segments are one sum, which the decode kernels multiply by k_scale.
+            raise ValueError(
+                f"a latent in {self.latent.name} and a rope in {self.rope.name}: either both segments are "
+                "divided by k_scale, or neither is"
+            )
 
-#: Spellings of `--kv-cache-dtype` that mean the same to SGLang.
+
+#: Values of `--kv-cache-dtype` that SGLang treats alike.
 _DTYPE_ALIASES = {"bfloat16": ("bfloat16", "bf16"), "fp8_e4m3": ("fp8_e4m3",)}
 
 
 class MLAKVCacheLayout(str, Enum):
-    """The bytes of a KV row. The value is what ``--kv-cache-layout`` takes.
+    """The bytes of a KV row. The value is that of ``--kv-cache-layout``.
 
     Examples
     --------
@@ -188,7 +198,7 @@ class MLAKVCacheLayout(str, Enum):
 
     @property
     def latent(self) -> SegmentEncoding:
-        """How the latent values are stored: what tables of kernels, limits and targets are keyed by."""
+        """Encoding of the latent values, the key of the tables of kernels, limits and targets."""
         return self._record.latent
 
     @property
@@ -201,27 +211,27 @@ class MLAKVCacheLayout(str, Enum):
 
     @property
     def is_narrow(self) -> bool:
-        """True if a row has fewer bytes than one of 16-bit values."""
+        """True if a row has fewer bytes than a bf16 row."""
         geometry = KV_LORA_RANK_MULTIPLE, max(QK_ROPE_HEAD_DIMS)
         return self.row_format(*geometry).payload_bytes < Encoding.BF16.size_bytes(sum(geometry))
 
     @property
     def needs_decoding(self) -> bool:
-        """True if stored latent values are no operands of a 16-bit matrix instruction as they are."""
+        """True if stored latent values must be decoded before a 16-bit matrix instruction can use them."""
         return self.latent.values is not Encoding.BF16
 
     @property
     def uses_k_scale(self) -> bool:
-        """True if stored values, or some of them, are the real ones divided by the layer's k_scale."""
+        """True if some values are divided by the layer's k_scale before they are stored."""
         return self.latent.uses_k_scale or self._record.rope.uses_k_scale
 
     def sglang_kv_cache_dtype(self, *, is_dsa: bool = False) -> str:
-        """The ``kv_cache_dtype`` that SGLang is shown while this layout is in use."""
+        """The ``kv_cache_dtype`` that SGLang sees while this layout is in use."""
         return self._record.sglang_dtype_dsa if is_dsa else self._record.sglang_dtype
 
     @property
     def is_sglang_native(self) -> bool:
-        """True if SGLang's own writers, readers and peers store and read the same bytes."""
+        """True if SGLang's own writers, readers and peers use the same bytes."""
         return self._record.sglang_native
 
     def accepted_kv_cache_dtypes(self, *, is_dsa: bool = False) -> tuple[str, ...]:
@@ -229,7 +239,7 @@ class MLAKVCacheLayout(str, Enum):
         return ("auto", *_DTYPE_ALIASES[self.sglang_kv_cache_dtype(is_dsa=is_dsa)])
 
     def pool_row_format(self, kv_lora_rank: int, qk_rope_head_dim: int, *, is_dsa: bool = False) -> RowFormat:
-        """`row_format` with the padding of a pool's rows: of a dense MLA model's, or of a DSA model's."""
+        """`row_format` with the row padding of a dense MLA pool or of a DSA pool."""
         align_bytes = DSA_POOL_ALIGN_BYTES if is_dsa else POOL_ALIGN_BYTES
         return self.row_format(kv_lora_rank, qk_rope_head_dim, align_bytes=align_bytes)
 
@@ -246,7 +256,7 @@ class MLAKVCacheLayout(str, Enum):
             Rotary values per token, 0 or 64.
         align_bytes : int
             Rows are padded with zeros to a multiple of this. 16 lets every kernel move whole rows in
-            16-byte accesses. `pool_row_format` knows what a pool has.
+            16-byte accesses. `pool_row_format` chooses the alignment of a pool.
 
         Returns
         -------
@@ -255,27 +265,27 @@ class MLAKVCacheLayout(str, Enum):
         Raises
         ------
         TypeError
-            A number that is not an integer.
+            If a number is not an integer.
         ValueError
-            Geometry or alignment outside the limits above.
+            If the geometry or the alignment is outside the limits above.
         """
         return _row_format(self, index(kv_lora_rank), index(qk_rope_head_dim), index(align_bytes))
 
 
 def check_complete(table: Container[MLAKVCacheLayout], name: str) -> None:
-    """Refuse a table that has no line for some layout.
+    """Check that a table has a line for every layout.
 
     Parameters
     ----------
     table : container of MLAKVCacheLayout
-        Its keys.
+        Table with layouts as keys.
     name : str
-        Of the table and its module, for the message.
+        Name of the table and its module, for the message.
 
     Raises
     ------
     RuntimeError
-        Names the layouts whose lines are missing.
+        If lines are missing; the message names their layouts.
     """
     missing = [layout.value for layout in MLAKVCacheLayout if layout not in table]
     if missing:
@@ -309,12 +319,12 @@ class RowFormat:
     ----------
     layout : MLAKVCacheLayout
     kv_lora_rank, qk_rope_head_dim : int
-        R and P: values per row are R latent ones followed by P rotary ones.
+        R and P: a row has R latent values followed by P rotary values.
     align_bytes : int
     nope : Segment
         The latent values.
     scale : Segment or None
-        One scale per `scale_block_values` latent values, in their order.
+        One scale per `scale_block_values` latent values, in the order of the values.
     rope : Segment or None
         None if P is 0.
     """
@@ -328,12 +338,12 @@ class RowFormat:
     rope: Segment | None
 
     def __hash__(self) -> int:
-        """The rest follows from these; kernels look up what they need by format, at every call."""
+        """Hash of the fields that determine all others; kernels look up by format at every call."""
         return hash((self.layout, self.kv_lora_rank, self.qk_rope_head_dim, self.align_bytes))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments that exist, in the order of their offsets."""
+        """The segments of this format, in the order of their offsets."""
         return tuple(s for s in (self.nope, self.scale, self.rope) if s is not None)
 
     @property
@@ -358,12 +368,12 @@ class RowFormat:
 
     @property
     def scale_block_values(self) -> int:
-        """Latent values that share a stored scale; 0 if none are stored."""
+        """Latent values that share a stored scale; 0 without stored scales."""
         return 0 if self.scale is None else self.nope.count // self.scale.count
 
     @property
     def uses_k_scale(self) -> bool:
-        """True if some segment's values are divided by the layer's k_scale."""
+        """True if the values of some segment are divided by the layer's k_scale."""
         return any(segment.uses_k_scale for segment in self.segments)
 
     def in_layout(self, layout: MLAKVCacheLayout) -> RowFormat:
@@ -372,7 +382,7 @@ class RowFormat:
 
     @property
     def tag(self) -> str:
-        """Name of these exact bytes, for storage keys and handshakes."""
+        """Name of the exact byte format, for storage keys and handshakes."""
         return (
             f"{self.layout.value}-r{self.kv_lora_rank}-p{self.qk_rope_head_dim}"
             f"-b{self.row_bytes}-v{FORMAT_VERSION}"

@@ -1,8 +1,8 @@
-"""Metrics of this package for SGLang's Prometheus endpoint, and the list of failures that are survived.
+"""Metrics of this package for SGLang's Prometheus endpoint, and the list of survivable failures.
 
 SGLang collects metrics of all its processes through files (prometheus_client's multi-process mode), so what a
-scheduler counts here appears under `/metrics` of the server without further ado. Until `publish` was called,
-which a scheduler does if the server was started with `--enable-metrics`, counting does nothing.
+scheduler counts here appears under `/metrics` of the server without further setup. Counting starts with
+`publish`, which a scheduler calls if the server was started with `--enable-metrics`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["FAILURES", "failed", "publish", "transferred"]
 
-#: Failures by kind, and what they cost. Every one has a log line too.
+#: Consequence of each kind of failure. Every failure also writes a log line.
 FAILURES = {
     "codec_build": "the CPU codec could not be built; torch encodes rows, several times slower",
     "engine_build": "an engine could not be built; the torch engine is used",
@@ -39,16 +39,16 @@ _metrics: dict[str, Any] = {}
 
 
 def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
-    """Count from now on, and set `sgl_kvpool_info`. A second call in a process sets that once more.
+    """Start counting, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
 
     Parameters
     ----------
     layout, host_layout, arrangement : str
-        `host_layout` is "none" without a host tier.
+        Values of the labels; `host_layout` is "none" without a host tier.
     backend : str
-        Attention backend.
+        Name of the attention backend.
     """
-    # Looks at PROMETHEUS_MULTIPROC_DIR when it is imported, which SGLang sets before it starts schedulers.
+    # Imported late: it reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers.
     from prometheus_client import Counter, Gauge
 
     if not _metrics:
@@ -72,7 +72,7 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             multiprocess_mode="mostrecent",
         )
         _metrics["failures"] = Counter(
-            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/transfer.md)", ["kind"]
+            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/operating.md)", ["kind"]
         )
         for kind in FAILURES:
             _metrics["failures"].labels(kind=kind)
@@ -91,7 +91,7 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
     engine : str
     size_bytes : int
     seconds : float
-        Until the bytes were there.
+        Time from the start of the transfer until its bytes have arrived.
     """
     if not _metrics:
         return
@@ -103,21 +103,21 @@ def transferred(direction: str, engine: str, size_bytes: int, seconds: float) ->
 
 
 def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
-    """Log and count a failure that is survived.
+    """Log and count a failure that the server survives.
 
     Parameters
     ----------
     kind : str
-        Of `FAILURES`.
+        Key of `FAILURES`.
     what : str
-        What happened to what, for the log.
+        The object and the operation that failed, for the log.
     error : exception, optional
-        The reason, if it was one.
+        The exception that caused the failure.
 
     Raises
     ------
     KeyError
-        A kind that is not in the table.
+        If `kind` is not in the table.
     """
     cost = FAILURES[kind]
     reason = "" if error is None else f": {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What is refused, and how a command line says so."""
+"""The exception for configurations that are refused, and how a command line prints it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ __all__ = ["Refusal", "line", "say_alone", "use"]
 
 
 class Refusal(ValueError):
-    """Something that a server is not started with; the text names value, reason and way out."""
+    """A configuration that is refused at start; the text names the value, the reason and the way out."""
 
-    #: Whether a line of its own on stderr takes the place of the traceback, if nobody catches it.
+    #: Whether one line on stderr replaces the traceback if the exception is not caught.
     said_alone = False
 
 
 def line(text: object) -> str:
-    """One line for stderr, whatever breaks a text has."""
+    """The text as one line, for stderr."""
     return "sgl-kvpool: " + " ".join(str(text).split())
 
 
 def use(names: Iterable[str]) -> str:
-    """The end of a sentence that says what would be taken."""
+    """The last clause of a message: the accepted values."""
     first, *others = names
     return f"use one of: {', '.join([first, *others])}" if others else f"use {first}"
 
 
 def say_alone(refusal: Refusal) -> None:
-    """Make a refusal that nobody catches the last line on stderr, without a traceback; the status stays 1.
+    """Print an uncaught refusal as the last line on stderr, without a traceback; the exit status stays 1.
 
-    For what a command line asked for. It stays an exception on its way, so that SGLang ends what it has
-    started, and a program that calls SGLang's parser can catch it.
+    For refusals of a command line. It stays an exception until it reaches the top, so that SGLang ends the
+    processes it has started and a program that calls SGLang's parser can catch it.
     """
     refusal.said_alone = True
     previous = sys.excepthook

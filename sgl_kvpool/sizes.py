@@ -1,4 +1,4 @@
-"""Sizes that callers give: whole numbers of any integer type, and nothing else. A leaf module."""
+"""Check of sizes given by callers: whole numbers of any integer type. A leaf module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["whole_number"]
 
 
 def whole_number(name: str, value: object, at_least: int = 1) -> int:
-    """`value` as int, from any integer type but bool; ValueError that names it otherwise."""
+    """`value` as int, from any integer type but bool; otherwise a ValueError that names it."""
     kind = "a positive integer" if at_least == 1 else f"an integer of at least {at_least}"
     try:
         number = index(value)  # type: ignore[arg-type]

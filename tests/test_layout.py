@@ -223,6 +223,39 @@ def test_no_table_can_lose_a_line(file, table, monkeypatch):
             exec(compile(tree, file, "exec"), module.__dict__)
 
 
+def test_no_layout_can_lose_its_member(monkeypatch):
+    """Each member of the enum taken out of layout.py in turn: the import fails, and names the member."""
+    file = ROOT / "sgl_kvpool" / "layout.py"
+    for member in MLAKVCacheLayout:
+        line = f'    {member.name} = "{member.value}"\n'
+        assert file.read_text().count(line) == 1
+        text = file.read_text().replace(line, "")
+        module = types.ModuleType("without_a_member")
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for it
+        with pytest.raises(AttributeError, match=rf"\b{member.name}\b"):
+            exec(compile(text, file, "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("latent", "rope", "problem"),
+    [
+        ("E4M3_BY_K_SCALE", "E4M3", "either both segments are divided by k_scale, or neither is"),
+        ("E2M1_IN_BLOCKS", "E4M3_BY_K_SCALE", "either both segments are divided by k_scale, or neither is"),
+        ("E2M1_IN_BLOCKS", "E4M3_IN_TILES", "has stored scales, for which rows have no segment"),
+    ],
+)
+def test_a_record_that_kernels_cannot_read_fails_at_import(latent, rope, problem, monkeypatch):
+    """A record in layout.py with such segments: the import fails."""
+    file = ROOT / "sgl_kvpool" / "layout.py"
+    stored = "_Record(latent=_E.E2M1_IN_BLOCKS, rope=_E.E4M3)"
+    assert stored in file.read_text()
+    text = file.read_text().replace(stored, f"_Record(latent=_E.{latent}, rope=_E.{rope})")
+    module = types.ModuleType("with_another_record")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ValueError, match=problem):
+        exec(compile(text, file, "exec"), module.__dict__)
+
+
 def test_parse():
     assert MLAKVCacheLayout.parse("fp4") is FP4
     assert MLAKVCacheLayout.parse(FP4) is FP4

@@ -41,7 +41,7 @@ MUTATIONS = {
     "two strides swapped": (
         "memory/cross_layer.py",
         "run_stride_bytes=self.positions * step,",
-        "run_stride_bytes=self.pieces * step,",
+        "run_stride_bytes=self.chunks * step,",
         "tests/memory/test_cross_layer.py::test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer",
     ),
     "the page size taken from the wrong axis": (
@@ -52,8 +52,8 @@ MUTATIONS = {
     ),
     "position and head strides swapped": (
         "memory/cross_layer.py",
-        "return (pages, pieces, positions, layer.span_bytes // pieces)",
-        "return (pages, positions, pieces, layer.span_bytes // pieces)",
+        "return (pages, chunks, positions, layer.span_bytes // chunks)",
+        "return (pages, positions, chunks, layer.span_bytes // chunks)",
         "tests/memory/test_cross_layer.py::test_gpt_oss_head_major",
     ),
 }

@@ -1,1 +1,1 @@
-"""What `scripts/h100_regression.py` is made of. Nothing of it has been run on a GPU."""
+"""Modules of `scripts/h100_regression.py`. They have not run on a GPU yet."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Byte views of pools on a device: every byte of every page, from each arrangement to each.
+"""Check of byte views of pools on a device: every byte of every page, between all arrangements.
 
     python -m regression.canonical --device cuda|cpu --out FOLDER
 
-Where a byte has to be is computed here from axes, in numpy, and not asked of the package. Needs torch alone.
+The expected places of bytes are computed from axes in numpy, independently of the package. Needs only torch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def contents(row_bytes: int, seed: int) -> np.ndarray:
 
 
 def in_memory(values: np.ndarray, order: str) -> np.ndarray:
-    """The same bytes in the order in which an arrangement stores them, flat."""
+    """The same bytes in the memory order of an arrangement, flat."""
     return np.ascontiguousarray(values.transpose([AXES.index(axis) for axis in ORDERS[order]])).reshape(-1)
 
 
 def from_memory(flat: np.ndarray, order: str, row_bytes: int) -> np.ndarray:
-    """Back from the order of an arrangement."""
+    """The inverse of `in_memory`."""
     sizes = {"L": LAYERS, "B": PAGES, "X": PAGE_SIZE, "C": row_bytes}
     stored = flat.reshape([sizes[axis] for axis in ORDERS[order]])
     return stored.transpose([ORDERS[order].index(axis) for axis in AXES])
@@ -105,7 +105,7 @@ class Pool:
 
 
 def wrong_bytes(source: Pool, target: Pool, device: str) -> int:
-    """Bytes that are not where they belong after every second page was copied to another number."""
+    """Number of wrong bytes after every second page was copied to another page number."""
     there, here = contents(source.row_bytes, 1), contents(source.row_bytes, 2)
     source.fill(there)
     target.fill(here)
@@ -119,7 +119,7 @@ def wrong_bytes(source: Pool, target: Pool, device: str) -> int:
 
 
 def copy_ratio(source: Pool, target: Pool, device: str) -> float:
-    """Median time of copying all pages over that of one contiguous copy of as many bytes."""
+    """Median time of copying all pages divided by that of one contiguous copy of as many bytes."""
     pages = torch.arange(PAGES, device=device)
     flat = torch.zeros(LAYERS * PAGES * PAGE_SIZE * source.row_bytes, dtype=torch.uint8, device=device)
     other = torch.zeros_like(flat)
@@ -165,7 +165,7 @@ def main() -> int:
                 if second == "page_major":
                     ratio = copy_ratio(source, target, device)
                     name = f"{what}: time of a torch copy of all pages to a contiguous one"
-                    # So little memory that launches decide: no more than a look at it.
+                    # Launches dominate at this size, so the number is reported but not compared.
                     found.append(Measurement(name, round(ratio, 3), "x", "fact", "lower"))
                 write_measurements(arguments.out, [replace(one, layout=layout.value) for one in found])
     return int(total > 0)

@@ -1,4 +1,4 @@
-"""Two runs beside each other: what became slower or less accurate than its kind's margin allows."""
+"""Comparison of two runs: metrics that became worse by more than the margin of their kind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from regression.records import KINDS, Measurement, Run
 
 __all__ = ["Comparison", "compare"]
 
-#: Steps of a checkpoint of the user's; two runs may have had different ones.
+#: Steps with the user's checkpoint, which may differ between two runs.
 _MODEL_STEPS = ("serve-model-", "host-model-")
 
 
 @dataclass
 class Comparison:
-    """What was found.
+    """Result of a comparison.
 
     Attributes
     ----------
     regressions, improvements : list of str
         One line each.
     not_compared : Counter
-        Reasons, and how many metrics each holds for.
+        Number of metrics that were not compared, by reason.
     compared : int
     """
 
@@ -34,18 +34,18 @@ class Comparison:
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for a regression, 2 if nothing at all could be compared."""
+        """Exit status: 1 for a regression, 2 if no metric could be compared."""
         if self.regressions:
             return 1
         return 0 if self.compared else 2
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Lines for a terminal."""
         found = [f"REGRESSION  {line}" for line in self.regressions]
         found += [f"better      {line}" for line in self.improvements]
         found += [f"not compared: {count} metrics: {reason}" for reason, count in self.not_compared.items()]
         if not self.compared and not self.regressions:
-            found.append("nothing could be compared: neither better nor worse is known")
+            found.append("no metric could be compared")
         found.append(
             f"{self.compared} metrics compared, {len(self.regressions)} regressions, "
             f"{len(self.improvements)} better beyond their margins"
@@ -59,19 +59,19 @@ def compare(old: Run, new: Run) -> Comparison:
     Parameters
     ----------
     old, new : Run
-        Of the same schema version, which `read_run` has seen to.
+        Runs of the same schema version, which `read_run` has checked.
 
     Returns
     -------
     Comparison
-        A metric that is missing is a regression, unless its step was skipped or not asked for.
+        Result; a missing metric is a regression, unless its step was skipped or not requested.
     """
     found = Comparison()
     speeds = _why_no_speeds(old.facts, new.facts)
     other_model = _other_model(old.facts, new.facts)
     layouts = new.facts.get("options", {}).get("layouts")
     if not old.is_complete:
-        found.not_compared["the older run did not reach its end; what it lacks is not missed here"] += 1
+        found.not_compared["the older run did not finish; metrics that it lacks are ignored"] += 1
     for name, step in old.steps.items():
         count = len(step.measurements)
         now = new.steps.get(name)
@@ -109,12 +109,12 @@ def _one(
         return
     if now is None:
         if layouts and before.layout and before.layout not in layouts:
-            found.not_compared[f"layout {before.layout} was not asked for"] += 1
+            found.not_compared[f"layout {before.layout} was not requested"] += 1
             return
         found.regressions.append(f"{what}: was {before.value:.6g} {before.unit}, is missing")
         return
     if now.value is None:
-        # A benchmark's own time ran out, or a peer does not load: said, and nobody's loss.
+        # The benchmark's time ran out, or a peer does not load: reported, but not a regression.
         if now.note.startswith(("not run", "skipped", "not measured")):
             found.not_compared[f"{step}: {now.note}"[:160]] += 1
         else:
@@ -135,10 +135,10 @@ def _one(
 
 
 def _why_no_speeds(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Why speeds of two runs say nothing, or an empty text."""
+    """Reason why speeds of two runs cannot be compared, or an empty text."""
     if old.get("gpu") is None or new.get("gpu") is None:
         if old.get("gpu") == new.get("gpu"):
-            return "speeds on a CPU, which other work on the machine decides"
+            return "speeds on a CPU, which depend on other work on the machine"
         return f"speeds of {old.get('gpu') or 'a CPU'} and {new.get('gpu') or 'a CPU'}"
     if old["gpu"] != new["gpu"]:
         return f"speeds of another GPU: {old['gpu']}, now {new['gpu']}"

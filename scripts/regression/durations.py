@@ -1,7 +1,7 @@
-"""How long steps take: shown before a run, so that nobody takes a time limit for it.
+"""Expected durations of steps, shown before a run beside the time limits.
 
-Those of a GPU are estimates: no GPU has run a step yet. Those of a CPU were seen on one with two cores. A run
-with --compare shows what the older run's steps took instead.
+GPU durations are estimates: no GPU has run a step yet. CPU durations were measured on two cores. A run with
+--compare shows the durations of the older run instead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from regression.runner import Step, in_words
 
 __all__ = ["in_all", "with_durations"]
 
-#: Seconds by pattern of names; the first that fits. A server starts in 60 to 90 s, and is asked for two
-#: minutes; one of a checkpoint loads it first, and answers GSM8K and retrieval.
+#: Seconds by pattern of names; the first match counts. A server starts in 60 to 90 s and gets requests for
+#: two minutes; a server of a checkpoint also loads it, and answers GSM8K and retrieval.
 _ON_GPU = {
     "tests-*_server": 3600,
     "tests-server": 3600,
@@ -50,15 +50,15 @@ _ON_CPU = {
 
 
 def with_durations(steps: Sequence[Step], *, on_gpu: bool, old: Run | None = None) -> list[Step]:
-    """Steps with what each is expected to take.
+    """Steps with their expected durations.
 
     Parameters
     ----------
     steps : sequence of Step
-        One that has an `expected_s` keeps it.
+        Steps; an `expected_s` that is set is kept.
     on_gpu : bool
     old : Run, optional
-        Steps that were ok there take as long as there.
+        Older run, whose durations are used for steps that were ok.
     """
     table = _ON_GPU if on_gpu else _ON_CPU
     found = []
@@ -72,9 +72,9 @@ def with_durations(steps: Sequence[Step], *, on_gpu: bool, old: Run | None = Non
 
 
 def in_all(steps: Sequence[Step], *, on_gpu: bool, old: Run | None = None) -> str:
-    """A line about how long these steps take together; empty if there are none."""
+    """Text with the total duration of steps; empty without steps."""
     if not steps:
         return ""
     seconds = sum(step.expected_s for step in steps)
-    whence = "as in the older run" if old is not None else "estimated" if on_gpu else "as on two cores"
+    whence = "as in the older run" if old is not None else "estimate" if on_gpu else "on two cores"
     return f"{len(steps)} steps, about {in_words(seconds)} in all ({whence}); --minutes ends a run earlier"

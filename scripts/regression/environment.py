@@ -1,4 +1,4 @@
-"""What this machine is and has: facts for the first line of results, and what steps may need."""
+"""Properties of this machine: facts for the first line of results, and requirements of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
     *("tilelang", "transformers", "sgl-kvpool"),
 )
 _SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
-#: Asked of nvidia-smi; clocks as they are now, and the highest.
+#: Fields of nvidia-smi, with present and highest clocks.
 _GPU_FIELDS = {
     "name": "name",
     "driver": "driver_version",
@@ -37,9 +37,9 @@ _GPU_FIELDS = {
     "power_limit_w": "power.limit",
     "memory_mib": "memory.total",
 }
-#: For its answer.
+#: Time limit of nvidia-smi in seconds.
 _DRIVER_S = 60.0
-#: In a process of its own: a CUDA context here would take memory from the steps.
+#: Run in its own process, because a CUDA context here would take memory from the steps.
 _ASK_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,20 +52,20 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
 
 @dataclass(frozen=True)
 class Machine:
-    """What steps may need.
+    """Properties that steps may require.
 
     Attributes
     ----------
     gpus : tuple of str
-        Names of those that torch sees.
+        Names of the GPUs that torch sees.
     modules : frozenset of str
-        Of `OPTIONAL_MODULES`, those that can be imported.
+        Modules of `OPTIONAL_MODULES` that can be imported.
     has_plugin : bool
         Whether SGLang would find this package through its entry point.
     has_fa3 : bool
-        Whether sgl_kernel brings FlashAttention-3, which SGLang takes for BF16 rows of sparse attention.
+        Whether sgl_kernel has FlashAttention-3, which SGLang uses for BF16 rows of sparse attention.
     facts : dict
-        From torch, for the first line of results.
+        Facts from torch, for the first line of results.
     """
 
     gpus: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Machine:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """Why something of `needs` is not here, with the way out; None if all of it is.
+        """Reason why a requirement of `needs` is not met, with the way out; None if all are met.
 
         Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
         """
@@ -87,7 +87,7 @@ class Machine:
 
     def _missing(self, need: str) -> str | None:
         if need == "gpu":
-            return None if self.gpus else "torch sees no GPU here"
+            return None if self.gpus else "torch sees no GPU"
         if need.startswith("gpus:"):
             count = int(need.removeprefix("gpus:"))
             return None if len(self.gpus) >= count else f"needs {count} GPUs, torch sees {len(self.gpus)}"
@@ -95,11 +95,11 @@ class Machine:
             found = "sgl-kvpool is not installed, so SGLang does not find it; pip install -e ."
             return None if self.has_plugin else found
         if need == "fa3":
-            return None if self.has_fa3 else "sgl_kernel is without flash_ops (FlashAttention-3)"
+            return None if self.has_fa3 else "sgl_kernel lacks flash_ops (FlashAttention-3)"
         return None if need in self.modules else f"{need} is not installed"
 
 
-#: Modules that steps ask for.
+#: Modules that steps may require.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
     *("tilelang", "deep_gemm", "matplotlib", "sgl_flash_mla", "flash_mla"),
@@ -107,7 +107,7 @@ OPTIONAL_MODULES = (
 
 
 def on_path() -> dict[str, str]:
-    """This process's environment, with the repository and its scripts where Python looks first."""
+    """This process's environment, with the repository and its scripts first on PYTHONPATH."""
     found = dict(os.environ)
     before = found.get("PYTHONPATH")
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *([before] if before else [])])
@@ -115,12 +115,12 @@ def on_path() -> dict[str, str]:
 
 
 def find_machine() -> Machine:
-    """Look around.
+    """Determine the properties of this machine.
 
     Raises
     ------
     RuntimeError
-        torch cannot be imported: nothing can be run.
+        If torch cannot be imported, which every step needs.
     """
     done = subprocess.run(
         [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=300, env=on_path()
@@ -166,7 +166,7 @@ def facts_of(machine: Machine, argv: list[str]) -> dict[str, Any]:
 
 
 def sources_sha256() -> str:
-    """Of what is run, in this folder: tells two states of the code apart where git is missing, too."""
+    """SHA-256 of the sources, which identifies the code also without git."""
     digest = hashlib.sha256()
     for folder in ("sgl_kvpool", "scripts", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -196,14 +196,14 @@ def _commit() -> dict[str, Any]:
 
 
 def driver_facts() -> list[dict[str, str]]:
-    """What the driver says of each GPU now; nothing without nvidia-smi."""
+    """The driver's present values for each GPU; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
-    except subprocess.TimeoutExpired:  # a GPU that fell off the bus; the run's results are worth more
+    except subprocess.TimeoutExpired:  # a failed GPU must not lose the results of the run
         return [{"nvidia-smi": f"no answer within {_DRIVER_S:g} s"}]
     if done.returncode != 0:
         return [{"nvidia-smi": f"exit status {done.returncode}: {done.stdout.strip()[:200]}"}]

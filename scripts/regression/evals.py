@@ -1,8 +1,8 @@
 """GSM8K through SGLang's own evaluator.
 
-`sglang.test.run_eval` of 0.5.23; it says it is deprecated in favour of `sgl-eval`, which is another package.
-For long contexts SGLang ships data sets for its benchmark (`longbench_v2`) and no evaluator, so retrieval is
-a hidden number of ours, in questions.py.
+Uses `sglang.test.run_eval` of 0.5.23, which is deprecated in favour of the package `sgl-eval`. For long
+contexts SGLang ships data sets for its benchmark (`longbench_v2`) but no evaluator, so retrieval uses the
+hidden number of questions.py.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pathlib import Path
 
 __all__ = ["gsm8k"]
 
-#: SGLang's default; the first lines of the data are the examples.
+#: Examples in the prompt, SGLang's default; they are the first lines of the data.
 _SHOTS = 5
 _LIMIT_S = 3600
 
 
 def gsm8k(port: int, questions: int, data: str | None, log: Path) -> float:
-    """Share of questions answered rightly.
+    """Share of correctly answered questions.
 
     Parameters
     ----------
     port : int
-        Of a running server on this machine.
+        Port of a running server on this machine.
     questions : int
-        At most so many.
+        Largest number of questions.
     data : str, optional
         GSM8K's test.jsonl; without it SGLang downloads it.
     log : Path
-        Gets the evaluator's output.
+        File for the evaluator's output.
 
     Raises
     ------
     ValueError
-        The evaluator failed, printed no score, or got no answer at all.
+        If the evaluator failed, printed no score, or got no answer.
     """
     command = [
         *(sys.executable, "-m", "sglang.test.run_eval", "--base-url", f"http://127.0.0.1:{port}"),
@@ -45,7 +45,7 @@ def gsm8k(port: int, questions: int, data: str | None, log: Path) -> float:
         *("--num-shots", str(_SHOTS), "--num-threads", "64", "--max-tokens", "512", "--temperature", "0"),
         *(("--gsm8k-data-path", str(data)) if data is not None else ()),
     ]
-    # The server is here, whatever proxy leads to the data.
+    # The server is local and needs no proxy, unlike the data.
     past = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
     environment = {**os.environ, "no_proxy": past, "NO_PROXY": past}
     with log.open("wb") as output:
@@ -62,9 +62,9 @@ def gsm8k(port: int, questions: int, data: str | None, log: Path) -> float:
     found = re.search(r"^Score: ([0-9.]+)$", text, re.MULTILINE)
     if done.returncode != 0 or found is None:
         last = (text.strip().splitlines() or ["no output"])[-1][:300]
-        hint = "" if data is not None else "; without network give its data with --gsm8k-data FILE"
+        hint = "" if data is not None else "; without a network, give the data with --gsm8k-data FILE"
         raise ValueError(f"SGLang's evaluator ended with status {done.returncode}: {last}{hint}")
-    # A request that fails is scored as a wrong answer, so a server that answers nothing has a score too.
+    # A failed request is scored as a wrong answer, so a server without any answer has a score too.
     if not re.search(r"^Output throughput: ", text, re.MULTILINE):
         raise ValueError(f"SGLang's evaluator got no answer from the server; its output is in {log}")
     return float(found[1])

@@ -1,7 +1,7 @@
-"""The first ten minutes on a GPU: what is right, what is wrong, which tile table to commit.
+"""The first ten minutes on a GPU: correct and wrong kernels, and the tile table to commit.
 
-Steps in order of their worth, each with a time limit; the limits add up to less than nine minutes. The
-folder of results gets first_light.json and first_light.txt after each step, and can be gone on with.
+Steps run in order of their value, each with a time limit; the limits add up to less than nine minutes. The
+folder of results gets first_light.json and first_light.txt after each step; a later call continues it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sgl_kvpool.commands.bench.outputs import replace_file
 
 __all__ = ["MINUTES", "FirstLight", "first_light_steps"]
 
-#: For all steps; what is ended at the end of it may take half a minute to be gone.
+#: Time limit of all steps in minutes; a step that is ended then may take half a minute to stop.
 MINUTES = 8.3
-#: Compiles the transfer engines, for half a minute or more, while the other tests run.
+#: Test that compiles the transfer engines, for half a minute or more, while other tests run.
 _COMPILES = f"{TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 
 def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
-    """All steps, in order. Without a GPU those that can be rehearsed, and the others to be skipped."""
-    reason = "" if on_gpu else machine.missing(("gpu",)) or "--device cpu was asked for"
+    """All steps in order. Without a GPU, steps that cannot be rehearsed are marked as skipped."""
+    reason = "" if on_gpu else machine.missing(("gpu",)) or "--device cpu was requested"
     device = ("--device", "cuda" if on_gpu else "cpu")
 
     def tiles(heads: int, expected_s: float, limit_s: float) -> Step:
-        # Triton's interpreter takes a second for a block of rows.
+        # Triton's interpreter takes a second per block of rows.
         less = () if on_gpu else ("--layouts", "fp4")
         return _bench(
             f"tiles-{heads}", f"tiles and splits of mla_decode, {heads} heads", expected_s, limit_s,
@@ -52,12 +52,12 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
             expected_s=100, without=reason,
         ),
         replace(
-            _bench("rates", "what an SM does per clock", 35, 45, parsers.rates, "rates", "--continue"),
+            _bench("rates", "rates of an SM per clock", 35, 45, parsers.rates, "rates", "--continue"),
             without=reason,
         ),
         tiles(16, 55, 75) if on_gpu else tiles(2, 60, 150),
         _bench(
-            "attention-quick", "mla_decode beside FlashMLA, if its wheel is there", 50, 65, parsers.attention,
+            "attention-quick", "mla_decode beside FlashMLA, if it is installed", 50, 65, parsers.attention,
             "attention", "--quick", "--minutes", "0.8", *device,
         ),
         *([tiles(8, 35, 45), tiles(32, 35, 45)] if on_gpu else []),
@@ -72,13 +72,13 @@ def first_light_steps(machine: Machine, *, on_gpu: bool) -> list[Step]:
 def _bench(
     name: str, what: str, expected_s: float, limit_s: float, parse: parsers.Parser, *words: str
 ) -> Step:
-    """A benchmark of the package."""
+    """Step of a benchmark of the package."""
     command = (sys.executable, "-m", "sgl_kvpool.cli", "bench", *words, "--json", "{folder}/results.json")
     return Step(name, what, command, limit_s, parse, needs=("numpy",), expected_s=expected_s)
 
 
 def has_result(record: StepRecord) -> bool:
-    """Whether a step need not be run again: it reached its end, and has something to say."""
+    """Whether a step need not be run again: it has finished with measurements."""
     return record.status == "ok" or (record.status == "failed" and bool(record.measurements))
 
 
@@ -88,16 +88,16 @@ class FirstLight:
     Parameters
     ----------
     out : Path
-        Gone on with if it has results of the same code on the same GPU.
+        Folder of results, continued if they are of the same code on the same GPU.
     facts : dict
-        Of the first line of results.
+        Facts of the first line of results.
     steps : sequence of Step
-        All there are, so that what is missing can be said.
+        All steps, so that missing steps are reported.
 
     Raises
     ------
     ValueError
-        The folder's results are of other code or of another GPU, or cannot be read.
+        If the folder's results are of other code or of another GPU, or cannot be read.
     """
 
     def __init__(self, out: Path, facts: dict[str, Any], steps: Sequence[Step]) -> None:
@@ -119,19 +119,19 @@ class FirstLight:
         self.records = dict(run.steps)
 
     def lacks(self, name: str) -> bool:
-        """Whether a step is to be run: it has no result yet."""
+        """Whether a step has no result yet."""
         return name not in self.records or not has_result(self.records[name])
 
     def run(
         self, steps: Sequence[Step], machine: Machine, *, time_limit_scale: float, minutes: float,
         say: Callable[[str], None],
     ) -> int:  # fmt: skip
-        """Run steps and write what they find; returns the exit status."""
+        """Run steps and write their results; returns the exit status."""
         began, status = time.monotonic(), 0
 
         def ended(record: StepRecord) -> None:
             if record.status == "skipped" and record.name in self.records:
-                return  # what was found before says more
+                return  # keep the earlier, more complete result
             self.records[record.name] = record
             write_lines(self.journal, record.lines())
             self.write()
@@ -156,13 +156,13 @@ class FirstLight:
         return status
 
     def write(self) -> None:
-        """first_light.json and first_light.txt, of what has been found until now."""
+        """Write first_light.json and first_light.txt with the results so far."""
         report = self.report()
         replace_file(self.out / "first_light.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
         replace_file(self.out / "first_light.txt", page(report))
 
     def report(self) -> dict[str, Any]:
-        """What first_light.json holds."""
+        """Content of first_light.json."""
         steps, benchmarks = [], {}
         for step in self.steps:
             record = self.records.get(step.name, StepRecord(step.name, "missing", "it was not reached"))
@@ -193,12 +193,12 @@ class FirstLight:
 
     @property
     def as_run(self) -> Run:
-        """For a comparison with another run."""
+        """The results as a `Run`, for a comparison."""
         return Run(self.facts, self.records, True)
 
 
 def _json(path: Path) -> Any:
-    """What a step has written; None if there is nothing, or a part of it."""
+    """JSON that a step has written; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -206,8 +206,8 @@ def _json(path: Path) -> Any:
 
 
 def _tile_table(benchmarks: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the rows of all sweeps."""
-    from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+    """Tile table from the rows of all sweeps."""
+    from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 
     rows = [row for name, one in benchmarks.items() if name.startswith("tiles-") for row in one["results"]]
     if not any(row["status"] == "measured" and row["job"]["part"] == "tile" for row in rows):

@@ -1,4 +1,4 @@
-"""first_light.txt: a page from what first_light.json holds."""
+"""first_light.txt: a page with the content of first_light.json."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 __all__ = ["page"]
 
-#: More failed tests than these are in first_light.json.
+#: Failed tests on the page; first_light.json has all.
 _MOST_TESTS = 20
 _MOST_SPLITS = 12
 _REHEARSAL = (
-    "A rehearsal without a GPU: its times say nothing about one, and its tile table is not to be committed."
+    "A rehearsal without a GPU: its times say nothing about a GPU, and its tile table must not be committed."
 )
 
 
 def page(report: dict[str, Any]) -> str:
-    """What is right, what is wrong, what is not known, and which tile table to commit."""
+    """Page with correct, wrong and unknown results, and the tile table to commit."""
     lines = [
         *_head(report),
         *_section("RIGHT", _right(report)),
@@ -109,11 +109,11 @@ def _not_known(report: dict[str, Any]) -> Iterator[str]:
     for name, one in _benchmarks(report, "attention"):
         absent = [f"{peer} ({why})" for peer, why in one["peers"].items() if why != "loaded"]
         if absent:
-            yield f"{name}: peers that are not here: {'; '.join(absent)}"
+            yield f"{name}: missing peers: {'; '.join(absent)}"
 
 
 def _table(report: dict[str, Any]) -> Iterator[str]:
-    """Ready to be pasted, so not indented."""
+    """Lines of the tile table, not indented so that it can be pasted."""
     table = report["tile_table"]
     if not table:
         return
@@ -170,7 +170,7 @@ def _rates(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _gathers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The fastest number of programs for each kind of row, order and way."""
+    """Lines with the fastest number of programs for each row size, order and method."""
     best: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         key = tuple(row["job"][name] for name in ("row_bytes", "order", "how"))

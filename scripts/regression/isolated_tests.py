@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Tests of pytest in worker processes: one that hangs, crashes, or breaks its CUDA context fails alone.
+"""pytest tests in worker processes: a test that hangs, crashes, or breaks its CUDA context fails alone.
 
     python -m regression.isolated_tests --out FOLDER [--workers N] [--test-limit-s 90]
         [--first TEST] [--then FILE] FILES...
 
-FOLDER gets tests.jsonl: the number of tests, then a line per test as soon as it has ended. Tests that have
-a line there are not run again, so that a run that was cut short goes on. The first case of every test
-function comes first, then the second of each: a run that is cut short has tried everything once. A test that
-compiles what others need is named with --first, the files of the others with --then. Exit status 1 if a test
-failed.
+FOLDER gets tests.jsonl: the number of tests, then a line per test as soon as it has ended. Tests with a line
+there are not run again, so that an interrupted run continues. The first case of every test function comes
+first, then the second of each, so that an interrupted run has tried every function. --first names a test that
+compiles code for the others, --then the files of tests that need it. Exit status 1 if a test failed.
 
-Each worker is a pytest that has collected all tests and runs those it is told to. Fixtures of a module are
-made anew for each test.
+Each worker is a pytest process that has collected all tests and runs the tests it receives. Module fixtures
+are created again for each test.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LONGEST_REASON = 300
 
 
 class _Plugin:
-    """Makes a pytest a worker."""
+    """pytest plugin that makes the process a worker."""
 
     def __init__(self) -> None:
         self._jobs = Jobs()
@@ -64,12 +63,12 @@ class _Plugin:
         return True
 
     def _outcome(self) -> dict[str, Any]:
-        """Of one test, from the reports of its setup, call and teardown."""
+        """Outcome of one test, from the reports of its setup, call and teardown."""
         failed = [report for report in self._reports if report.failed]
         skipped = [report for report in self._reports if report.skipped]
         reason = ""
         for report in failed:
-            # All of it is in the step's log.
+            # The step's log has the whole report.
             print(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}", flush=True)
         if failed:
             crash = getattr(failed[0].longrepr, "reprcrash", None)
@@ -94,7 +93,7 @@ def breadth_first(names: Sequence[str]) -> list[str]:
 
 
 def in_order(names: Sequence[str], first: str | None = None, then: Sequence[str] = ()) -> list[str]:
-    """`breadth_first`, with one test before all others, and those of some files behind."""
+    """`breadth_first`, with one test before all others, and the tests of some files last."""
 
     def place(name: str) -> int:
         return 0 if name == first else 2 if name.partition("::")[0] in then else 1
@@ -103,12 +102,12 @@ def in_order(names: Sequence[str], first: str | None = None, then: Sequence[str]
 
 
 def _worker(files: Sequence[str]) -> int:
-    # Seconds per test are limited by the program that sends them, which can end a call of CUDA that hangs.
+    # The parent limits the time per test, because it can also end a CUDA call that hangs.
     return int(pytest.main(["-q", "--no-summary", "-p", "no:cacheprovider", *files], plugins=[_Plugin()]))
 
 
 class _Results:
-    """Writes a line per test, and counts."""
+    """Writer of a line per test, with counts."""
 
     def __init__(self, path: Path, first: str | None, then: Sequence[str]) -> None:
         self.path, self.first, self.then = path, first, then
@@ -122,7 +121,7 @@ class _Results:
         print(f"{outcome:8} {seconds:6.1f} s  {test}{f'  {reason}' if reason else ''}", flush=True)
 
     def plan(self, hello: dict[str, Any]) -> list[str]:
-        """What is left, from what the first worker has collected."""
+        """Remaining tests of those that the first worker has collected."""
         write_lines(self.path, [{"collected": len(hello["tests"])}])
         for file, reason in hello["broken_files"].items():
             self.write(file, "failed", f"cannot be collected: {reason}")

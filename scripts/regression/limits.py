@@ -1,6 +1,6 @@
-"""Margins of a layout's server to other servers of the same run, and why they are what they are.
+"""Margins of a layout's server to other servers of the same run, with their reasons.
 
-A step fails by them. Those between two runs are in records.py.
+A step outside of them fails. records.py has the margins between two runs.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from typing import TypeVar
 
 from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
 
-__all__ = ["LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
+__all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
+
+#: Layout of SGLang's own rows: its server is what servers of the other layouts are compared with.
+BASELINE = MLAKVCacheLayout.BF16.value
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one model and layout.
+    """Margins of one model and layout.
 
     Attributes
     ----------
     near : float
         Largest mean distance of a prompt's log-probabilities from stock SGLang's, and from bf16 rows'; nats.
     far : float
-        Smallest distance from stock SGLang's: below it another layout was served, or rows were not read.
+        Smallest distance from stock SGLang's; below it, another layout was served or rows were not read.
     same_top : float
-        Least share of a prompt's positions at which both name the same most probable token. Each position is
+        Least share of a prompt's positions at which both have the same most probable token. Each position is
         predicted from the text as it is (teacher-forced), so that one difference does not change the next.
     """
 
@@ -48,11 +51,12 @@ def _by_layout(table: str, by_latent: dict[SegmentEncoding, _Margins]) -> dict[s
 _E = SegmentEncoding
 
 
-#: By model and layout.
+#: Margins by model and layout.
 LIMITS = {
-    # 3 layers, random, vocabulary of 512: the same model in transformers, its latents encoded and decoded, is
-    # 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014 (tests/gpu/test_server_gpu.py).
-    # There 0.91, 0.92 and 0.77 of the most probable tokens stay, and 0.97 in float32.
+    # 3 layers, random, vocabulary of 512. Distances of the same model in transformers with latents encoded
+    # and decoded: 0.054, 0.055 and 0.146; in float32 instead of bfloat16: 0.014
+    # (tests/gpu/test_server_gpu.py). There 0.91, 0.92 and 0.77 of the most probable tokens are the same, and
+    # 0.97 in float32.
     "v3": _by_layout(
         "LIMITS[v3]",
         {
@@ -62,9 +66,9 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.25, 0.03, 0.65),
         },
     ),
-    # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang,
-    # which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). Its most probable tokens were
-    # not compared: as V3's, with room for selections that differ.
+    # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang, which
+    # reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). The share of most probable tokens was
+    # not measured: V3's margin, with a reserve for selections that differ.
     "v32": _by_layout(
         "LIMITS[v32]",
         {
@@ -74,9 +78,9 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.60),
         },
     ),
-    # Two of its six layers have rows: 0.03, 0.03 and 0.09 away, float32 0.02. What the other layers round
-    # hides how FP8 rows are (tests/gpu/test_hybrid_server_gpu.py). FP8 rows keep 0.96 of its most probable
-    # tokens.
+    # Two of its six layers have rows: 0.03, 0.03 and 0.09, in float32 0.02. The rounding of the other layers
+    # exceeds that of FP8 rows (tests/gpu/test_hybrid_server_gpu.py). With FP8 rows 0.96 of the most probable
+    # tokens are the same.
     "kimi": _by_layout(
         "LIMITS[kimi]",
         {
@@ -86,8 +90,8 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.70),
         },
     ),
-    # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 away
-    # from stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
+    # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 from
+    # stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
     "demo": _by_layout(
         "LIMITS[demo]",
         {
@@ -97,8 +101,8 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.05, 0.005, 0.96),
         },
     ),
-    # A real checkpoint: nothing was measured yet. A trained model's distances are smaller than a random
-    # one's (the demo's), and many layers add up. To be replaced by what the first checkpoint shows.
+    # A real checkpoint: not measured yet. A trained model's distances are smaller than a random model's (as
+    # for the demo's), but many layers add up. To be replaced by results of the first checkpoint.
     "model": _by_layout(
         "LIMITS[model]",
         {
@@ -111,23 +115,23 @@ LIMITS = {
 }
 
 
-#: Least share of tokens after a host hit that are those after a device hit: the same rows, the same kernels.
+#: Least share of equal tokens after a host hit and after a device hit: rows and kernels are the same.
 SAME_TOKENS = 1.0
-#: With sparse attention the top-k kernels' order is not determined, and so neither is the order of sums.
-#: Where two tokens are as likely, the next ones of that prompt differ (tests/gpu/test_dsa_server_gpu.py).
+#: With sparse attention the order of top-k is not deterministic, so sums have no fixed order. If two tokens
+#: are equally likely, the following tokens of that prompt differ (tests/gpu/test_dsa_server_gpu.py).
 SAME_TOKENS_SPARSE = 0.8
 
 
 @dataclass(frozen=True)
 class ScoreLimits:
-    """How far below the bf16 layout's score of the same run a layout's may be; shares of questions."""
+    """Largest score difference below the bf16 layout's in the same run, as shares of questions."""
 
     gsm8k: float
     retrieval: float
 
 
-#: 500 questions at 90 % have a standard error of 1.3 points each; the two servers answer the same questions,
-#: so that of their difference is smaller. FP4's published losses on maths are around two points.
+#: 500 questions at 90 % have a standard error of 1.3 points; since both servers answer the same questions,
+#: that of their difference is smaller. FP4's published losses on maths are around two points.
 SCORES = _by_layout(
     "SCORES",
     {

@@ -1,4 +1,4 @@
-"""What the benchmarks' JSON files and pytest's junit files say, as measurements."""
+"""Conversion of the benchmarks' JSON files and pytest's junit files into measurements."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
     "transfer",
 ]
 
-#: Names of rows' fields that say which workload it was.
+#: Fields of rows that identify the workload.
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "queries_per_list", "arrangement")
 
 
 def _load(folder: Path, name: str = "results.json") -> dict[str, Any]:
     found = json.loads((folder / name).read_text("utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{name} holds {type(found).__name__}, expected an object")
+        raise ValueError(f"{name} contains {type(found).__name__}, expected an object")
     return found
 
 
@@ -45,7 +45,7 @@ def codec(folder: Path) -> list[Measurement]:
     found = []
     for row in _rows(_load(folder), "results"):
         what = f"{row['device']} {row['operation']} {row['layout']}, {row['tokens']} rows"
-        # Those of a CPU, also beside a GPU's, depend on what else the machine does: shown, not compared.
+        # CPU speeds depend on other work on the machine: they are shown, not compared.
         on_cpu = row["device"] == "cpu"
         ratio, rate, target = ("fact",) * 3 if on_cpu else ("kernel_ratio", "kernel_time", "target")
         layout = row["layout"]
@@ -60,7 +60,7 @@ def codec(folder: Path) -> list[Measurement]:
 
 
 def attention(folder: Path) -> list[Measurement]:
-    """Of bench_attention.py: ratios to peers and times; wrong results of ours fail the step."""
+    """Measurements of bench_attention.py: ratios to peers and times; our wrong results fail the step."""
     report = _load(folder)
     dry = report["device_kind"] != "cuda"
     found, wrong = [], 0
@@ -102,7 +102,7 @@ def attention(folder: Path) -> list[Measurement]:
 
 
 def rates(folder: Path) -> list[Measurement]:
-    """Of `bench rates`, also of one that was ended on its way."""
+    """Measurements of `bench rates`, also of an interrupted run."""
     found, failed = [], []
     for row in _rows(_load(folder), "results"):
         if row["status"] != "measured":
@@ -129,8 +129,8 @@ def rates(folder: Path) -> list[Measurement]:
 
 
 def tiles(folder: Path) -> list[Measurement]:
-    """Of `bench tiles`, also of one that was ended on its way. A tile of the table that is wrong fails it."""
-    from sgl_kvpool.commands.bench.tiles.choice import choose
+    """Measurements of `bench tiles`, also of an interrupted run. A wrong tile of the table fails the step."""
+    from sgl_kvpool.commands.bench.tiles.tile_table import choose
 
     report = _load(folder)
     rows = _rows(report, "results")
@@ -163,7 +163,7 @@ def tiles(folder: Path) -> list[Measurement]:
 
 
 def transfer(folder: Path) -> list[Measurement]:
-    """Of bench_transfer.py, of either device."""
+    """Measurements of bench_transfer.py, on a CPU or a GPU."""
     report = _load(folder)
     if "engines" in report:
         return _transfer_gpu(report)
@@ -183,7 +183,7 @@ def transfer(folder: Path) -> list[Measurement]:
 
 
 def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
-    # Rows are written after each shape: of a benchmark that was ended there are some, without SGLang's.
+    # Rows are written after each shape: an interrupted benchmark has some, without SGLang's.
     found = []
     for row in [*_rows(report, "engines"), *report.get("sglang", [])]:
         if "failed" in row:
@@ -243,7 +243,7 @@ def _ratio(
 
 
 def junit(folder: Path) -> list[Measurement]:
-    """Of pytest's --junitxml: how many passed, and that none failed and not all were skipped."""
+    """Measurements of pytest's --junitxml: tests passed, with limits on failed and skipped tests."""
     try:
         root = ElementTree.parse(folder / "junit.xml").getroot()
     except ElementTree.ParseError as error:
@@ -272,7 +272,7 @@ def _counts(counts: dict[str, int], failing: list[str], reasons: list[str]) -> l
 
 
 def isolated_tests(folder: Path) -> list[Measurement]:
-    """Of `regression.isolated_tests`, also of one that was ended on its way."""
+    """Measurements of `regression.isolated_tests`, also of an interrupted run."""
     found = read_lines(folder / "tests.jsonl")
     tests = {line["test"]: line for line in found if "test" in line}
     collected = [line["collected"] for line in found if "collected" in line]
@@ -291,13 +291,13 @@ def isolated_tests(folder: Path) -> list[Measurement]:
 
 
 def _short(test: str) -> str:
-    """A test's name without its file's folder."""
+    """Name of a test without the folder of its file."""
     file, _, name = test.partition("::")
     return f"{Path(file).stem.removeprefix('test_')}: {name}" if name else file
 
 
 def lines(folder: Path) -> list[Measurement]:
-    """Of measurements.jsonl, which programs of this package write; empty lines are none."""
+    """Measurements in measurements.jsonl, which programs of this package write; empty lines are ignored."""
     text = (folder / "measurements.jsonl").read_text("utf-8")
     return [Measurement.from_json(_object(line)) for line in text.splitlines() if line.strip()]
 

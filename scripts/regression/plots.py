@@ -1,4 +1,4 @@
-"""PNG plots of a run, where matplotlib is installed."""
+"""PNG plots of a run, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _MOST_BARS = 60
 
 
 def draw(records: Sequence[StepRecord], out: Path, title: str) -> list[Path] | None:
-    """Draw what there is; returns the files, or None without matplotlib.
+    """Draw all plots that have data; returns the files, or None without matplotlib.
 
     Parameters
     ----------
     records : sequence of StepRecord
     out : Path
-        Folder.
+        Folder of the plots.
     title : str
         Machine and commit, above every plot.
     """
@@ -68,7 +68,7 @@ def draw(records: Sequence[StepRecord], out: Path, title: str) -> list[Path] | N
 
 
 def _bars(path: Path, title: str, bars: dict[str, dict[str, float]], unit: str) -> Path:
-    """Horizontal bars, a group per name."""
+    """Horizontal bars, one group per name."""
     from matplotlib import pyplot
 
     labels = list(dict.fromkeys(label for values in bars.values() for label in values))
@@ -83,7 +83,7 @@ def _bars(path: Path, title: str, bars: dict[str, dict[str, float]], unit: str) 
     axes.set_xlabel(unit)
     axes.set_title(title, fontsize=8)
     if len(labels) > 1:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

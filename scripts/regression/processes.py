@@ -1,7 +1,7 @@
-"""A command in a session of its own, with a time limit, of which nothing is left when it has ended.
+"""Run of a command in its own session with a time limit; all its descendants are ended with it.
 
-A step starts servers, and servers are started in sessions of their own: ending the step's process group would
-leave them, and the GPU's memory with them. So who descends from a step is looked up while it runs.
+A step starts servers in sessions of their own: ending the step's process group would leave them running, with
+the GPU's memory. So the descendants of a step are recorded while it runs.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from sgl_kvpool.commands.bench.crew import end_with_parent
 
 __all__ = ["Ended", "run_command"]
 
-#: Between two looks at the processes of a step.
+#: Interval between two scans of a step's processes, in seconds.
 _LOOK_S = 0.5
-#: For a step to stop its servers after SIGTERM; a server gets ten seconds itself.
+#: Time for a step to stop its servers after SIGTERM, in seconds; each server gets ten seconds.
 _GRACE_S = 20.0
-#: For processes to end by themselves after their step. A server's take seconds to let go of CUDA and of
-#: pinned memory, also after the server was told to stop and has ended.
+#: Time for processes to end by themselves after their step, in seconds. A stopped server's processes take
+#: seconds to release CUDA and pinned memory.
 _DYING_S = 10.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """Result of a command.
 
     Attributes
     ----------
     returncode : int
-        Negative for a signal.
+        Exit status; negative for a signal.
     seconds : float
     timed_out : bool
     left_behind : int
-        Processes that it had started, that outlived it by ten seconds, and were ended.
+        Descendants that outlived it by ten seconds and were killed.
     """
 
     returncode: int
@@ -50,14 +50,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Process:
-    """A process, told apart from a later one of the same id by when it started."""
+    """A process, identified by its id and start time, since ids are reused."""
 
     pid: int
     started: str
 
 
 class _Family:
-    """Everybody who descends from a process, as far as was seen."""
+    """The observed descendants of a process."""
 
     def __init__(self, pid: int):
         self.sessions = {pid}
@@ -65,9 +65,9 @@ class _Family:
         self.members: dict[int, _Process] = {}
 
     def look(self) -> None:
-        """Take in who is there now: children, and orphans by their session."""
+        """Record the present descendants: children, and orphans by their session."""
         rows = _processes()
-        # A number that was given to somebody else since is none of ours.
+        # Ignore ids that have been reused by other processes.
         self.sessions &= {session for _, session, _ in rows.values()}
         for pid, known in list(self.members.items()):
             if pid not in rows or rows[pid][2] != known.started:
@@ -85,7 +85,7 @@ class _Family:
                     grown = True
 
     def end(self) -> int:
-        """Wait for who is still dying, kill who is left; returns how many were."""
+        """Wait for descendants that are ending, kill the rest; returns the number of killed processes."""
         self.look()
         deadline = time.monotonic() + _DYING_S
         while self.members and time.monotonic() < deadline:
@@ -102,14 +102,14 @@ class _Family:
 
 
 def _processes() -> dict[int, tuple[int, int, str]]:
-    """Parent, session and start of every living process, by id; empty where there is no /proc."""
+    """Parent, session and start time of every live process, by id; empty without /proc."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = entry.read_text()
-        except OSError:  # it has ended since
+        except OSError:  # the process has ended
             continue
-        # The name, in brackets, may hold anything.
+        # The name, in parentheses, may contain any character.
         rest = text.rpartition(")")[2].split()
         if rest[0] != "Z":
             found[int(entry.parent.name)] = (int(rest[1]), int(rest[3]), rest[19])
@@ -117,12 +117,12 @@ def _processes() -> dict[int, tuple[int, int, str]]:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.kill(pid, number)
 
 
 def _end_with_this_program() -> None:
-    """In the child: if this program is killed, it would disturb whoever runs next."""
+    """Runs in the child: end it if this program is killed, so that it does not disturb later runs."""
     end_with_parent(signal.SIGTERM)
 
 
@@ -134,28 +134,28 @@ def run_command(
     environment: Mapping[str, str],
     limit_s: float,
 ) -> Ended:
-    """Run a command to its end or to its time limit.
+    """Run a command until it ends or its time limit is reached.
 
     Parameters
     ----------
     command : sequence of str
     log : Path
-        Gets its output.
+        File for its output.
     cwd : Path
     environment : mapping
-        All of it.
+        The complete environment.
     limit_s : float
-        After which it gets SIGTERM, and SIGKILL 20 seconds later.
+        Time after which it gets SIGTERM, and SIGKILL 20 seconds later.
 
     Returns
     -------
     Ended
-        Nothing that the command started is left.
+        Result; all processes that the command started have ended.
 
     Raises
     ------
     OSError
-        The command cannot be started.
+        If the command cannot be started.
     """
     began = time.monotonic()
     with log.open("wb") as output:
@@ -177,7 +177,7 @@ def run_command(
             except subprocess.TimeoutExpired:
                 family.look()
     finally:
-        # Also when Ctrl-C or SIGTERM ended this program's wait.
+        # Also if Ctrl-C or SIGTERM ended this program's wait.
         if process.poll() is None:
             family.look()
             _signal(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a running server is asked: log-probabilities, hits on device and host, throughput, a hidden number."""
+"""Requests to a running server: log-probabilities, hits on device and host, throughput, a hidden number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-#: Generated after hits, to see whether what was found is right.
+#: Tokens generated after hits, to check the rows that were found.
 _AFTER_HIT = 16
 
 
@@ -43,11 +43,11 @@ class Scored:
     Attributes
     ----------
     token_ids : list of list of int
-        That were predicted: each prompt's but the first.
+        Predicted tokens: all tokens of each prompt but the first.
     log_probabilities : list of list of float
-        Of those.
+        Log-probabilities of these tokens.
     top_tokens : list of list of int
-        The most probable token of each position.
+        Most probable token at each position.
     """
 
     token_ids: list[list[int]]
@@ -61,7 +61,7 @@ class Scored:
         return statistics.fmean(abs(a - b) for a, b in pairs)
 
     def same_top(self, other: Scored) -> float:
-        """Share of positions at which both name the same most probable token."""
+        """Share of positions at which both have the same most probable token."""
         self._check(other)
         pairs = zip(_flat(self.top_tokens), _flat(other.top_tokens), strict=True)
         return statistics.fmean(a == b for a, b in pairs)
@@ -71,7 +71,7 @@ class Scored:
 
     def _check(self, other: Scored) -> None:
         if self.token_ids != other.token_ids:
-            raise ValueError("two servers were asked other prompts: delete the output folder and run again")
+            raise ValueError("two servers got different prompts: delete the output folder and run again")
 
 
 def prompt_fields(prompt: list[int] | str) -> dict[str, Any]:
@@ -80,12 +80,12 @@ def prompt_fields(prompt: list[int] | str) -> dict[str, Any]:
 
 
 def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
-    """Log-probabilities of prompts, one request each.
+    """Score prompts, with one request each.
 
     Raises
     ------
     ValueError
-        The server scored other tokens than it was sent, or numbers that are not finite.
+        If the server scored other tokens than were sent, or a log-probability is not finite.
     """
     scored = Scored([], [], [])
     for prompt in prompts:
@@ -93,14 +93,14 @@ def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
             **prompt_fields(prompt), sampling_params=ONE_TOKEN, return_logprob=True, logprob_start_len=0,
             top_logprobs_num=1,
         )["meta_info"]  # fmt: skip
-        # Nothing is known of the first.
+        # The first token has no log-probability.
         told = answer["input_token_logprobs"][1:]
         ids = [token for _, token, *_ in told]
         if not isinstance(prompt, str) and ids != list(prompt[1:]):
-            raise ValueError("the server scored other tokens than it was sent")
+            raise ValueError("the server scored other tokens than were sent")
         values = [value for value, *_ in told]
         if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
-            raise ValueError("the server answered log-probabilities that are no finite numbers")
+            raise ValueError("the server answered log-probabilities that are not finite numbers")
         scored.token_ids.append(ids)
         scored.log_probabilities.append(values)
         scored.top_tokens.append([best[0][1] for best in answer["input_top_logprobs"][1:]])
@@ -109,7 +109,7 @@ def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
 
 @dataclass(frozen=True)
 class Hits:
-    """Times until the first token of the same prompts, medians in milliseconds, and what was found where.
+    """Median times to the first token of the same prompts, and the shares found in each tier.
 
     Attributes
     ----------
@@ -117,9 +117,9 @@ class Hits:
     host_ms : float or None
         None without a host tier.
     device_share, host_share : float
-        Least share of a prompt that was found on the device, and later in host memory; of `full_hit`.
+        Least share of `full_hit` that was found on the device, and later in host memory.
     same_tokens : float
-        Share of tokens generated after host hits that are those generated after device hits.
+        Share of equal tokens generated after host hits and after device hits.
     """
 
     cold_ms: float
@@ -131,27 +131,27 @@ class Hits:
 
 
 def full_hit(count: int) -> int:
-    """Most tokens of a repeated prompt that can be found: full pages; the last token is always computed."""
+    """Largest hit of a repeated prompt in tokens: full pages, without the last token."""
     return (count - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 def wait_for_hits(
     server: Server, prompts: Sequence[list[int]], warm_up: list[int], fillers: Sequence[list[int]]
 ) -> Hits:
-    """Ask for the first token of prompts, again, and once more after others have pushed them out.
+    """Time the first token of prompts: cold, repeated, and once more after other prompts have evicted them.
 
-    The whole answer to a request for one token is timed, tokenizer and HTTP included.
+    A time is that of a whole request for one token, including tokenizer and HTTP.
 
     Parameters
     ----------
     server : Server
-        With --enable-cache-report if `fillers` are given.
+        Running server, with --enable-cache-report if `fillers` are given.
     prompts : sequence of list of int
-        Unlike each other from the first token on.
+        Prompts that differ from the first token on.
     warm_up : list of int
-        Asked first, as long as they are: kernels of that shape are compiled then.
+        First prompt, of the same length, so that kernels of that shape are compiled.
     fillers : sequence of list of int
-        More than the device's pool holds; empty where there is no host tier.
+        Prompts that exceed the device's pool; empty without a host tier.
     """
 
     def first_token_ms(ids: list[int]) -> tuple[float, dict[str, Any]]:
@@ -176,7 +176,7 @@ def wait_for_hits(
     if not fillers:
         shares = [info["cached_tokens"] / full_hit(len(prompts[0])) for _, info in on_device]
         return Hits(statistics.median(cold), device_ms, None, min(shares), 0.0, 1.0)
-    time.sleep(1.0)  # backups are written behind the answers
+    time.sleep(1.0)  # backups are written after the answers
     for ids in fillers:
         first_token_ms(ids)
     on_host = [first_token_ms(ids) for ids in prompts]
@@ -193,15 +193,16 @@ def wait_for_hits(
 
 
 def throughput(server: Server, rounds: Sequence[Sequence[list[int]]], new_tokens: int) -> float:
-    """Generated tokens per second with all prompts of a round at once.
+    """Generated tokens per second with concurrent requests for all prompts of a round.
 
     Parameters
     ----------
     server : Server
     rounds : sequence of sequence of list of int
-        The first compiles; the best of the others counts. No prompt twice: nothing shall be found in a cache.
+        Prompts per round, all different to avoid cache hits. The first round compiles; the best other round
+        counts.
     new_tokens : int
-        That each prompt's answer has.
+        Tokens generated per prompt.
     """
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
 
@@ -225,7 +226,7 @@ _QUESTION = "What is the pass key? The pass key is"
 
 
 def passkey_prompt(characters: int, depth: float, seed: int) -> tuple[str, str]:
-    """A text of about so many characters with a number hidden at a depth from 0 to 1; and the number."""
+    """A text of about `characters` characters with a number hidden at a depth from 0 to 1, and the number."""
     key = str(random.Random(seed).randrange(10_000, 100_000))
     lines = [_FILLER] * max(2, characters // len(_FILLER))
     lines.insert(round(depth * len(lines)), f"The pass key is {key}. Remember it. {key} is the pass key.\n")
@@ -240,7 +241,7 @@ def found_passkey(text: str, key: str) -> bool:
 
 
 def passkey_share(server: Server, characters: int, depths: Sequence[float]) -> float:
-    """Share of numbers found that were hidden at some depths of a text of so many characters."""
+    """Share of found numbers, hidden at several depths of a text of `characters` characters."""
     hits = []
     for number, depth in enumerate(depths):
         text, key = passkey_prompt(characters, depth, seed=characters + number)

@@ -1,4 +1,4 @@
-"""Measurements, what kind each is, and the lines of results.jsonl."""
+"""Measurements, their kinds, and the lines of results.jsonl."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = [
     "write_measurements",
 ]
 
-#: Of results.jsonl. Raise it when a field or the meaning of a metric changes.
+#: Schema version of results.jsonl. Increase it when a field or the meaning of a metric changes.
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How two runs' values of a metric are compared.
+    """Comparison rule for a metric's values in two runs.
 
     Attributes
     ----------
     relative, absolute : float
-        A value may be worse by the larger of `relative` times the old one and `absolute`, in its unit.
+        Margin: a value may be worse by the larger of `relative` times the old value and `absolute`.
     is_speed : bool
-        Says nothing where the other run was on another GPU, or either on a CPU.
+        Whether it is not compared between different GPUs or with a CPU.
     why : str
     """
 
@@ -72,24 +72,24 @@ class Measurement:
     Attributes
     ----------
     metric : str
-        What was measured; with the step's name the key in a comparison.
+        Name; together with the step's name it is the key of a comparison.
     value : float or None
-        None if it could not be measured; `note` says why.
+        Value; None if it could not be measured, with the reason in `note`.
     unit : str
     kind : str
-        Of `KINDS`.
+        Key of `KINDS`.
     better : str
         "higher" or "lower".
     at_least, at_most : float or None
-        Limits that the step fails by.
+        Limits; a value outside of them fails the step.
     note : str
     layout : str
-        That it is about, if about one.
+        Layout that was measured, if there is one.
 
     Raises
     ------
     ValueError
-        An unknown kind or direction, a value that is not finite, or none without a note.
+        If the kind or direction is unknown, the value is not finite, or value and note are missing.
     """
 
     metric: str
@@ -108,7 +108,7 @@ class Measurement:
         if self.better not in BETTER:
             raise ValueError(f"{self.metric}: better {self.better!r}, expected one of {', '.join(BETTER)}")
         if self.value is None and not self.note:
-            raise ValueError(f"{self.metric}: no value, and no note that says why")
+            raise ValueError(f"{self.metric}: no value, and no note with the reason")
         for name in ("value", "at_least", "at_most"):
             number = getattr(self, name)
             if number is None:
@@ -126,7 +126,7 @@ class Measurement:
 
     @property
     def verdict(self) -> str:
-        """Value and limits in words."""
+        """Text with value and limits."""
         shown = "not measured" if self.value is None else f"{self.value:.6g} {self.unit}".strip()
         limits = [
             f"{word} {limit:g}"
@@ -141,7 +141,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, found: Any) -> Measurement:
-        """From a line's object; ValueError if it is none of a measurement."""
+        """Measurement from a line's object; ValueError for other objects."""
         if not isinstance(found, dict):
             raise ValueError(f"a measurement is {type(found).__name__}, expected an object")
         known = {one.name for one in fields(cls)}
@@ -153,7 +153,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """How a step ended.
+    """Result of a step.
 
     Attributes
     ----------
@@ -161,10 +161,10 @@ class StepRecord:
     status : str
         "ok", "failed", "timed out", "interrupted" or "skipped".
     reason : str
-        Why it is not "ok".
+        Reason if the status is not "ok".
     seconds : float
     measurements : tuple of Measurement
-        Also of a step that failed on its way.
+        Measurements, also of a step that failed later.
     """
 
     name: str
@@ -187,15 +187,15 @@ class StepRecord:
 
 @dataclass
 class Run:
-    """A results.jsonl that was read.
+    """Content of a results.jsonl.
 
     Attributes
     ----------
     facts : dict
-        Of its first line: machine, versions, commit, options.
+        Facts of its first line: machine, versions, commit, options.
     steps : dict of str to StepRecord
     is_complete : bool
-        Whether its last line is there.
+        Whether it has its last line.
     """
 
     facts: dict[str, Any]
@@ -204,7 +204,7 @@ class Run:
 
 
 def resume(path: Path) -> Run:
-    """A results.jsonl that is gone on with.
+    """Read a results.jsonl to continue it.
 
     Raises
     ------
@@ -217,14 +217,14 @@ def resume(path: Path) -> Run:
 
 
 def header(facts: dict[str, Any]) -> dict[str, Any]:
-    """The first line."""
+    """The first line of results.jsonl."""
     return {"line": "run", "schema": SCHEMA, **facts}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append lines in one write: of a program that is killed there are all of them, or none.
+    """Append lines in one write, so that a program that is killed has written all of them or none.
 
-    A last line that was cut off nevertheless, as on a full disk, is taken away first.
+    An incomplete last line, for instance from a full disk, is removed first.
     """
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     with path.open("a+b", buffering=0) as output:
@@ -235,12 +235,12 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Objects of a file of `write_lines`, without a last one that was cut off, as on a full disk.
+    """Objects of a file of `write_lines`, without an incomplete last line.
 
     Raises
     ------
     ValueError
-        Another line is not JSON.
+        If another line is not JSON.
     """
     found = []
     for number, text in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
@@ -264,7 +264,7 @@ def read_run(path: Path) -> Run:
     Raises
     ------
     ValueError
-        Not such a file, or of another schema version.
+        If the file is not a results.jsonl, or has another schema version.
     """
     lines = read_lines(path)
     if not lines or not isinstance(lines[0], dict) or lines[0].get("line") != "run":
@@ -273,7 +273,7 @@ def read_run(path: Path) -> Run:
     if schemas != {SCHEMA}:
         raise ValueError(
             f"{path} has schema {', '.join(map(str, schemas))}, this program reads {SCHEMA}: run the "
-            "regression again at the old commit with this program, or compare with the program of that time"
+            "regression again at the old commit with this program, or compare with the program of that commit"
         )
     run = Run({name: value for name, value in lines[0].items() if name not in ("line", "schema")})
     pending: dict[str, list[Measurement]] = {}
@@ -288,7 +288,7 @@ def read_run(path: Path) -> Run:
         elif line["line"] == "end":
             run.is_complete = True
         elif line["line"] == "resumed":
-            # What a step had found when the program was killed is found again.
+            # A step without its last line was interrupted, and is run again.
             pending.clear()
             run.is_complete = False
     return run

@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: steps, servers, targets, and what was not run."""
+"""Final report of a run on the terminal: steps, servers, targets, and steps that were not run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = {
 
 
 def server_rows(records: Iterable[StepRecord]) -> list[tuple[str, list[str]]]:
-    """Name and shown numbers of each step that started a server."""
+    """Name and shown values of each step that started a server."""
     found = []
     for record in records:
         values = {one.metric: one.value for one in record.measurements if one.value is not None}
@@ -46,7 +46,7 @@ def print_report(records: Sequence[StepRecord]) -> None:
             print(f"{name:34} " + " ".join(f"{text:>14}" for text in shown))
     targets = _of_kind(records, "target")
     if targets:
-        print("\ntargets of speed (not met: no failure of the run)")
+        print("\nspeed targets (a missed target does not fail the run)")
         for one in targets:
             state, _, note = one.note.partition("; ")
             print(f"  {state:14} {one.metric.removeprefix('target: ')}: {note}")

@@ -1,4 +1,4 @@
-"""What a server is asked for, and what later servers are compared with; JSON between processes."""
+"""Requests to a server, and its answers for later comparisons, as JSON between processes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from regression.shapes import tokens
 
 __all__ = ["PARTS", "Answers", "Request"]
 
-#: Parts of asking a server.
+#: Parts of a server's step.
 PARTS = ("accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to serve and to ask; JSON in between.
+    """Server to start and requests to send, as JSON.
 
     Attributes
     ----------
     model : str
-        Name of the shape, for limits.
+        Name of the shape, the key of its limits.
     layout : str or None
         None for stock SGLang.
     arguments : list of str
-        Of the server, the model's path included, the port not.
+        Server arguments, with the model's path and without the port.
     environment : dict
     parts : list of str
-        Of `PARTS`.
+        Names in `PARTS`.
     peers : dict
-        answers.json of other steps, by name: "stock", "bf16", "tp1", "layer_major".
+        Paths of other steps' answers.json, by name: "stock", "bf16", "tp1", "layer_major".
     prompts : list
-        Scored for accuracy: lists of tokens, or texts.
+        Prompts that are scored for accuracy: lists of tokens, or texts.
     vocabulary, hit_tokens, concurrency, request_tokens, new_tokens, wait_s
         See `shapes.Shape`.
     evict_tokens : int
-        More than the device's pool holds; 0 without a host tier.
+        Tokens that exceed the device's pool; 0 without a host tier.
     is_sparse : bool
-        Whether its attention selects (DSA).
+        Whether the model has sparse attention (DSA).
     gsm8k_data : str or None
     gsm8k_questions : int
     retrieval_characters : list of int
@@ -73,13 +73,13 @@ class Request:
 
 @dataclass
 class Answers:
-    """What later servers are compared with.
+    """Results of a server for comparisons with later servers.
 
     Attributes
     ----------
     scored : Scored or None
     values : dict
-        Of metrics, by name.
+        Metric values by name.
     """
 
     scored: Scored | None = None

@@ -1,4 +1,4 @@
-"""Steps, one after the other: each a process with a log and a time limit; none stops the others."""
+"""Runner of steps in sequence, each a process with a log and a time limit; failures do not stop others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Interrupted", "Step", "in_words", "run_steps", "signals_interrupt"]
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, SIGTERM or SIGHUP. Not an `Exception`: nobody who handles failures shall handle this."""
+    """Ctrl-C, SIGTERM or SIGHUP. A `BaseException`, so that handlers of failures do not catch it."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -27,34 +27,34 @@ class Interrupted(BaseException):
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do.
+    """One step of a run.
 
     Attributes
     ----------
     name : str
-        Also of its folder.
+        Name of the step and of its folder.
     what : str
-        One line for --list.
+        Description in one line, for --list.
     command : tuple of str
-        "{folder}" in a word is the step's folder.
+        Command; "{folder}" in a word is the step's folder.
     limit_s : float
-        After which it is ended: several times what is expected, so that only one that hangs reaches it.
+        Time limit, several times the expected duration, so that only a step that hangs reaches it.
     parse : callable
-        Its folder to its measurements; ValueError, KeyError, TypeError or OSError if they are not there.
+        Function from its folder to its measurements; ValueError, KeyError, TypeError or OSError without them.
     needs : tuple of str
         See `Machine.missing`.
     requires : tuple of str
-        Steps without whose success this one cannot run; they come along.
+        Steps that must succeed before this one; they are selected with it.
     peers : tuple of str
-        Steps whose results it is compared with; they come along.
+        Steps whose results it is compared with; they are selected with it.
     files : mapping
-        Text that its folder gets before, by file name; "{steps}" in it is the folder of all steps'.
+        Text files written into its folder before it starts; "{steps}" in the text is the folder of all steps.
     environment : mapping
-        Added to this process's.
+        Variables added to those of this process.
     without : str
-        Why it is not to be run here, if so.
+        Reason why it cannot run on this machine; empty if it can.
     expected_s : float
-        How long it takes, as it was measured or is estimated; 0 if nobody knows.
+        Measured or estimated duration; 0 if unknown.
     """
 
     name: str
@@ -81,9 +81,9 @@ def in_words(seconds: float) -> str:
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`, once: what has to be ended ends undisturbed.
+    """Make Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` inside the block, once, so that cleanup finishes.
 
-    Where SIGHUP is ignored, as under nohup, it stays so.
+    An ignored SIGHUP, as under nohup, stays ignored.
     """
     endings = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -117,29 +117,29 @@ def run_steps(
     Parameters
     ----------
     steps : sequence of Step
-        Those that others require before them.
+        Steps, each after the steps that it requires.
     machine : Machine
-        What is not there makes a step skipped.
+        This machine; a step with unmet needs is skipped.
     out : Path
-        A folder per step is made in it, and `logs`.
+        Folder for one folder per step, and `logs`.
     time_limit_scale : float
-        Of every step's limit.
+        Factor of every step's limit.
     minutes : float, optional
-        For all of them together; what has not begun by then is skipped, what runs is ended.
+        Time limit of all steps together; then the running step is ended and the others are skipped.
     ended : callable
-        Called with each record at once, so that nothing is lost.
+        Called with each record immediately, so that an interruption does not lose it.
     say : callable
-        Takes text for the terminal, with its line breaks.
+        Called with text for the terminal, including line breaks.
 
     Returns
     -------
     list of StepRecord
-        One per step, whatever happened.
+        One record per step, also after failures.
 
     Raises
     ------
     Interrupted
-        After all records were given to `ended`.
+        After an interruption, once `ended` has received all records.
     """
     records: list[StepRecord] = []
     deadline = time.monotonic() + (minutes * 60 if minutes is not None else float("inf"))
@@ -184,7 +184,7 @@ def _why_not(step: Step, machine: Machine, records: Sequence[StepRecord]) -> str
 
 
 def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
-    """Run one step; every way to fail is a record."""
+    """Run one step; every failure gives a record."""
     folder = out / "steps" / step.name
     folder.mkdir(parents=True, exist_ok=True)
     log = out / "logs" / f"{step.name}.log"
@@ -199,7 +199,7 @@ def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
         return StepRecord(
             step.name, "failed", f"cannot start {command[0]}: {error}", time.monotonic() - began
         )
-    # What it left before it ended is kept, however it ended.
+    # Measurements are kept also after a failure.
     try:
         measurements, unreadable = tuple(step.parse(folder)), ""
         _check_names(measurements)
@@ -210,7 +210,7 @@ def _run(step: Step, out: Path, limit_s: float, left_s: float) -> StepRecord:
 
 
 def _check_names(measurements: Sequence[Measurement]) -> None:
-    """A metric is what another run's value is looked up by."""
+    """Check that metric names are unique, since comparisons look values up by them."""
     seen: set[str] = set()
     for one in measurements:
         if one.metric in seen:
@@ -254,6 +254,6 @@ def _signal_name(number: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-8000:].splitlines() if line.strip()]
     return lines[-1][:500] if lines else "its log is empty"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One server: started, asked everything, stopped, and compared with peers that were served before it.
+"""One server: start, all requests, stop, and comparison with peers that were served before.
 
     python -m regression.serve FOLDER
 
-FOLDER holds request.json (a `Request`), and gets measurements.jsonl, answers.json and server.log. What one
-part finds is written at once; a part that fails does not stop the others. GPU and CPU share this code.
+FOLDER contains request.json (a `Request`), and gets measurements.jsonl, answers.json and server.log. Results
+of a part are written immediately; a part that fails does not stop the others. GPU and CPU share this code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from regression.evals import gsm8k
-from regression.limits import LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
+from regression.limits import BASELINE, LIMITS, SAME_TOKENS, SAME_TOKENS_SPARSE, SCORES
 from regression.questions import passkey_share, score, throughput, wait_for_hits
 from regression.records import Measurement, write_measurements
 from regression.request import PARTS, Answers, Request
@@ -31,12 +31,12 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = ["main", "run"]
 
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
-#: Of hidden numbers: one that is not found is a tenth of the score of its length.
+#: Depths of hidden numbers; each is a tenth of the score of its text length.
 _DEPTHS = tuple((number + 0.5) / 10 for number in range(10))
 
 
 class Asked:
-    """One server's run: collects measurements and failures."""
+    """Measurements and failures of one server's run."""
 
     def __init__(self, request: Request, folder: Path):
         self.request, self.folder = request, folder
@@ -58,7 +58,7 @@ class Asked:
         print(found.verdict, flush=True)
 
     def ratio(self, metric: str, better: str) -> None:
-        """Write a metric's ratio to stock SGLang's of the same run, if both are there."""
+        """Write the ratio of a metric to that of stock SGLang in the same run, if both exist."""
         mine, stock = self.answers.values.get(metric), self.peers.get("stock")
         if mine is None or "stock" not in self.request.peers:
             return
@@ -70,14 +70,14 @@ class Asked:
             self.tell(name, mine / theirs, "x", "server_ratio", better)
 
     def part(self, name: str, ask: Callable[[], None]) -> None:
-        """Ask one part; what goes wrong is written down, and the next part asked."""
+        """Run one part; a failure is recorded, and the next part runs."""
         if name not in self.request.parts:
             return
         began = time.monotonic()
         try:
             ask()
         except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-            # The last three: an answer of another shape than SGLang's.
+            # The last three are raised by an answer in another form than SGLang's.
             traceback.print_exc()
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
@@ -89,13 +89,13 @@ class Asked:
         self.tell("perplexity", self.answers.scored.perplexity(), "", "fact", "lower")
 
     def compare_accuracy(self) -> None:
-        """Beside each peer; needs no server any more."""
+        """Compare the scores with each peer's; the server has ended."""
         scored, layout = self.answers.scored, self.request.layout
         if scored is None or layout is None:
             return
         limits = LIMITS[self.request.model][layout]
-        # The same rows in another place, or computed by two ranks, are as near as BF16 rows are.
-        same_rows = LIMITS[self.request.model]["bf16"]
+        # The same rows in another arrangement, or computed by two ranks, have the limit of BF16 rows.
+        same_rows = LIMITS[self.request.model][BASELINE]
         for name in self.request.peers:
             peer = self.peers.get(name)
             distance, share = f"distance of log-probabilities to {name}", f"same top token as {name}"
@@ -104,9 +104,9 @@ class Asked:
                 self.tell(distance, None, "nats", "distance", "lower", note=note)
                 self.tell(share, None, "", "agreement", note=note)
                 continue
-            near = limits if name in ("stock", "bf16") else same_rows
+            near = limits if name in ("stock", BASELINE) else same_rows
             far = near.far if name == "stock" else None
-            note = "nearer than at least: rows of this layout were not read" if far else ""
+            note = "below the least distance: rows of this layout were not read" if far else ""
             self.tell(
                 distance, scored.distance(peer.scored), "nats", "distance", "lower",
                 at_most=near.near, at_least=far or None, note=note,
@@ -129,7 +129,7 @@ class Asked:
             if said is None:
                 raise ValueError("the server's log does not say how many bytes a row has")
             fmt = MLAKVCacheLayout(self.request.layout).row_format(512, 64)
-            # Rows of other geometries, of a model of the user's, are reported without a limit.
+            # The user's model may have another geometry, so its row size is reported without a limit.
             exact = (
                 {} if self.request.model == "model" else {"at_least": fmt.row_bytes, "at_most": fmt.row_bytes}
             )
@@ -171,7 +171,7 @@ class Asked:
         if found.host_ms is not None:
             self.tell("found on the host", found.host_share, "", "agreement", at_least=1.0)
             same = "same tokens after a host hit as after a device hit"
-            # What is not determined within a run says nothing between two.
+            # Values that are not deterministic in a run are not compared between runs.
             kind, least = ("fact", SAME_TOKENS_SPARSE) if request.is_sparse else ("agreement", SAME_TOKENS)
             self.tell(same, found.same_tokens, "", kind, at_least=least)
 
@@ -187,9 +187,9 @@ class Asked:
             self.scored_share(f"pass key in {length} characters", share, "retrieval")
 
     def scored_share(self, metric: str, share: float, limit: str) -> None:
-        """A score, and how far above that of the bf16 layout's server it is; that one's: above stock's."""
+        """Write a score, and its difference to the bf16 layout's server (for bf16: to stock SGLang)."""
         self.tell(metric, share, "", "score")
-        against = "bf16" if "bf16" in self.request.peers else "stock"
+        against = BASELINE if BASELINE in self.request.peers else "stock"
         if self.request.layout is None or against not in self.request.peers:
             return
         allowed = getattr(SCORES[self.request.layout], limit)
@@ -203,7 +203,7 @@ class Asked:
 
 
 def run(request: Request, folder: Path) -> list[str]:
-    """Serve, ask, compare; returns what failed."""
+    """Serve, send requests, compare; returns the failures."""
     asked = Asked(request, folder)
     arguments = [*request.arguments, "--port", str(free_port())]
     began = time.monotonic()
@@ -220,14 +220,14 @@ def run(request: Request, folder: Path) -> list[str]:
 
 
 def _short(failure: str) -> str:
-    """First and last line: what failed, and for a server the end of its log."""
+    """First and last line of a failure; for a server the latter is the end of its log."""
     lines = [line.strip()[:200] for line in failure.strip().splitlines() if line.strip()]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def main() -> int:
-    """Read, run; the last line printed says what failed."""
-    # The server is in a session of its own: it is stopped on the way out of `with`.
+    """Read the request and run it; the last printed line names the failures."""
+    # The server is in its own session: leaving `with` stops it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     folder = Path(sys.argv[1])
     request = Request(**json.loads((folder / "request.json").read_text("utf-8")))

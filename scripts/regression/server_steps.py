@@ -1,14 +1,16 @@
-"""Steps that start servers: every layout and arrangement of every shape, their peers first."""
+"""Steps that start servers: every layout and arrangement of every shape, after their peers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regression import parsers
 from regression.environment import Machine
+from regression.limits import BASELINE
 from regression.request import Request
 from regression.runner import Step
 from regression.shapes import Shape, demo_shape, model_shape, random_shapes
@@ -19,30 +21,30 @@ if TYPE_CHECKING:
 __all__ = ["server_steps"]
 
 _BASE_NEEDS = ("sglang",)
-#: Of a random model's server: 1200 s for its start, and the questions.
+#: Time limit of a random model's server: 1200 s for its start, and the requests.
 _LIMIT_S = 2160.0
 _MODEL_LIMIT_S = 4 * 3600.0
 
 
 def server_steps(machine: Machine, options: Options) -> list[Step]:
-    """All of them, as the options say.
+    """All server steps for the given options.
 
     Raises
     ------
     ValueError
-        --model names no checkpoint.
+        If --model does not name a checkpoint.
     """
     if options.model is not None:
         shape = model_shape(options.model, options.tp, options.server_arguments, on_cpu=not options.on_gpu)
-        return _real(shape, machine, options)
+        return _real(shape, options)
     if not options.on_gpu:
-        return _served(demo_shape(), machine, options)
+        return _all_served(demo_shape(), options)
     found: list[Step] = []
     for shape in random_shapes(machine):
         found.append(_writing(shape, options))
-        found += _served(shape, machine, options)
-        found += _memory(shape, machine, options)
-        found += _two_ranks(shape, machine, options)
+        found += _all_served(shape, options)
+        found += _memory(shape, options)
+        found += _two_ranks(shape, options)
     return found
 
 
@@ -64,19 +66,20 @@ def _writing(shape: Shape, options: Options) -> Step:
 
 
 def _arrangements(shape: Shape, options: Options) -> Sequence[str]:
-    """Without those that the shape's models are not served in; one where each server takes long."""
+    """Arrangements that the shape supports; only one if each server takes long."""
     if (shape.on_cpu or shape.name == "model") and not options.arrangements_named:
         return ("layer_major",)
     return [name for name in options.arrangements if name in shape.arrangements]
 
 
-def _served(shape: Shape, machine: Machine, options: Options, **more) -> list[Step]:
-    """Stock SGLang and bf16 rows first: the others are compared with them."""
-    pairs = [(None, "layer_major"), ("bf16", "layer_major")]
+def _all_served(shape: Shape, options: Options, **more) -> list[Step]:
+    """Steps of a shape; stock SGLang and bf16 rows come first, since the others are compared with them."""
+    pairs = [(None, "layer_major"), (BASELINE, "layer_major")]
     for arrangement in _arrangements(shape, options):
         pairs += [(layout, arrangement) for layout in options.layouts]
     return [
-        _step(shape, layout, arrangement, options, **more) for layout, arrangement in dict.fromkeys(pairs)
+        _Served(shape, layout, arrangement, **more).step(options)
+        for layout, arrangement in dict.fromkeys(pairs)
     ]
 
 
@@ -86,82 +89,113 @@ def _name(prefix: str, shape: Shape, layout: str | None, arrangement: str = "lay
 
 
 def _answers(step: str) -> str:
-    """Of another step, from the folder of this one."""
+    """Path of another step's answers.json."""
     return f"{{steps}}/{step}/answers.json"
 
 
-def _step(
-    shape: Shape,
-    layout: str | None,
-    arrangement: str,
-    options: Options,
-    *,
-    prefix: str = "serve",
-    parts: Sequence[str] = ("accuracy", "memory", "throughput", "hits"),
-    capped: bool = True,
-    host_tier: bool | None = None,
-    more: Sequence[str] = (),
-    peers: dict[str, str] | None = None,
-    needs: Sequence[str] = (),
-    limit_s: float = _LIMIT_S,
-    evict_tokens: int = 0,
-) -> Step:
-    if host_tier is None:
-        host_tier = shape.pool_tokens is not None and _has_host_tier(shape, layout)
-    if peers is None:
-        peers = {} if layout is None else {"stock": _name(prefix, shape, None)}
-        if layout not in (None, "bf16") or arrangement != "layer_major":
-            peers["bf16"] = _name(prefix, shape, "bf16")
-        if arrangement != "layer_major" and "layer_major" in _arrangements(shape, options):
-            peers["layer_major"] = _name(prefix, shape, layout)
-    if host_tier and shape.pool_tokens is not None:
-        evict_tokens = shape.pool_tokens + shape.hit_tokens
-    request = Request(
-        model=shape.name,
-        layout=layout,
-        arguments=[
-            *("--model-path", shape.written(Path(options.models))),
-            *shape.server_arguments(layout, arrangement, host_tier=host_tier, capped=capped),
-            *more,
-        ],
-        environment={**shape.server_environment(layout), **dict(options.server_environment)},
-        parts=list(parts),
-        peers={name: _answers(step) for name, step in peers.items()},
-        prompts=list(shape.prompts),
-        vocabulary=list(shape.vocabulary),
-        hit_tokens=shape.hit_tokens,
-        concurrency=shape.concurrency,
-        request_tokens=shape.request_tokens,
-        new_tokens=shape.new_tokens,
-        wait_s=shape.wait_s * options.time_limit_scale,
-        evict_tokens=evict_tokens,
-        is_sparse=shape.is_sparse,
-        gsm8k_data=options.gsm8k_data,
-        gsm8k_questions=options.gsm8k_questions,
-        retrieval_characters=list(options.retrieval_characters),
-    )
-    what = f"{shape.name}: {layout or 'stock SGLang'}, {arrangement}" + (", host tier" if host_tier else "")
-    return Step(
-        name=_name(prefix, shape, layout, arrangement),
-        what=what,
-        command=(sys.executable, "-m", "regression.serve", "{folder}"),
-        limit_s=limit_s,
-        parse=parsers.lines,
-        needs=(
-            *(() if shape.on_cpu else ("gpu",)),
-            *_BASE_NEEDS,
-            *(("plugin",) if layout is not None else ()),
-            *shape.needs.get(layout or "stock", ()),
-            *needs,
-        ),
-        requires=(f"model-{shape.name}",) if shape.writer else (),
-        peers=tuple(peers.values()),
-        files={"request.json": request.to_json()},
-    )
+@dataclass(frozen=True)
+class _Served:
+    """One server of a step, and what is done with it.
+
+    Attributes
+    ----------
+    shape : Shape
+    layout : str or None
+        None for SGLang without a layout.
+    arrangement, prefix : str
+        `prefix` begins the step's name.
+    parts : sequence of str
+        Of `regression.serve`.
+    capped : bool
+        Whether the pool has the shape's `pool_tokens`.
+    host_tier : bool or None
+        None: where the shape and the machine can have one.
+    more : sequence of str
+        Further arguments of the server.
+    peers : dict or None
+        Steps that answers are compared with, by name; None for the usual ones.
+    needs : sequence of str
+        Of the machine, beside the shape's.
+    limit_s : float
+    evict_tokens : int
+        Tokens that push prompts out of the device pool.
+    """
+
+    shape: Shape
+    layout: str | None
+    arrangement: str = "layer_major"
+    prefix: str = "serve"
+    parts: Sequence[str] = ("accuracy", "memory", "throughput", "hits")
+    capped: bool = True
+    host_tier: bool | None = None
+    more: Sequence[str] = ()
+    peers: dict[str, str] | None = None
+    needs: Sequence[str] = ()
+    limit_s: float = _LIMIT_S
+    evict_tokens: int = 0
+
+    def step(self, options: Options) -> Step:
+        """The step that starts this server."""
+        shape, layout, arrangement, prefix = self.shape, self.layout, self.arrangement, self.prefix
+        host_tier, peers, evict_tokens = self.host_tier, self.peers, self.evict_tokens
+        if host_tier is None:
+            host_tier = shape.pool_tokens is not None and _has_host_tier(shape, layout)
+        if peers is None:
+            peers = {} if layout is None else {"stock": _name(prefix, shape, None)}
+            if layout not in (None, BASELINE) or arrangement != "layer_major":
+                peers[BASELINE] = _name(prefix, shape, BASELINE)
+            if arrangement != "layer_major" and "layer_major" in _arrangements(shape, options):
+                peers["layer_major"] = _name(prefix, shape, layout)
+        if host_tier and shape.pool_tokens is not None:
+            evict_tokens = shape.pool_tokens + shape.hit_tokens
+        request = Request(
+            model=shape.name,
+            layout=layout,
+            arguments=[
+                *("--model-path", shape.written(Path(options.models))),
+                *shape.server_arguments(layout, arrangement, host_tier=host_tier, capped=self.capped),
+                *self.more,
+            ],
+            environment={**shape.server_environment(layout), **dict(options.server_environment)},
+            parts=list(self.parts),
+            peers={name: _answers(step) for name, step in peers.items()},
+            prompts=list(shape.prompts),
+            vocabulary=list(shape.vocabulary),
+            hit_tokens=shape.hit_tokens,
+            concurrency=shape.concurrency,
+            request_tokens=shape.request_tokens,
+            new_tokens=shape.new_tokens,
+            wait_s=shape.wait_s * options.time_limit_scale,
+            evict_tokens=evict_tokens,
+            is_sparse=shape.is_sparse,
+            gsm8k_data=options.gsm8k_data,
+            gsm8k_questions=options.gsm8k_questions,
+            retrieval_characters=list(options.retrieval_characters),
+        )
+        what = f"{shape.name}: {layout or 'stock SGLang'}, {arrangement}" + (
+            ", host tier" if host_tier else ""
+        )
+        return Step(
+            name=_name(prefix, shape, layout, arrangement),
+            what=what,
+            command=(sys.executable, "-m", "regression.serve", "{folder}"),
+            limit_s=self.limit_s,
+            parse=parsers.lines,
+            needs=(
+                *(() if shape.on_cpu else ("gpu",)),
+                *_BASE_NEEDS,
+                *(("plugin",) if layout is not None else ()),
+                *shape.needs.get(layout or "stock", ()),
+                *self.needs,
+            ),
+            requires=(f"model-{shape.name}",) if shape.writer else (),
+            peers=tuple(peers.values()),
+            files={"request.json": request.to_json()},
+        )
 
 
 def _has_host_tier(shape: Shape, layout: str | None) -> bool:
-    """On a CPU only ours, and only where SGLang finds the memory that it keeps free."""
+    """Whether a server has a host tier: on a CPU only ours, with the memory that SGLang keeps free."""
     if not shape.on_cpu:
         return True
     from sgl_kvpool.demo.compare import has_room_for_host_tier
@@ -169,44 +203,44 @@ def _has_host_tier(shape: Shape, layout: str | None) -> bool:
     return layout is not None and has_room_for_host_tier()
 
 
-def _memory(shape: Shape, machine: Machine, options: Options) -> list[Step]:
-    """Pools as large as SGLang makes them: does the memory budget know the rows?"""
+def _memory(shape: Shape, options: Options) -> list[Step]:
+    """Steps with SGLang's own pool sizes, which check the memory budget of each layout."""
     stock = _name("memory", shape, None)
     return [
-        _step(
-            shape, layout, "layer_major", options, prefix="memory", parts=("memory",), capped=False,
-            host_tier=False, peers={} if layout is None else {"stock": stock},
-        )
+        _Served(
+            shape, layout, prefix="memory", parts=("memory",), capped=False, host_tier=False,
+            peers={} if layout is None else {"stock": stock},
+        ).step(options)
         for layout in (None, *options.layouts)
     ]  # fmt: skip
 
 
-def _two_ranks(shape: Shape, machine: Machine, options: Options) -> list[Step]:
-    """Tensor parallelism of two, beside the same layout on one rank."""
+def _two_ranks(shape: Shape, options: Options) -> list[Step]:
+    """Steps with two tensor-parallel ranks, compared with the same layout on one rank."""
     return [
-        _step(
-            shape, layout, "layer_major", options, prefix="tp2", parts=("accuracy", "memory", "hits"),
-            more=("--tp-size", "2"), peers={"tp1": _name("serve", shape, layout)}, needs=("gpus:2",),
-        )
+        _Served(
+            shape, layout, prefix="tp2", parts=("accuracy", "memory", "hits"), more=("--tp-size", "2"),
+            peers={"tp1": _name("serve", shape, layout)}, needs=("gpus:2",),
+        ).step(options)
         for layout in options.layouts
     ]  # fmt: skip
 
 
-def _real(shape: Shape, machine: Machine, options: Options) -> list[Step]:
-    """A checkpoint: everything of one server, its start taking long; then hits on the host."""
+def _real(shape: Shape, options: Options) -> list[Step]:
+    """Steps of a checkpoint: all parts on one server, because its start takes long; then host hits."""
     parts = ["accuracy", "memory", "throughput", "hits", "gsm8k", "retrieval"]
     ranks = (f"gpus:{options.tp}",) if options.on_gpu and options.tp > 1 else ()
-    found = _served(shape, machine, options, parts=parts, needs=ranks, limit_s=_MODEL_LIMIT_S)
+    found = _all_served(shape, options, parts=parts, needs=ranks, limit_s=_MODEL_LIMIT_S)
     if shape.on_cpu:
         return found
-    # A pool small enough to be filled, and a host tier that is told how large it may be.
+    # A pool that is small enough to be filled, and a host tier of a given size.
     tokens = 8 * shape.hit_tokens
     more = ("--max-total-tokens", str(tokens))
     for layout in (None, *options.layouts):
-        step = _step(
-            shape, layout, "layer_major", options, prefix="host", parts=("hits",), host_tier=True, more=more,
+        server = _Served(
+            shape, layout, prefix="host", parts=("hits",), host_tier=True, more=more,
             peers={} if layout is None else {"stock": _name("host", shape, None)}, needs=ranks,
             limit_s=_MODEL_LIMIT_S, evict_tokens=tokens + shape.hit_tokens,
         )  # fmt: skip
-        found.append(step)
+        found.append(server.step(options))
     return found

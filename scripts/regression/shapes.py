@@ -1,4 +1,4 @@
-"""Which models are served, with which arguments: small random ones on a GPU, the demo's on a CPU, a real one.
+"""Served models and their arguments: small random models on a GPU, the demo's on a CPU, a real checkpoint.
 
 The arguments are those of tests/gpu/test_*server_gpu.py.
 """
@@ -35,42 +35,42 @@ _HOST_TIER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how it is served and asked.
+    """A model with the arguments and requests of its servers.
 
     Attributes
     ----------
     name : str
-        In names of steps and in `limits.LIMITS`.
+        Name in steps and in `limits.LIMITS`.
     path : str
-        Of the checkpoint; "{models}" in it is the run's folder of models.
+        Path of the checkpoint; "{models}" in it is the run's folder of models.
     arguments : tuple of str
-        Of every server.
+        Arguments of every server.
     stock : tuple of str
-        Of the peer without a layout.
+        Arguments of the peer without a layout.
     by_layout : mapping
         More arguments, by layout.
     environment : mapping
     arrangements : tuple of str
-        That SGLang serves it in.
+        Arrangements in which it can be served.
     vocabulary : (int, int)
-        First and last of the tokens that random prompts are made of.
+        First and last token id of random prompts.
     prompts : tuple of list of int, or of str
-        Scored for accuracy.
+        Prompts that are scored for accuracy.
     hit_tokens : int
-        Length of the prompts whose first token is waited for; a hybrid's as `HYBRID_HIT_TOKENS` says.
+        Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
     pool_tokens : int or None
-        As large as the pool is made; None for what SGLang finds room for, and no host tier.
+        Size of the pool; None for SGLang's choice without a host tier.
     concurrency, request_tokens, new_tokens : int
-        Requests at once when throughput is measured, their prompts' lengths, and what each generates.
+        For throughput: concurrent requests, prompt length, and generated tokens per request.
     writer : (str, str) or None
         Module of tests/gpu and shape of a random checkpoint to write.
     needs : mapping
-        What a layout's server needs besides, by layout; "stock" for the peer.
+        Additional needs by layout; "stock" for the peer.
     wait_s : float
-        For a start. On a GPU long: with cold caches SGLang, FlashInfer and DeepGEMM compile first.
+        Time limit of a start; long on a GPU, since SGLang, FlashInfer and DeepGEMM compile with cold caches.
     on_cpu : bool
     is_sparse : bool
-        Whether its attention selects (DSA).
+        Whether the model has sparse attention (DSA).
     """
 
     name: str
@@ -111,12 +111,12 @@ class Shape:
         return found
 
     def server_environment(self, layout: str | None) -> dict[str, str]:
-        """Of one server. Every prompt's log-probability depends on rows that were stored.
+        """Environment of one server, in which all log-probabilities of a prompt depend on stored rows.
 
-        Sparse attention reads stored rows by itself, and the variable is refused there.
+        Sparse attention always reads stored rows, and refuses the variable.
         """
         asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
-        # The demo's class would stand in for that of every checkpoint that says DeepseekV2ForCausalLM.
+        # The demo's class would replace that of every checkpoint with DeepseekV2ForCausalLM.
         classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
         return {**classes, **self.environment, **asked}
 
@@ -125,7 +125,7 @@ class Shape:
 
 
 def tokens(seed: int, count: int, vocabulary: tuple[int, int] = (3, 511)) -> list[int]:
-    """Random tokens, the same everywhere for the same seed."""
+    """Random tokens that depend only on the seed."""
     return random.Random(seed).choices(range(vocabulary[0], vocabulary[1] + 1), k=count)
 
 
@@ -140,19 +140,19 @@ _GPU = (
     "--chunked-prefill-size",
 )
 _SHARED, _LONG = tokens(1, 600), tokens(11, 2608)
-#: Unequal lengths; one begins like another (a prefix hit); one is longer than a chunk.
+#: Prompts of unequal lengths; two share a prefix, one is longer than a chunk.
 _PROMPTS = (tokens(0, 5), _SHARED, _SHARED[:512] + tokens(2, 77), tokens(3, 900), tokens(4, 40))
-#: Longer than the 2048 tokens that an indexer selects, but for the first.
+#: All but the first are longer than the 2048 tokens that an indexer selects.
 _SPARSE_PROMPTS = (tokens(0, 48), _LONG, _LONG[:2304] + tokens(2, 304), tokens(3, 4000), tokens(4, 2112))
 
 
 #: SGLang keeps a hybrid's state after each chunk and after the last full page. A repeated prompt is matched
-#: but for its last token: one of 1920 tokens ends on a state that it may not use, and falls back to 1792. So
-#: longer than a chunk, and no multiple of a page.
+#: without its last token: a prompt of 1920 tokens ends on a state that it may not use, and falls back to
+#: 1792. So the length exceeds a chunk and is not a multiple of a page.
 HYBRID_HIT_TOKENS = 1900
-#: Of a checkpoint, more than the 8192 tokens of a chunk that SGLang takes on Hopper by itself.
+#: Length for a checkpoint, more than SGLang's default chunk of 8192 tokens on Hopper.
 _HYBRID_MODEL_HIT_TOKENS = 10220
-#: Fields of a config.json that say that some layers keep states instead of rows.
+#: Fields of a config.json of models in which some layers have states instead of rows.
 _HYBRID_FIELDS = ("linear_attn_config", "layer_group_size")  # Kimi-Linear and K3; Ring and Ling
 
 
@@ -177,7 +177,7 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
 def _sparse(machine: Machine) -> Shape:
     # fa3 is SGLang's choice for BF16 rows on Hopper.
     bf16 = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
-    # What SGLang does not choose by itself, the first that there is: on Hopper tilelang for fp8.
+    # The first available backend that SGLang does not choose by default: on Hopper tilelang for fp8.
     paired = {
         layout.value: next(working_pairs(layout))
         for layout in MLAKVCacheLayout
@@ -196,7 +196,7 @@ def _sparse(machine: Machine) -> Shape:
             for layout, (prefill, decode) in paired.items()
         },
         environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
-        # The kernels of sparse attention take rows without other layers' between them.
+        # The kernels of sparse attention need contiguous rows of a layer.
         arrangements=("layer_major",),
         vocabulary=(3, 511),
         prompts=_SPARSE_PROMPTS,
@@ -213,11 +213,11 @@ RANDOM_SHAPES = ("v3", "v32", "kimi")
 
 
 def random_shapes(machine: Machine) -> list[Shape]:
-    """DeepSeek-V3's, V3.2's and Kimi-Linear's."""
+    """Random models with the shapes of DeepSeek-V3, V3.2 and Kimi-Linear."""
     return [
         _dense("v3", ("random_deepseek", "deepseek_v3")),
         _sparse(machine),
-        # States, for which SGLang would take half of the memory; a running request has five.
+        # Number of states, for which SGLang would use half of the memory; a running request has five.
         _dense(
             "kimi", ("random_hybrid", "kimi_linear"),
             "--max-running-requests", "16", "--max-mamba-cache-size", "128", hit_tokens=HYBRID_HIT_TOKENS,
@@ -233,7 +233,7 @@ def demo_shape() -> Shape:
     from sgl_kvpool.demo.server import cpu_arguments
     from sgl_kvpool.demo.shipped import held_out_windows, model_path
 
-    # Without --model-path and --port, which come later, and the size of the pool.
+    # Without --model-path, --port and the pool size, which are added later.
     arguments = cpu_arguments("", 0)[4:]
     at = arguments.index("--max-total-tokens")
     return Shape(
@@ -250,7 +250,7 @@ def demo_shape() -> Shape:
         stock=(),
         by_layout={},
         vocabulary=(32, 126),
-        # One of each module.
+        # One window of each module.
         prompts=tuple(window.token_ids for window in held_out_windows()[::4]),
         hit_tokens=960,
         pool_tokens=4096,
@@ -266,22 +266,22 @@ def demo_shape() -> Shape:
 
 
 def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Shape:
-    """A checkpoint of the user's.
+    """Shape of the user's checkpoint.
 
     Raises
     ------
     ValueError
-        No config.json there.
+        If the folder has no config.json.
     """
     from sgl_kvpool.demo.shipped import held_out_windows
 
     config = Path(path) / "config.json"
     if not config.is_file():
-        raise ValueError(f"--model {path}: there is no config.json; give the folder of a checkpoint")
+        raise ValueError(f"--model {path}: config.json is missing; give the folder of a checkpoint")
     found = json.loads(config.read_text("utf-8"))
     found = {**found, **found.get("text_config", {})}
     windows = held_out_windows()
-    # Text, which the server turns into its own tokens: 16 pieces of 2048 characters, of one module each.
+    # Text, which the server tokenizes: 16 windows of 2048 characters, one per module.
     texts = tuple(a.text + b.text for a, b in zip(windows[::2], windows[1::2], strict=True))
     demo = demo_shape() if on_cpu else None
     own = demo.arguments if demo is not None else ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
@@ -293,7 +293,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
         path=str(Path(path).resolve()),
         arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ()), *more),
         stock=(),
-        # What SGLang would take for BF16 rows by itself is not what the layouts are read by.
+        # SGLang's default for BF16 rows is another backend than that of the layouts.
         by_layout={} if on_cpu or is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL),
         arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
         vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,

@@ -1,4 +1,4 @@
-"""Which steps there are, on which machine: what --list shows."""
+"""The steps of a run on a given machine, as shown by --list."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from regression.shapes import ARRANGEMENTS, LAYOUTS
 __all__ = ["TESTS", "Options", "all_steps", "choose", "isolated"]
 
 _PYTEST = ("pytest", "numpy")
-#: How the files of tests on a GPU begin.
+#: Prefix of the files of GPU tests.
 TESTS = "tests/gpu/test_"
 _CODEC, _ARRANGEMENTS = "speed of the codec beside a copy", "rows of one of 61 layers, by arrangement"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The user's options.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Options:
     on_gpu : bool
     layouts, arrangements : tuple of str
     arrangements_named : bool
-        Whether the user named them: a real checkpoint is otherwise served in one.
+        Whether the user named arrangements; otherwise a real checkpoint is served in one.
     model : str or None
     tp : int
     server_arguments : tuple of str
@@ -42,7 +42,7 @@ class Options:
     models : str
         Folder for random checkpoints.
     time_limit_scale : float
-        For the starts of servers. The runner scales the steps' limits.
+        Factor of the time limits of servers' starts. The runner scales the steps' limits.
     """
 
     core: bool = False
@@ -78,7 +78,7 @@ def _tests(name: str, what: str, limit_s: float, *files: str, needs: Sequence[st
 
 
 def isolated(name: str, what: str, limit_s: float, *words: str) -> Step:
-    """Tests of kernels on a GPU, many at a time, each of which fails alone; `words` are files and options."""
+    """Step of parallel GPU kernel tests, each of which fails alone; `words` are files and options."""
     return Step(
         name=f"tests-{name}",
         what=what,
@@ -86,7 +86,7 @@ def isolated(name: str, what: str, limit_s: float, *words: str) -> Step:
         limit_s=limit_s,
         parse=parsers.isolated_tests,
         needs=("gpu", *_PYTEST, "ml_dtypes"),
-        environment={"OMP_NUM_THREADS": "2"},  # of each of the processes
+        environment={"OMP_NUM_THREADS": "2"},  # per process
     )
 
 
@@ -163,7 +163,7 @@ def _cpu_core() -> list[Step]:
     ]  # fmt: skip
 
 
-#: What needs a GPU, named in the list of a machine without one: (steps, what they are).
+#: Steps that need a GPU, listed on a machine without a GPU: (name, description).
 _NEEDS_GPU = (
     ("tests-codec", "rows against the reference on a GPU, bit for bit"),
     ("tests-mla_decode", "attention against float64 on a GPU"),
@@ -185,15 +185,15 @@ _SERVERS_NEED_GPU = (
 
 
 def _not_here(machine: Machine, names: Iterable[tuple[str, str]]) -> list[Step]:
-    """Steps that are listed, to be skipped."""
-    reason = machine.missing(("gpu",)) or "--device cpu was asked for"
+    """Steps that are listed as skipped."""
+    reason = machine.missing(("gpu",)) or "--device cpu was requested"
     return [Step(name, what, (), 0, lambda _: [], without=reason) for name, what in names]
 
 
 def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
     sglang = ("gpu", "sglang", "ml_dtypes")
     steps = [
-        # Its cases are those of a test on a CPU, which imports hypothesis.
+        # It reuses the cases of a CPU test, which imports hypothesis.
         _tests(
             "cuda_backend", "kvpool_mla below the server", 1800, TESTS + "cuda_backend_gpu.py",
             needs=(*sglang, "hypothesis"),
@@ -209,7 +209,7 @@ def _gpu_with_sglang(machine: Machine, options: Options) -> list[Step]:
 
 
 def all_steps(machine: Machine, options: Options) -> list[Step]:
-    """All steps, in order, those that cannot run here too."""
+    """All steps in order, including those that cannot run on this machine."""
     if options.on_gpu:
         return [*_gpu_core(options), *(() if options.core else _gpu_with_sglang(machine, options))]
     steps = _cpu_core()
@@ -219,12 +219,12 @@ def all_steps(machine: Machine, options: Options) -> list[Step]:
 
 
 def choose(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:
-    """Those whose names match a pattern of `only`, and what they require or are compared with; all without.
+    """Steps that match a pattern of `only`, with their requirements and peers; all steps without patterns.
 
     Raises
     ------
     ValueError
-        A pattern that no step's name matches.
+        If a pattern does not match any step.
     """
     if not only:
         return list(steps)

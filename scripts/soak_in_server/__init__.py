@@ -1,7 +1,7 @@
-"""What `scripts/soak.py` puts into the scheduler of the server it drives: a census, and damages on purpose.
+"""Code of `scripts/soak.py` in the scheduler of a soaked server: a census, and deliberate breakages.
 
-SGLang imports the modules of this package because SGLANG_EXTERNAL_MODEL_PACKAGE names it; it has no model.
-The package `demo` in it has the demo's model too. Importing this alone imports neither torch nor SGLang.
+SGLang imports this package because SGLANG_EXTERNAL_MODEL_PACKAGE names it; it contains no model.
+Its subpackage `demo` adds the demo's model. Importing this module imports neither torch nor SGLang.
 """
 
 #: Key of the census in an internal state of `/server_info`.

@@ -1,4 +1,4 @@
-"""Damages on purpose, to see that the soak reports them; `scripts/soak.py --break NAME`."""
+"""Deliberate breakages that the soak must report; `scripts/soak.py --break NAME`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 __all__ = ["BREAKAGES", "apply"]
 
-#: A transfer or an allocation of every so many is damaged.
+#: One in this many transfers or allocations is damaged.
 EVERY = 3
 
 
 def _wrong_load() -> None:
-    """One byte of the first row of a load is another, in the last layer."""
+    """Change one byte of the first row of a load, in the last layer."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     load = Pool.load_to_device_per_layer
@@ -32,7 +32,7 @@ def _wrong_load() -> None:
 
 
 def _wrong_tokens() -> None:
-    """Loads bring the pages of a prefix in the wrong order."""
+    """Load the pages of a prefix in the wrong order."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     load = Pool.load_to_device_per_layer
@@ -44,7 +44,7 @@ def _wrong_tokens() -> None:
 
 
 def _overwritten_host_page() -> None:
-    """A backup writes one page more than it should: what was there is another prompt's."""
+    """Write one page too many in a backup, over a page of another prompt."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     back_up = Pool.backup_from_device_all_layer
@@ -61,10 +61,10 @@ def _overwritten_host_page() -> None:
 
 
 def _leaked_device_page() -> None:
-    """A page of the pool is forgotten when it is freed."""
+    """Lose a page of the pool when it is freed."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator as Allocator
 
-    release = Allocator._release_page_ids  # what all its ways to free end in
+    release = Allocator._release_page_ids  # all ways to free a page call this method
     counts = {"releases": 0}
 
     def leaky(self: Any, *page_ids: Any):
@@ -77,7 +77,7 @@ def _leaked_device_page() -> None:
 
 
 def _leaked_host_page() -> None:
-    """A page of the host tier is forgotten when it is freed."""
+    """Lose a page of the host tier when it is freed."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool as Pool
 
     free = Pool.free
@@ -93,7 +93,7 @@ def _leaked_host_page() -> None:
     Pool.free = leaky
 
 
-#: By name: what does it.
+#: Breakages by name.
 BREAKAGES = {
     "load-byte": _wrong_load,
     "load-order": _wrong_tokens,
@@ -104,7 +104,7 @@ BREAKAGES = {
 
 
 def apply(names: Sequence[str]) -> None:
-    """Break what is named; "" is nothing. KeyError for a name that is none."""
+    """Apply breakages by name, ignoring ""; KeyError for an unknown name."""
     for name in names:
         if name:
             BREAKAGES[name]()

@@ -1,7 +1,7 @@
-"""Where every page of a running scheduler is: counted from the lists of allocators and from the tree's nodes.
+"""Census of the pages of a running scheduler, from the allocators' lists and the nodes of the tree.
 
-SGLang adds up sizes; here the page numbers themselves are compared, of the device and of the host, so that a
-page in two places does not make up for one that is nowhere.
+SGLang sums up sizes; this census compares page numbers of the device and of the host, so that a page in two
+places does not compensate for a leaked page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from soak_in_server.rows import inward_equal, outward_equal, relative_error, row
 
 __all__ = ["take"]
 
-#: Relative error of a row, to another computation's of the same token. Of other tokens it is above 1.
+#: Largest relative error between two computations of a token's row; rows of different tokens are above 1.
 CLOSE = 0.2
 
 
@@ -31,13 +31,13 @@ def take(scheduler: Any) -> dict[str, Any]:
     Parameters
     ----------
     scheduler : sglang Scheduler
-        Between two steps.
+        The scheduler, between two steps.
 
     Returns
     -------
     dict
-        `idle` (bool), `busy` (what keeps it from being so), `requests`, `device`, `host` (None without a
-        tier), `tree`, `bytes` (None without a tier of ours), `transfers` (None where they are not watched),
+        `idle` (bool), `busy` (reasons why it is not idle), `requests`, `device`, `host` (None without a
+        tier), `tree`, `bytes` (None without a tier of ours), `transfers` (None without a watch),
         `resident_bytes` (of the process).
     """
     tree = scheduler.tree_cache
@@ -81,7 +81,7 @@ def _busy(scheduler: Any, tree: Any) -> dict[str, int]:
 def _node_ids(tree: Any) -> list[int]:
     """Ids of all nodes, roots included.
 
-    SGLang's tree in Rust lists its nodes nowhere but in what it prints, to the process's standard output.
+    SGLang's tree in Rust lists its nodes only in text that it prints to standard output.
     """
     sys.stdout.flush()
     keep = os.dup(1)
@@ -99,7 +99,7 @@ def _node_ids(tree: Any) -> list[int]:
 
 
 def _nodes(tree: Any) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Device slots and host slots of every node but roots; None where it has none."""
+    """Device slots and host slots of every node but roots; None for a node without slots in a tier."""
     core = tree.tree_core
     found = []
     for node_id in _node_ids(tree):
@@ -113,7 +113,7 @@ def _nodes(tree: Any) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
 
 
 def _sanity(tree: Any) -> str:
-    """What SGLang's own check of the tree finds; "" for nothing."""
+    """Problem that SGLang's own check of the tree finds; "" without a problem."""
     try:
         tree.sanity_check()
     except AssertionError as error:
@@ -125,9 +125,9 @@ def _sanity(tree: Any) -> str:
 
 
 def _places(total_pages: range, free: torch.Tensor, held: torch.Tensor) -> dict[str, Any]:
-    """How often every page occurs among those free and those that the tree holds.
+    """Occurrences of every page in the free list and in the tree.
 
-    `nowhere` are leaked pages, `twice` are in two places, or in one place twice; the first 16 are named.
+    `nowhere` counts leaked pages, `twice` pages that occur more than once; the first 16 of each are listed.
     """
     counts = torch.zeros(total_pages.stop, dtype=torch.int64)
     for pages in (free, held):
@@ -147,7 +147,7 @@ def _places(total_pages: range, free: torch.Tensor, held: torch.Tensor) -> dict[
 
 
 def _page_list(slots: list[torch.Tensor | None], page_size: int) -> torch.Tensor:
-    """Pages of lists of slots; ValueError if a list is not made of whole pages."""
+    """Pages of lists of slots; ValueError if a list does not consist of whole pages."""
     pages = [torch.empty(0, dtype=torch.int64)]
     for listed in slots:
         if listed is None:
@@ -156,7 +156,7 @@ def _page_list(slots: list[torch.Tensor | None], page_size: int) -> torch.Tensor
         if not torch.equal(grid, grid[:, :1] + torch.arange(page_size)) or bool(
             (grid[:, 0] % page_size).any()
         ):
-            raise ValueError(f"a node's slots are no whole pages: {listed[: 2 * page_size].tolist()}")
+            raise ValueError(f"a node's slots are not whole pages: {listed[: 2 * page_size].tolist()}")
         pages.append(grid[:, 0] // page_size)
     return torch.cat(pages)
 
@@ -166,7 +166,7 @@ def _device(scheduler: Any, tree: Any, nodes: list) -> dict[str, Any]:
     page_size = allocator.page_size
     free = allocator.get_all_free_pages().cpu()
     held = _page_list([device for device, _ in nodes], page_size)
-    # Page 0 takes the writes of padded tokens and is nobody's.
+    # Page 0 is reserved for the writes of padded tokens.
     return {
         **_places(range(1, allocator.size // page_size + 1), free, held),
         "page_size_tokens": page_size,
@@ -194,10 +194,10 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
         "size_tokens": host_pool.logical_size,
         "available_tokens": host_pool.available_size(),
         "tier": type(host_pool).__name__,
-        # Of what transfers move: without padding and checksum, which our tier's pages have besides.
+        # Bytes that transfers move, without the padding and checksum of our tier's pages.
         "token_bytes": getattr(host_pool, "page_bytes", page_size * host_pool.get_size_per_token())
         // page_size,
-        # SGLang's marks of used slots against the tree's pages.
+        # Compare SGLang's marks of used slots with the tree's pages.
         "marked_otherwise": int((marked != in_tree).sum() + (used.any(dim=1) != marked).sum()),
         "lost_in_tree": 0 if lost is None else int((torch.from_numpy(lost) & in_tree).sum()),
     }
@@ -207,22 +207,22 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
 
 
 def _bytes(scheduler: Any, host_pool: Any, nodes: list) -> dict[str, Any] | None:
-    """Compare the rows of pages that are in both tiers.
+    """Compare the rows of pages in both tiers.
 
-    They are the same, or one the codec's other, unless a request has computed itself what the host had too:
-    SGLang then gives a node rows of two computations, in batches that round otherwise. So `unequal_pages` are
-    no fault by themselves; `different_pages`, whose values are not close, are.
+    They are equal, or one is the codec's conversion of the other, unless a request has recomputed rows that
+    the host had too: a node of SGLang's tree then has rows of two computations with different rounding. So
+    `unequal_pages` are not faults by themselves; `different_pages`, whose values are not close, are.
     """
     if not isinstance(host_pool, HierarchicalMLAHostPool):
         return None
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    pool = getattr(pool, "row_pool", pool)  # of hybrids
+    pool = getattr(pool, "row_pool", pool)  # hybrid pools
     result: dict[str, Any] = {
         "pages": 0,
         "unequal_pages": 0,
         "different_pages": 0,
         "different": [],
-        "largest_error": 0.0,  # of a row of the unequal pages
+        "largest_error": 0.0,  # largest error of a row in the unequal pages
     }
     page_size = host_pool.page_size
     for device_slots, host_slots in nodes:
@@ -233,7 +233,7 @@ def _bytes(scheduler: Any, host_pool: Any, nodes: list) -> dict[str, Any] | None
         errors = torch.zeros(len(host_pages))
         for layer in range(pool.layer_num):
             rows = rows_of(pool, host_pool, layer, device_slots, host_pages)
-            # Which of them was made of the other is not known: a page may have come back, or may not.
+            # The direction of the last transfer of a page is unknown, so both are tried.
             equal = outward_equal(pool, host_pool, layer, *rows) | inward_equal(pool, host_pool, layer, *rows)
             same &= equal.view(-1, page_size).all(dim=1)
             if not bool(equal.all()):

@@ -1,4 +1,4 @@
-"""Takes hold of the scheduler: a census in `/server_info`, a watch of transfers, and what SOAK_BREAK says."""
+"""Hooks of the scheduler: a census in `/server_info`, a watch of transfers, breakages of SOAK_BREAK."""
 
 import os
 
@@ -11,13 +11,13 @@ _get_internal_state = SchedulerInternalStateController.get_internal_state
 
 
 def get_internal_state(self, recv_req):
-    """SGLang's answer with a census. Called between two steps of the scheduler: nothing changes meanwhile."""
+    """SGLang's answer with a census. Called between two scheduler steps, so that the state is stable."""
     output = _get_internal_state(self, recv_req)
     output.internal_state[CENSUS] = take(self.scheduler)
     return output
 
 
 SchedulerInternalStateController.get_internal_state = get_internal_state
-# The watch is put around what is broken, as it is around what might be.
+# The watch wraps the breakages, as it wraps transfers without them.
 breakages.apply(os.environ.get(BREAK, "").split(","))
 transfers.watch()

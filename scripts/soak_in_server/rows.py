@@ -1,4 +1,4 @@
-"""Rows of both tiers, read through nothing that transfers use, and whether they are the same tokens'."""
+"""Rows of both tiers, read without the code of transfers, and comparisons of their values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["inward_equal", "outward_equal", "relative_error", "rows_of"]
 
 
 def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, host_pages: torch.Tensor):
-    """Rows of a layer on the device, as attention reads them, and on the host, by their place in a page.
+    """Rows of a layer on the device, as attention reads them, and on the host, by their position in a page.
 
     Parameters
     ----------
     pool : LayoutMLATokenToKVPool
     host_pool : HierarchicalMLAHostPool
     layer : int
-        Counted from the pool's first.
+        Layer index, from the pool's first layer.
     device_slots : Tensor [tokens], int64
     host_pages : Tensor [pages], int64
 
     Returns
     -------
     Tensor [tokens, row_bytes], Tensor [tokens, row_bytes]
-        uint8, on the CPU; the widths are those of the tiers.
+        uint8 rows on the CPU, with the widths of the tiers.
     """
     rows = pool.kv_buffer[layer].view(torch.uint8)
     on_device = rows[pool.slot_to_row(device_slots.to(rows.device)), 0].cpu()
@@ -35,7 +35,7 @@ def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, h
 
 
 def outward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
-    """Which host rows are what the codec makes of the device's, `[tokens]` bool."""
+    """Whether host rows equal the codec's conversion of the device rows, `[tokens]` bool."""
     device, host = pool.row_format, host_pool.row_format
     if device != host:
         values = decode_rows(on_device, device, k_scale=pool.k_scale(pool.start_layer + layer))
@@ -44,7 +44,7 @@ def outward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor
 
 
 def inward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
-    """Which device rows are what the codec makes of the host's, `[tokens]` bool."""
+    """Whether device rows equal the codec's conversion of the host rows, `[tokens]` bool."""
     device, host = pool.row_format, host_pool.row_format
     if device != host:
         scale = pool.k_scale(pool.start_layer + layer)
@@ -53,10 +53,10 @@ def inward_equal(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor,
 
 
 def relative_error(pool: Any, host_pool: Any, layer: int, on_device: torch.Tensor, on_host: torch.Tensor):
-    """Distance of the rows' values, divided by the length of the device's, `[tokens]` float32."""
+    """Norm of the difference of the rows' values divided by the norm on the device, `[tokens]` float32."""
     scale = pool.k_scale(pool.start_layer + layer)
     ours = decode_rows(on_device, pool.row_format, torch.float32, k_scale=scale)
-    # Layouts with k_scale are on the host only if they are on the device too.
+    # The host has a layout with k_scale only if the device has it too.
     theirs = decode_rows(on_host, host_pool.row_format, torch.float32, k_scale=scale)
     return (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp(min=1e-6)
 

@@ -1,7 +1,7 @@
-"""Every transfer between the tiers compared byte by byte when it is over; on a CPU, where it then is.
+"""Comparison of every transfer between the tiers byte by byte after its end, on a CPU only.
 
-On a GPU transfers are enqueued, and to compare them there and then would change what runs beside what: there
-only the census compares, what is in both tiers when nobody is using the server.
+On a GPU transfers are enqueued, and a comparison at once would change what runs concurrently: there only the
+census compares the pages in both tiers while the server is idle.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from soak_in_server.rows import inward_equal, outward_equal, rows_of
 __all__ = ["report", "watch"]
 
 _counts: dict[str, Any] = {"backed_up_pages": 0, "loaded_pages": 0, "wrong_pages": 0, "problems": []}
-#: Digest of the rows that a host page held after its backup, or when a store had filled it; by page.
+#: Digest of a host page's rows after its backup, or after a store has filled it; by page.
 _digests: dict[int, bytes] = {}
 
 
 def report() -> dict[str, Any] | None:
-    """Pages compared so far, and what was wrong with the first of the wrong ones; None without a watch."""
+    """Number of compared pages, and the first problems; None without a watch."""
     return dict(_counts) if _counts["backed_up_pages"] or _counts["loaded_pages"] else None
 
 
@@ -33,7 +33,7 @@ def _wrong(what: str, pages: torch.Tensor) -> None:
 
 
 def _digest(host_pool: Any, page: int) -> bytes:
-    # Of the rows: a store may write a checksum behind them.
+    # Rows only: a store may write a checksum behind them.
     raw = host_pool.kv_buffer[page].view(torch.uint8)[: host_pool.page_bytes]
     return hashlib.blake2b(raw.numpy(), digest_size=16).digest()
 
@@ -45,7 +45,7 @@ def _pages(host_pool: Any, host_slots: torch.Tensor) -> torch.Tensor:
 def _compare(
     host_pool: Any, pool: Any, host_slots: Any, device_slots: Any, layers: Any, equal: Any
 ) -> torch.Tensor:
-    """Host pages that differ from the device's in one of the layers."""
+    """Host pages that differ from the device's in any layer."""
     pages = _pages(host_pool, host_slots)
     good = torch.ones(len(pages), dtype=torch.bool)
     for layer in layers:
@@ -55,7 +55,7 @@ def _compare(
 
 
 def watch() -> None:
-    """Compare from now on."""
+    """Start to compare transfers."""
     tier = HierarchicalMLAHostPool
     back_up, load = tier.backup_from_device_all_layer, tier.load_to_device_per_layer
     fill = tier.set_from_flat_data_page

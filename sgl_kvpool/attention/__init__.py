@@ -1,7 +1,7 @@
-"""Attention over rows of a KV pool, and which attention backends can read which layout.
+"""Attention over rows of a KV pool, and tables of the attention backends that can read each layout.
 
-`mla_decode`, `DecodeWorkspace` and `workspace_bytes` are imported on first use, so that a table of readers
-costs no torch.
+`mla_decode`, `DecodeWorkspace` and `workspace_bytes` are imported on first use, so that the tables can be
+imported without torch.
 """
 
 from typing import Any

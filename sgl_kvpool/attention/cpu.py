@@ -1,8 +1,8 @@
 """Attention over stored rows in torch, for machines without a GPU.
 
-Given per request a list of row numbers, read those rows and nothing else, decode them, attend. Time and
-traffic are proportional to the rows referred to, never to the pool. Long lists are read in pieces of a
-workspace that is allocated once; pieces are merged by log-sum-exp.
+For each request it gets a list of row numbers, reads and decodes only these rows, and attends them. Time and
+traffic are proportional to the rows in the lists, not to the pool. Long lists are read in chunks of a
+workspace that is allocated once; the results of chunks are merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from sgl_kvpool.layout import RowFormat
 
 __all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "causal_limits", "merge"]
 
-#: Rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
+#: Number of rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
 WORKSPACE_TOKENS = 32768
 
-#: Upper bound for one block of scores, `[heads, queries, rows]` float32.
+#: Maximum size of one block of scores, `[heads, queries, rows]` float32.
 _SCORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a batch, as the attention sees it; numbers are host integers.
+    """One request of a batch as the attention code sees it; numbers are host integers.
 
     Attributes
     ----------
     query_start, query_count : int
-        Its queries' place among the batch's tokens.
+        Position of its queries among the batch's tokens.
     first_position : int
-        Position of its first query in the sequence; query `i` may see rows up to `first_position + i`.
+        Position of its first query in the sequence; query `i` attends rows up to `first_position + i`.
     rows_start, rows_count : int
-        Its stored rows' place in the batch's list of row numbers; they are positions 0, 1, ...
+        Position of its stored rows in the batch's list of row numbers; they are positions 0, 1, ...
     """
 
     query_start: int
@@ -47,16 +47,16 @@ class Request:
 
 @dataclass(frozen=True)
 class _Part:
-    """A run of one request's rows inside one piece of the list of row numbers."""
+    """A run of one request's rows inside one chunk of the list of row numbers."""
 
     request: Request
     position: int  # of the first row in the request's sequence
-    offset: int  # of the first row in the piece
+    offset: int  # of the first row in the chunk
     count: int
 
 
 def _pieces(requests: Sequence[Request], piece_tokens: int) -> list[tuple[int, int, list[_Part]]]:
-    """Cut the list of row numbers into pieces `(start, count, parts)` of at most `piece_tokens`."""
+    """Split the list of row numbers into chunks `(start, count, parts)` of at most `piece_tokens`."""
     total = max((r.rows_start + r.rows_count for r in requests), default=0)
     pieces: list[tuple[int, int, list[_Part]]] = [
         (start, min(piece_tokens, total - start), []) for start in range(0, total, piece_tokens)
@@ -81,7 +81,7 @@ def attend(
     limits: torch.Tensor,
     present: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of some queries over some decoded rows, in float32.
+    """Attention of queries over decoded rows, in float32.
 
     Parameters
     ----------
@@ -91,16 +91,17 @@ def attend(
         `[rows, D]` float32; the first `v_dim` values of a row are its V.
     v_dim : int
     scale : float
-        Applied to the scores.
+        Softmax scale of the scores.
     limits : torch.Tensor
-        `[queries]` int64: query i sees the first `limits[i]` of these rows, none if that is not positive.
+        `[queries]` int64: query i attends the first `limits[i]` of these rows, no row if that is not
+        positive.
     present : torch.Tensor, optional
-        `[rows]` bool: rows that no query sees are False.
+        `[rows]` bool; False for rows that no query attends.
 
     Returns
     -------
     out : torch.Tensor
-        `[queries, heads, v_dim]` float32; 0 for a query that may see none of these rows.
+        `[queries, heads, v_dim]` float32; 0 for a query that attends none of these rows.
     lse : torch.Tensor
         `[queries, heads]` float32, natural logarithm of the sum of exponentials; -inf for such a query.
     """
@@ -113,13 +114,13 @@ def attend(
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
         scores = torch.matmul(q[begin:end], kv.T).mul_(scale)  # [queries, heads, rows]
-        if int(limits[begin:end].min()) < rows:  # some query of the block may not see the last row
+        if int(limits[begin:end].min()) < rows:  # a query of the block does not attend the last row
             hidden = torch.arange(rows) >= limits[begin:end, None]  # [queries, rows]
             scores.masked_fill_(hidden[:, None, :], float("-inf"))
         if present is not None:
             scores.masked_fill_(~present, float("-inf"))
         lse[begin:end] = torch.logsumexp(scores, dim=-1)
-        # exp(-inf - -inf) is NaN: a query that sees nothing gets weights 0 instead.
+        # exp(-inf - -inf) would be NaN: a query without rows gets weights 0 instead.
         shift = lse[begin:end].masked_fill(lse[begin:end] == float("-inf"), 0.0)
         weights = scores.sub_(shift[..., None]).exp_()
         torch.matmul(weights, value, out=out[begin:end])
@@ -127,12 +128,12 @@ def attend(
 
 
 def causal_limits(first_position: int, queries: int) -> torch.Tensor:
-    """How many rows each query of a causal chunk sees, `[queries]` int64.
+    """Number of rows that each query of a causal chunk attends, `[queries]` int64.
 
     Parameters
     ----------
     first_position : int
-        Of the first query, counted from the first row.
+        Position of the first query, counted from the first row.
     queries : int
     """
     return torch.arange(first_position + 1, first_position + 1 + queries)
@@ -141,7 +142,7 @@ def causal_limits(first_position: int, queries: int) -> torch.Tensor:
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
     """Merge attention over other rows into `out` and `lse`, in place; shapes as `attend` returns.
 
-    With weights `exp(lse)` of both sides; a side that saw no row has lse -inf and counts nothing.
+    The weights are `exp(lse)` of both sides; a side without rows has lse -inf and weight 0.
     """
     total = torch.logaddexp(lse, other_lse)
     shift = total.masked_fill(total == float("-inf"), 0.0)
@@ -157,7 +158,7 @@ class RowReader:
     ----------
     fmt : RowFormat
     workspace_tokens : int
-        Rows decoded at a time.
+        Number of rows decoded at a time.
     """
 
     def __init__(self, fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS):
@@ -168,11 +169,11 @@ class RowReader:
 
     @staticmethod
     def workspace_bytes(fmt: RowFormat, workspace_tokens: int = WORKSPACE_TOKENS) -> int:
-        """Bytes the workspace takes, for the memory budget."""
+        """Bytes of the workspace, for the memory budget."""
         return workspace_tokens * fmt.head_dim * torch.float32.itemsize
 
     def plan(self, requests: Sequence[Request]) -> list[tuple[int, int, list[_Part]]]:
-        """What to read for a batch; the same for every layer of a step."""
+        """Chunks to read for a batch; the same for every layer of a step."""
         return _pieces(requests, self.workspace.shape[0])
 
     def attend(
@@ -192,11 +193,11 @@ class RowReader:
         q : torch.Tensor
             `[tokens, heads, R + P]` float32.
         pool : torch.Tensor
-            `[slots, row_bytes]` uint8, any row stride.
+            Rows of the pool, `[slots, row_bytes]` uint8, with any row stride.
         kv_indices : torch.Tensor
             `[rows]` int32 or int64: rows of all requests, one request after the other.
         plan
-            From `plan`.
+            Result of `plan`.
         scale, k_scale : float
 
         Returns

@@ -1,6 +1,6 @@
-"""`mla_decode`: attention of a few queries over lists of stored rows. Checked here, done by Triton on CUDA.
+"""`mla_decode`: attention of a few queries over lists of stored rows. Checks are here, kernels are in Triton.
 
-The module is not called `mla_decode`, because the package exports the function under that name.
+The module is not called `mla_decode`, because the package exports the function by that name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgl_kvpool.memory.arrangement import rows_of_slots
 
 __all__ = ["DecodeWorkspace", "mla_decode", "sm_count_of", "workspace_bytes"]
 
-#: Rows that the CPU path decodes at a time: 9 MB of float32.
+#: Number of rows that the CPU path decodes at a time: 9 MB of float32.
 _CHUNK_ROWS = 4096
 
 
@@ -38,24 +38,24 @@ def workspace_bytes(
     queries_per_list: int = 1,
     sm_count: int = DEFAULT_SM_COUNT,
 ) -> int:
-    """Bytes of a `DecodeWorkspace` that is large enough for every batch of up to `max_tokens` queries.
+    """Bytes of a `DecodeWorkspace` for all batches of up to `max_tokens` queries.
 
     Parameters
     ----------
     fmt : RowFormat
     heads : int
-        Of the model, on one rank.
+        Query heads of one rank.
     max_tokens : int
         Queries of the largest batch.
     max_rows : int
         Largest `max_rows` of a call, by default the width of its `kv_indices`.
     queries_per_list : int
-        As in the calls. A workspace for several values needs the largest of their sizes.
+        As in the calls. A workspace for several values needs the maximum of their sizes.
     sm_count : int
         Streaming multiprocessors of the device.
     """
     most = 0
-    # With more lists than programs in all rounds there are no splits.
+    # If there are more lists than programs in all rounds, lists are not split.
     lists = min(max(1, max_tokens // queries_per_list), MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count)
     for count in range(1, lists + 1):
         config = decode_config(fmt, heads, queries_per_list, count, max_rows, sm_count)
@@ -64,12 +64,12 @@ def workspace_bytes(
 
 
 class DecodeWorkspace:
-    """Memory for partial results of splits: allocated once, shared by all calls of a stream.
+    """Memory for partial results of splits: allocated once, shared by all calls on a stream.
 
     Parameters
     ----------
     size_bytes : int
-        From `workspace_bytes`.
+        Result of `workspace_bytes`.
     device : torch.device or str
     """
 
@@ -103,44 +103,44 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of absorbed MLA queries over stored rows, which are read once and decoded in registers.
 
-    Query t looks at the first ``kv_lens[t]`` entries of one list of rows: with ``queries_per_list`` = n,
-    queries b * n to b * n + n - 1 share list ``list_index[b]``. Scores are ``scale * q . row``; values are
-    the latent part of the rows. On CUDA nothing depends on the contents of a tensor but the result, nothing
-    waits for the device, and nothing is allocated if `out`, `lse` and `workspace` are given: a call can be
-    captured in a CUDA graph and replayed for other lists.
+    Query t attends the first ``kv_lens[t]`` entries of one list of rows: with ``queries_per_list`` = n,
+    queries b * n to b * n + n - 1 share list ``list_index[b]``. Scores are ``scale * q . row``; the values
+    are the latent part of the rows. On CUDA, launches depend on shapes only, nothing waits for the device,
+    and nothing is allocated if `out`, `lse` and `workspace` are given. Therefore a call can be captured in a
+    CUDA graph and replayed for other lists.
 
     Parameters
     ----------
     q : Tensor [T, H, R + P]
-        bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. Any strides but the last. The
-        kernel multiplies in bfloat16 and rounds float16 queries to it.
+        bfloat16 or float16, on a CPU also float32; or [T, H, R] with `q_rope`. All strides except the last
+        are free. The kernel multiplies in bfloat16 and rounds float16 queries to it.
     pool : Tensor [S, fmt.row_bytes], uint8
-        Any row stride; on CUDA address and stride are multiples of 16. Rows not referred to are not read.
+        Any row stride; on CUDA, address and stride are multiples of 16. Only rows in the lists are read.
     kv_indices : Tensor [N, M], int32 or int64
-        Row numbers, any strides. Negative ones, anywhere, are none.
+        Row numbers, any strides. Negative entries are skipped, at any position.
     kv_lens : Tensor [T], int32 or int64
-        Entries beyond are not looked at. Below 0 is 0 and above M is M. Queries that share a list share its
-        rows too: a NaN in one that any of them sees reaches all.
+        Number of entries of its list that each query attends, clamped to 0..M. Queries that share a list also
+        share its rows: a NaN in a row that one of them attends reaches all of them.
     fmt : RowFormat
     scale : float
     k_scale : float
-        What the rows were encoded with; layouts without one ignore it.
+        k_scale with which the rows were encoded; layouts without k_scale ignore it.
     q_rope : Tensor [T, H, P], optional
-        The rotary part of the queries, of q's dtype.
+        Rotary part of the queries, in q's dtype.
     list_index : Tensor [T / queries_per_list], int32 or int64, optional
-        Which list each group of queries looks at; list b without it.
+        List of each group of queries; list b for group b by default.
     queries_per_list : int
     page : (int, int), optional
-        (page_size_tokens, rows_per_page): entries of `kv_indices` are slots s, of row
+        (page_size_tokens, rows_per_page): entries of `kv_indices` are slots s whose row is
         ``s // page_size_tokens * rows_per_page + s % page_size_tokens``.
     out : Tensor [T, H, R], q's dtype, optional
-        Written and returned; any strides but the last.
+        Written and returned; all strides except the last are free.
     lse : Tensor [T, H], float32, optional
         Written and returned; any strides.
     workspace : DecodeWorkspace, optional
-        For partial results; allocated for this call without it.
+        Memory for partial results; allocated for this call by default.
     max_rows : int, optional
-        What the caller knows of the largest count, at most M. Only the number of splits depends on it.
+        The caller's bound on the largest `kv_lens`, at most M. Only the number of splits depends on it.
 
     Returns
     -------
@@ -152,12 +152,13 @@ def mla_decode(
     Raises
     ------
     IndexError
-        A row number of S or more, or a list that does not exist, on a CPU. On CUDA such an entry is none.
+        For a row number of S or more, or a list that does not exist, on a CPU. On CUDA such an entry is
+        skipped.
     TypeError, ValueError
-        Dtypes, shapes, strides or sizes that do not fit, tensors on different devices, a workspace that is
-        too small.
+        For dtypes, shapes, strides or sizes that do not fit, tensors on different devices, or a workspace
+        that is too small.
     RuntimeError
-        A GPU before Hopper.
+        On a GPU before Hopper.
     """
     checks.pool(pool, fmt, "pool")
     q_nope, q_rope = decode_checks.queries(q, q_rope, pool, fmt)
@@ -187,7 +188,7 @@ def mla_decode(
         _decode_on_cpu(params)
         return out, lse
 
-    from sgl_kvpool.attention.decode_launch import launch  # a machine without a GPU need not have Triton
+    from sgl_kvpool.attention.decode_launch import launch  # machines without a GPU may lack Triton
 
     decode_checks.pool_on_cuda(pool, fmt)
     bound = kv_indices.shape[1] if max_rows is None else min(max_rows, kv_indices.shape[1])
@@ -199,7 +200,7 @@ def mla_decode(
 
 @cache
 def sm_count_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; `DEFAULT_SM_COUNT` for another device."""
+    """Number of streaming multiprocessors of a GPU; `DEFAULT_SM_COUNT` for other devices."""
     if device.type != "cuda":
         return DEFAULT_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -213,7 +214,7 @@ def partial_results(
     heads: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Room for what the splits of a call write, float32; ValueError if the workspace has too little."""
+    """Memory for the results of a call's splits, float32; ValueError if the workspace is too small."""
     needed = partial_elements(fmt, tokens, heads, config.splits)
     if workspace is None:
         return torch.empty(needed, dtype=torch.float32, device=device)
@@ -227,7 +228,7 @@ def partial_results(
 
 
 def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
-    """In torch and float32, a chunk of a list at a time."""
+    """Attend in torch and float32, one chunk of a list at a time."""
     p, each = params, params.queries_per_list
     queries = p.q.float() if p.q_rope is None else torch.cat([p.q, p.q_rope], -1).float()
     heads, rank = p.out.shape[1:]

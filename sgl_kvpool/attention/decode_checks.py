@@ -1,4 +1,4 @@
-"""What callers of `mla_decode` may pass. Each message names the value, the limit and the way out."""
+"""Checks of the arguments of `mla_decode`. Each message names the value, the limit and the way out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CAPABILITY = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeParams:
-    """Arguments of a call of `mla_decode`, checked; `q` is [T, H, R] here, and `q_rope` [T, H, P] or None."""
+    """Checked arguments of a call of `mla_decode`; `q` is [T, H, R] here, and `q_rope` [T, H, P] or None."""
 
     q: torch.Tensor
     q_rope: torch.Tensor | None
@@ -53,7 +53,7 @@ class DecodeParams:
 
     @property
     def lists(self) -> int:
-        """Groups of queries that share a list."""
+        """Number of groups of queries that share a list."""
         return len(self.q) // self.queries_per_list
 
 
@@ -62,7 +62,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.Tensor) -> None:
-    """An integer vector without gaps."""
+    """Check a contiguous integer vector."""
     if tensor.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name} is {_name(tensor.dtype)}, allowed: int32, int64; convert it first")
     if tuple(tensor.shape) != shape:
@@ -111,7 +111,7 @@ def queries(
 
 
 def tokens_per_list(queries_per_list: int, tokens: int) -> int:
-    """Number of groups of queries."""
+    """Number of groups of queries that share a list."""
     whole("queries_per_list", queries_per_list)
     if queries_per_list < 1 or tokens % queries_per_list:
         raise ValueError(
@@ -122,7 +122,7 @@ def tokens_per_list(queries_per_list: int, tokens: int) -> int:
 
 
 def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int, pool: torch.Tensor) -> None:
-    """Lists of rows, enough of them."""
+    """Check that there are enough lists of rows."""
     if kv_indices.dtype not in _INDEX_DTYPES:
         raise TypeError(f"kv_indices is {_name(kv_indices.dtype)}, allowed: int32, int64; convert it first")
     if kv_indices.dim() != 2:
@@ -145,7 +145,7 @@ def counts(kv_lens: torch.Tensor, tokens: int, pool: torch.Tensor) -> None:
 
 
 def page(value: tuple[int, int] | None) -> tuple[int, int] | None:
-    """(page_size_tokens, rows_per_page), None where slots are row numbers."""
+    """Check a pair (page_size_tokens, rows_per_page); None if slots are row numbers."""
     if value is None:
         return None
     pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_whole, value))
@@ -163,13 +163,13 @@ def _is_whole(value: object) -> bool:
 
 
 def whole(name: str, value: object) -> None:
-    """Refuse what is no integer."""
+    """Refuse values that are not integers."""
     if not _is_whole(value):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}, expected int; convert it first")
 
 
 def scale(value: float) -> float:
-    """The softmax scale, as a kernel sees it (float32)."""
+    """Check the softmax scale in float32, in which kernels use it."""
     if not math.isfinite(ctypes.c_float(value).value):
         raise ValueError(
             f"scale={value!r} is not finite in float32; pass the softmax scale, head_dim ** -0.5 as a rule"
@@ -180,7 +180,7 @@ def scale(value: float) -> float:
 def output(
     tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor
 ) -> None:
-    """A tensor to be written; only `out` has values next to each other."""
+    """Check a tensor to be written; only in `out` the values of a head have to be contiguous."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {_name(tensor.dtype)}, expected {_name(dtype)}; allocate another")
     if tuple(tensor.shape) != shape:
@@ -203,7 +203,7 @@ def output(
 
 
 def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
-    """What the kernel asks of rows and of the device."""
+    """Check the kernel's requirements on rows and device."""
     capability = torch.cuda.get_device_capability(pool.device)
     if capability < _CAPABILITY:
         raise RuntimeError(
@@ -214,7 +214,7 @@ def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
 
 
 def kernel_limits(pool: torch.Tensor, fmt: RowFormat) -> None:
-    """What the kernel asks of rows on any device."""
+    """Check the kernel's requirements on rows on any device."""
     if fmt.kv_lora_rank > MAX_LATENT_RANK:
         raise ValueError(
             f"kv_lora_rank={fmt.kv_lora_rank}; the CUDA kernel's accumulators hold {MAX_LATENT_RANK} values, "

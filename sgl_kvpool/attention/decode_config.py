@@ -1,11 +1,12 @@
-"""How `mla_decode` cuts up its work: a table and a few lines of arithmetic, without autotuning.
+"""How `mla_decode` splits its work: a table and a few lines of arithmetic, without autotuning.
 
-Not measured on a device yet. The table follows from what a row costs every unit of a multiprocessor, counted
-in the machine code of each tile: ``docs/attention.md``, ``scripts/attention_facts.py``. The number of splits
-follows from the number of programs that a GPU runs at a time.
+The table has not been measured on a device yet. It follows from the load that a row puts on every unit of a
+multiprocessor, counted in the machine code of each tile: ``docs/attention.md``,
+``scripts/attention_facts.py``. The number of splits follows from the number of programs that a GPU runs at a
+time.
 
-A choice depends on shapes and on the device only, never on the contents of a tensor: a captured CUDA graph
-is replayed with it for other lists.
+A choice depends on shapes and on the device only, never on the contents of a tensor, so that a captured CUDA
+graph can be replayed for other lists.
 """
 
 from __future__ import annotations
@@ -35,68 +36,75 @@ __all__ = [
     "tiles_of_both_kernels",
 ]
 
-#: Streaming multiprocessors of an H100 SXM and of an H200: what the choice assumes where there is no GPU.
+#: Streaming multiprocessors of an H100 SXM and of an H200: the default without a GPU.
 DEFAULT_SM_COUNT = 132
-#: A second round has to keep the device busier by this share: every split writes partial results.
+#: A second round has to raise the device's utilization by this share, since every split writes partial
+#: results.
 _ROUND_COST = 0.05
-#: Splits of a list, a power of two: one list alone then fills an H100 or H200 with two programs per SM.
+#: Maximum number of splits of a list, a power of two: one list fills an H100 or H200 with two programs per
+#: SM.
 MAX_SPLITS = 256
-#: Times that a device may be filled for the sake of its last, partly filled round.
+#: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: A part of a list has at least 128 rows, unless the list has fewer, and 256 once the lists alone fill an
-#: eighth of the device: the results of a part, 16 pairs in float32, cost as much traffic as 157 rows of
+#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, unless the
+#: list has fewer: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
 #: `fp4`. A list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
-#: Values per row that the accumulators of a program have room for.
+#: Maximum number of values per row that a program's accumulators hold.
 MAX_LATENT_RANK = 512
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a program works.
+    """Tile and resources of a program.
 
     Attributes
     ----------
-    pairs : int
-        (query, head) pairs it attends.
+    query_heads : int
+        Query heads of a program; n queries of h heads are n * h query heads.
     block_rows : int
-        Rows it reads at a time: 64 for each of its warp groups. A matrix instruction is 64 rows high, so that
-        of two groups with 64 rows each would read all of them for the scores.
+        Rows read at a time: 64 for each warp group. A matrix instruction is 64 rows high, so that of two
+        groups that share 64 rows, each would read all of them for the scores.
     warps, stages : int
-        As Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
+        Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
-        How many fit an SM, by shared memory and registers.
+        Number of programs that fit an SM, by shared memory and registers.
     kernel : str
         "triton" (`triton_decode`) or "gluon" (`gluon_decode`).
+    late_parts : int
+        For `gluon_decode`: parts of a row that take no shared memory, because they are loaded into registers
+        when their block begins and are decoded last. 1 is the rope; each further part is 64 bytes of the
+        latent.
     """
 
-    pairs: int
+    query_heads: int
     block_rows: int
     warps: int
     stages: int
     programs_per_sm: int
     kernel: str = "triton"
+    late_parts: int = 0
 
     @property
     def min_blocks(self) -> int:
-        """Fewest blocks of a part, of few lists."""
+        """Minimum number of blocks of a part if there are few lists."""
         return max(1, _MIN_ROWS // self.block_rows)
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """A `TileConfig` and how often it runs.
+    """A `TileConfig` and the number of its programs.
 
     Attributes
     ----------
     tile : TileConfig
     tiles : int
-        Tiles of pairs per list.
+        Tiles of query heads per list.
     splits : int
-        Parts of a list, at most.
+        Maximum number of parts of a list.
     min_blocks : int
-        Fewest blocks of a part.
+        Minimum number of blocks of a part.
     """
 
     tile: TileConfig
@@ -105,25 +113,26 @@ class DecodeConfig:
     min_blocks: int
 
 
-def _single(pairs: int, kernel: str = "triton") -> TileConfig:
-    """One program per SM: two warp groups, of which each decodes and attends half of a block."""
-    return TileConfig(pairs, 128, 8, 1, 1, kernel)
+def _single(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
+    """Tile for one program per SM: two warp groups, each of which decodes and attends half of a block."""
+    return TileConfig(query_heads, 128, 8, 1, 1, kernel, late_parts)
 
 
-def _double(pairs: int, kernel: str = "triton") -> TileConfig:
-    """Two programs per SM: one decodes while the other waits for products."""
-    return TileConfig(pairs, 64, 4, 1, 2, kernel)
+def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> TileConfig:
+    """Tile for two programs per SM: one decodes while the other waits for products."""
+    return TileConfig(query_heads, 64, 4, 1, 2, kernel, late_parts)
 
 
 _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
-#: shared memory, the queries 18 KB per 16 pairs. Two programs of 128 threads have 255 registers per thread,
-#: as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a product
-#: each, and 32 pairs), one program takes 128 rows. Tiles of 64 pairs would spill 700 bytes. Latents of `bf16`
-#: are operands as they are and wait in shared memory, two blocks of them, so that one program fits.
+#: shared memory, the queries 18 KB per 16 query heads. Two programs of 128 threads have 255 registers per
+#: thread, as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a
+#: product each, and 32 query heads), one program takes 128 rows. Tiles of 64 query heads would spill 700
+#: bytes. Latents of `bf16` are operands as they are and wait in shared memory, two blocks of them, so that
+#: one program fits.
 _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
-    _E.BF16: tuple(TileConfig(pairs, 64, 4, 3, 1) for pairs in (8, 16, 32)),
+    _E.BF16: tuple(TileConfig(query_heads, 64, 4, 3, 1) for query_heads in (8, 16, 32)),
     _E.E4M3_BY_K_SCALE: (_double(8), _double(16), _single(32)),
     _E.E4M3_IN_TILES: (_single(8), _single(16), _single(32)),
     _E.E2M1_IN_BLOCKS: (_double(8), _double(16), _single(32)),
@@ -132,16 +141,14 @@ check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
-#: Tiles where `gluon_decode` can be used. A block waits in shared memory as stored, too, so that two programs
-#: fit only with FP4; one of `fp8_block_scale` fits with 64 rows, and none of e4m3 with 32 pairs.
+#: Tiles for which `gluon_decode` can be used. A block is also kept in shared memory as stored; the parts that
+#: do not fit there are late parts. 32 query heads of `fp8_block_scale` would need six and spill 240 bytes.
+#: FP4's rope is late with 32 query heads, which saves clocks of shared memory; with 16 it would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
-    _E.E4M3_BY_K_SCALE: (_single(8, "gluon"), _single(16, "gluon"), _single(32)),
-    _E.E4M3_IN_TILES: (
-        *(TileConfig(pairs, 64, 4, 1, 1, "gluon") for pairs in (8, 16)),
-        _single(32),
-    ),
-    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon")),
+    _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
+    _E.E4M3_IN_TILES: (_double(8, "gluon", 1), _single(16, "gluon", 2), _single(32)),
+    _E.E2M1_IN_BLOCKS: (_double(8, "gluon"), _double(16, "gluon"), _single(32, "gluon", 1)),
 }
 check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TABLE],
@@ -149,7 +156,7 @@ check_complete(
 )
 _TABLES = {"gluon": _TABLE, "triton": _TRITON_TABLE}
 
-#: Of all configurations.
+#: Maximum over all configurations.
 MAX_PROGRAMS_PER_SM = max(
     tile.programs_per_sm for of in _TABLES.values() for tiles in of.values() for tile in tiles
 )
@@ -158,34 +165,35 @@ _GLUON_RANK, _GLUON_ROPE = 512, 64
 
 
 def table(kernel: str = "gluon") -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
-    """Every configuration that `decode_config` may choose where `decode_kernel_of` says `kernel`."""
+    """All configurations that `decode_config` may choose if `decode_kernel_of` returns `kernel`."""
     for layout in MLAKVCacheLayout:
         for tile in _TABLES[kernel][layout.latent]:
             yield layout, tile
 
 
 def tiles_of_both_kernels() -> list[tuple[MLAKVCacheLayout, TileConfig]]:
-    """What `table` gives for either kernel, Triton's first."""
+    """The configurations of `table` for both kernels, Triton's first."""
     return list(dict.fromkeys([*table("triton"), *table("gluon")]))
 
 
 @cache
-def tile_config(layout: MLAKVCacheLayout, pairs: int, kernel: str) -> TileConfig:
-    """The smallest tile that takes all pairs of a list, else the largest there is."""
+def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> TileConfig:
+    """The smallest tile that takes all query heads of a list, or the largest tile if none does."""
     tiles = _TABLES[kernel][layout.latent]
-    return next((tile for tile in tiles if pairs <= tile.pairs), tiles[-1])
+    return next((tile for tile in tiles if query_heads <= tile.query_heads), tiles[-1])
 
 
 @cache
 def decode_kernel_of(fmt: RowFormat) -> str:
-    """Which kernel decodes and attends rows of a format: "gluon" or "triton". The one place that decides.
+    """Choose the kernel, "gluon" or "triton", for rows of a format. No other place decides this.
 
-    KVPOOL_DECODE_KERNEL=triton takes Triton's for all; gluon refuses to start with what Gluon's cannot do.
+    KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's cannot
+    read.
 
     Raises
     ------
     Refusal
-        The variable says gluon, and the rows or this Triton do not allow it.
+        If the variable is gluon, and the rows or this Triton do not allow it.
     """
     wish = env.choice(env.DECODE_KERNEL)
     if wish == "triton":
@@ -197,7 +205,7 @@ def decode_kernel_of(fmt: RowFormat) -> str:
 
 
 def _gluon_obstacle(fmt: RowFormat) -> str | None:
-    """Why `gluon_decode` cannot be used; None if it can."""
+    """Reason why `gluon_decode` cannot be used; None if it can."""
     if all(tile.kernel != "gluon" for tile in _TABLE[fmt.layout.latent]):
         return f"rows of {fmt.layout} are operands as they are, which its kernel has no tile for"
     if (fmt.kv_lora_rank, fmt.qk_rope_head_dim) != (_GLUON_RANK, _GLUON_ROPE):
@@ -228,28 +236,30 @@ def decode_config(
     ----------
     fmt : RowFormat
     heads, queries_per_list : int
-        Their product is the number of pairs that share the rows of a list.
+        Their product is the number of query heads that share the rows of a list.
     lists : int
         Groups of queries in the batch.
     max_rows : int
         Upper bound of a list's rows.
     sm_count : int
-        Of the device.
+        Streaming multiprocessors of the device.
 
     Returns
     -------
     DecodeConfig
-        With the number of splits whose programs keep most of the device busy in up to `MAX_ROUNDS` rounds,
-        the smallest of several; no more than `MAX_SPLITS` and than the bound has blocks for.
+        Its number of splits is the smallest of those that keep most of the device busy in up to `MAX_ROUNDS`
+        rounds, at most `MAX_SPLITS` and at most the number of blocks of the bound.
     """
-    pairs = heads * queries_per_list
-    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
-    return config_of_tile(tile, pairs, lists, max_rows, sm_count)
+    query_heads = heads * queries_per_list
+    tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
+    return config_of_tile(tile, query_heads, lists, max_rows, sm_count)
 
 
-def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_count: int) -> DecodeConfig:
-    """As `decode_config`, with a tile that the table need not have; `pairs` are those of a list."""
-    tiles = -(-pairs // tile.pairs)
+def config_of_tile(
+    tile: TileConfig, query_heads: int, lists: int, max_rows: int, sm_count: int
+) -> DecodeConfig:
+    """As `decode_config`, with a tile that the table need not have; `query_heads` are those of a list."""
+    tiles = -(-query_heads // tile.query_heads)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)
     programs = max(lists * tiles, 1)
@@ -261,12 +271,12 @@ def config_of_tile(tile: TileConfig, pairs: int, lists: int, max_rows: int, sm_c
         rounds = -(-programs * splits // slots)
         return programs * splits / (rounds * slots) * (1 - _ROUND_COST * (rounds - 1))
 
-    # 64 lists of one tile, two programs per SM: 4 splits are 256 programs in 264 places. 100 lists: 5 splits,
-    # two rounds.
+    # 64 lists of one tile, two programs per SM: 4 splits make 256 programs for 264 places. 100 lists: 5
+    # splits in two rounds.
     splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
     return DecodeConfig(tile, tiles, splits, min_blocks)
 
 
 def partial_elements(fmt: RowFormat, tokens: int, heads: int, splits: int) -> int:
-    """float32 numbers that the splits of one call write: results and lse; 0 without splits."""
+    """float32 numbers that the splits of one call write, results and lse; 0 without splits."""
     return splits * tokens * heads * (fmt.kv_lora_rank + 1) if splits > 1 else 0

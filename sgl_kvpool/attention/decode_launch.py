@@ -1,4 +1,4 @@
-"""Launches the kernels of `mla_decode` on checked arguments; allocates nothing and waits for nothing."""
+"""Launches the kernels of `mla_decode` on checked arguments, without allocations and without waiting."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from sgl_kvpool.layout import Encoding, RowFormat
 __all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
-#: Latent values of a product, of which every rank is a multiple. Of rows that are decoded all values are in
-#: one product, because a program waits for each, unless they have different tile scales. Copies of `bf16`
-#: rows to shared memory need fewer addresses this way.
+#: Latent values per product; every rank is a multiple of it. For decoded rows one product takes all values,
+#: because a program waits for each product, unless values have different tile scales. Copies of `bf16` rows
+#: to shared memory need fewer addresses with this size.
 _CHUNK_VALUES = 128
-#: Bytes of a row that a load takes at a time, by 8 threads with 16 each: the fewest rows per thread.
+#: Bytes of a row that a load takes at a time, 16 for each of 8 threads: this gives the fewest rows per
+#: thread.
 _LOADED_BYTES = 128
-#: Partial results that a program of the merge kernel reads at a time, and its warps.
+#: Partial results that a program of the merge kernel reads at a time, and the number of its warps.
 _MERGE_TOGETHER = 32
 MERGE_WARPS = 4
 
@@ -33,17 +34,17 @@ MERGE_WARPS = 4
 def decode_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The constexpr arguments of `decode_kernel` that follow from host numbers, but for two."""
+    """Constexpr arguments of `decode_kernel` that follow from host numbers, all except two."""
     row = codec_triton.geometry(fmt)
     decoded = fmt.nope.encoding is not Encoding.BF16
     tile_scales = fmt.scale is not None and fmt.scale.encoding is Encoding.FP32
     if decoded and not tile_scales:
-        chunk = fmt.kv_lora_rank & -fmt.kv_lora_rank  # of a shape's sizes, powers of two
+        chunk = fmt.kv_lora_rank & -fmt.kv_lora_rank  # sizes of a shape have to be powers of two
         loaded = min(chunk, _LOADED_BYTES * 8 // fmt.nope.encoding.bits)
     else:
         chunk = loaded = _CHUNK_VALUES
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         "SCALE_BLOCK": row["BLOCK"],
         **{name: row[name] for name in ("R", "P", "NOPE", "NOPE_AT", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
         "CHUNK": chunk,
@@ -57,29 +58,27 @@ def decode_constants(
 def gluon_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The constexpr arguments of `gluon_decode_kernel`, but for one."""
+    """Constexpr arguments of `gluon_decode_kernel` except one."""
     row = codec_triton.geometry(fmt)
     return {
-        **_of_both(fmt, config, heads, queries_per_list, page),
+        **_of_both(config, heads, queries_per_list, page),
         **{name: row[name] for name in ("R", "NOPE", "SCALE", "SCALE_AT", "ROPE", "ROPE_AT")},
+        "LATE": config.tile.late_parts,
         "WARPS": config.tile.warps,
     }
 
 
 def _of_both(
-    fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
+    config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """What the kernels have in common."""
-    if fmt.rope is not None and fmt.rope.uses_k_scale != fmt.nope.uses_k_scale:
-        # Scores of both parts are one sum, which is multiplied by k_scale.
-        raise ValueError(f"k_scale divides one part of rows {fmt.tag} alone, which the kernel cannot undo")
+    """Constexpr arguments that both decode kernels have."""
     page_size_tokens, rows_per_page = page or (0, 0)
     return {
         "PAGE": page_size_tokens,
         "PAGE_ROWS": rows_per_page,
         "HEADS": heads,
         "QUERIES": queries_per_list,
-        "PAIRS": config.tile.pairs,
+        "BLOCK_H": config.tile.query_heads,
         "SPLIT": config.splits > 1,
     }
 
@@ -88,7 +87,7 @@ def _of_both(
 def merge_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int
 ) -> dict[str, Any]:
-    """The constexpr arguments of `merge_kernel`, but for one."""
+    """Constexpr arguments of `merge_kernel` except one."""
     return {
         "HEADS": heads,
         "QUERIES": queries_per_list,
@@ -107,12 +106,12 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
     ----------
     params : DecodeParams
     partial : Tensor, float32, contiguous
-        At least `partial_elements` long; not looked at if `config.splits` is 1.
+        At least `partial_elements` long; not used if `config.splits` is 1.
     config : DecodeConfig
     """
     p, pool = params, params.pool
     if pool.is_cuda and pool.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever its arguments are on.
+        # Triton launches on the current device, whatever the device of its arguments.
         with torch.cuda.device(pool.device):
             return launch(params, partial, config)
     out, lse, fmt = p.out, p.lse, p.fmt
@@ -121,12 +120,12 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         return None
     native = codec_triton._is_native(pool.device)
     splits = config.splits
-    pairs = tokens * heads
+    query_heads = tokens * heads
     results = results_lse = None
     if splits > 1:
-        results = partial[: splits * pairs * rank]
-        results_lse = partial[splits * pairs * rank : splits * pairs * (rank + 1)]
-    # FP4's operands are not in true size.
+        results = partial[: splits * query_heads * rank]
+        results_lse = partial[splits * query_heads * rank : splits * query_heads * (rank + 1)]
+    # FP4's operands are scaled by 2**VALUE_SCALE_EXPONENT.
     factor = p.k_scale * (2.0**-VALUE_SCALE_EXPONENT if fmt.nope.encoding is Encoding.E2M1 else 1.0)
     if config.tile.kernel == "gluon":
         from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel as kernel
@@ -151,7 +150,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         p.kv_indices.shape[1],
         splits,
         config.min_blocks,
-        pairs,
+        query_heads,
         p.q.stride(0),
         p.q.stride(1),
         0 if p.q_rope is None else p.q_rope.stride(0),
@@ -170,7 +169,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
         num_stages=config.tile.stages,
     )
     if splits > 1:
-        merge_kernel[(pairs, rank // _CHUNK_VALUES)](
+        merge_kernel[(query_heads, rank // _CHUNK_VALUES)](
             results,
             results_lse,
             p.kv_lens,
@@ -181,7 +180,7 @@ def launch(params: DecodeParams, partial: torch.Tensor, config: DecodeConfig) ->
             p.kv_indices.shape[1],
             splits,
             config.min_blocks,
-            pairs,
+            query_heads,
             out.stride(0),
             out.stride(1),
             lse.stride(0),

@@ -1,19 +1,21 @@
-"""The kernel of `mla_decode` for Hopper in Gluon, for rows that are decoded; `decode_config` has its tiles.
+"""The Gluon kernel of `mla_decode` for Hopper, for encoded rows; `decode_config` has its tiles.
 
-As `triton_decode.decode_kernel`, with the same arguments and the same partial results: a program takes one
-list of rows, one tile of its (query, head) pairs and one split of the list, and goes through that split a
-block at a time, 16 rows for each of its warps. What Gluon can say and Triton cannot: decoded rows are the A
-operand of the score products in the registers in which they were decoded, and go from there, once, to the
-tile in shared memory that the values' products read. A tile of 4 warps and up to 16 pairs of FP4 has less
-than half of the shared memory: of two programs per SM one decodes while the other multiplies.
+It has the arguments and partial results of `triton_decode.decode_kernel`: a program takes one list of rows,
+one tile of its query heads (of all its queries) and one split of the list, and processes that split a block
+at a time, 16 rows for each of its warps. Gluon can express what Triton cannot: decoded rows are the A operand
+of the score products in the registers in which they were decoded, and are stored from there, once, to the
+tile in shared memory that the products of the values read. If two programs per SM fit into shared memory, one
+decodes while the other multiplies. To make e4m3 layouts fit, the last parts of their rows are not copied
+ahead to shared memory, but loaded late, into registers.
 
-The way of block i:
+Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
     copies                start when block i - 1 has been decoded, under its softmax and values' products
-    scores                [64, PAIRS] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
-    softmax               largest scores go from warp to warp; sums stay where they are until the end
-    values                [128, PAIRS] += V^T P, four times
+    late parts            loaded into registers when the block begins, which decodes them last
+    scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
+    softmax               maxima of scores go from warp to warp; sums stay in their lanes until the end
+    values                [128, BLOCK_H] += V^T P, four times
 """
 
 from triton.experimental import gluon
@@ -28,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sgl_kvpool.attention.gluon_operands import (
     A_TILE,
     allocate_raw,
+    bf16_operand,
+    copied_words,
     copy_rows,
     decoded_e2m1,
     decoded_e4m3,
@@ -35,28 +39,32 @@ from sgl_kvpool.attention.gluon_operands import (
     in_operand_order,
     in_value_order,
     load_entries,
+    load_late,
+    rope_order,
     row_numbers,
     scores_layout,
     tile_scales,
+    words_of,
+    words_of_latent,
 )
-from sgl_kvpool.attention.triton_lists import list_length, list_of, row_count_of, rows_per_split
+from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_part
 from sgl_kvpool.attention.triton_operands import VALUE_SCALE_EXPONENT
 
 __all__ = ["gluon_decode_kernel"]
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
 _LN_2 = gl.constexpr(0.6931471805599453)
-#: Less than any score, and finite: a block in which a pair sees nothing then needs no special case, since
-#: exp2(-inf - _LOWEST) is 0 and exp2(_LOWEST - _LOWEST) times the sums so far, which are 0, too.
+#: Lower than any score, and finite, so that a block without rows for a query head needs no special case:
+#: exp2(-inf - _LOWEST) is 0, and exp2(_LOWEST - _LOWEST) is multiplied by the sums so far, which are 0 too.
 _LOWEST = gl.constexpr(-1e30)
-#: Operands of FP4 latents are values times this.
+#: Factor by which operands of FP4 latents are multiplied.
 _LATENT_FACTOR = gl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """bfloat16 [ROWS, 128] in shared memory, COUNT times. Parts of one buffer would get barriers between."""
+    """COUNT buffers bfloat16 [ROWS, 128] in shared memory; parts of one buffer would get barriers between."""
     tiles = ()
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
@@ -64,192 +72,222 @@ def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(tile, group, HEADS: gl.constexpr, QUERIES: gl.constexpr, PAIRS: gl.constexpr, L: gl.constexpr):
-    """(query as int64, head, whether it exists) of the pairs of a tile, [PAIRS] in layout L."""
-    pair = tile * PAIRS + gl.arange(0, PAIRS, L)
-    exists = pair < QUERIES * HEADS
-    return group * QUERIES + gl.where(exists, pair // HEADS, 0), pair % HEADS, exists
+def _program_again():
+    """`program_id(0)`, read again, so that tile, split and group take no registers during the loop.
+
+    With int64 lists or several queries per list they would be spilled, 8 to 32 bytes.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _query_heads(
+    tile, group, HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, L: gl.constexpr
+):
+    """(query as int64, head, whether it exists) of the query heads of a tile, [BLOCK_H] in layout L."""
+    query_head = tile * BLOCK_H + gl.arange(0, BLOCK_H, L)
+    exists = query_head < QUERIES * HEADS
+    return group * QUERIES + gl.where(exists, query_head // HEADS, 0), query_head % HEADS, exists
 
 
 @gluon.jit
 def _load_queries(
     tiles, rope_tile, q, q_rope, q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride,
     tile, group, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
+    QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Queries to shared memory, [PAIRS, 128] of every chunk and [PAIRS, 64], in the order of the operands."""
+    """Queries to shared memory, [BLOCK_H, 128] of every chunk and [BLOCK_H, 64], in the operands' order."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, gl.SliceLayout(1, L))
+    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L))
     at = (q + token * q_token_stride + head * q_head_stride)[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
     for c in gl.static_range(R // 128):
         x = gl.load(at + (c * 128 + column), mask=exists[:, None], other=0.0)
         tiles[c].store(in_operand_order(x.to(gl.bfloat16), NOPE))
     L2: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, gl.SliceLayout(1, L2))
+    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L2))
     at = (q_rope + token * q_rope_token_stride + head * q_rope_head_stride)[:, None]
     x = gl.load(at + gl.arange(0, 64, gl.SliceLayout(0, L2))[None, :], mask=exists[:, None], other=0.0)
     if NOPE == "e2m1" and ROPE == "bf16":
-        # Scores of both parts are one sum; an e4m3 rope has the latent's factor in its operand.
+        # The scores of both parts are added up, so the rope's operand needs the latent's factor.
         x = x.to(gl.float32) * _LATENT_FACTOR
-    rope_tile.store(in_operand_order(x.to(gl.bfloat16), ROPE))
+    rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, LATE)))
 
 
 @gluon.jit
 def _scores(
-    raw, values, queries, rope_queries, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    ROPE: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
+    raw, late, values, queries, rope_queries, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
+    ROPE: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """float32 [rows, PAIRS] of a block, and its tile scales; its decoded latent goes to `values`.
+    """float32 [rows, BLOCK_H] of a block, and its tile scales; its decoded latent goes to `values`.
 
-    `raw` is not needed afterwards.
+    The contents of `raw` are not needed afterwards.
     """
     BLOCK: gl.constexpr = 16 * WARPS
-    S: gl.constexpr = scores_layout(PAIRS, WARPS)
+    S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    # Products go on while the next chunk is decoded, for which 16 pairs of 4 warps leave too few registers.
-    IN_FLIGHT: gl.constexpr = PAIRS <= 2 * WARPS and SCALE != "fp32"
+    # The next chunk is decoded during products, unless there are too few registers (16 heads, 4 warps).
+    IN_FLIGHT: gl.constexpr = BLOCK_H <= 2 * WARPS and SCALE != "fp32"
+    COPIED: gl.constexpr = copied_words(R, NOPE, LATE)
+    OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among late words
     words, scales, rope, _ = raw
     of_tiles = ()
     if SCALE == "fp32":
         of_tiles = tile_scales(scales, S, WARPS)
-    s = gl.zeros([BLOCK, PAIRS], gl.float32, S)
+    s = gl.zeros([BLOCK, BLOCK_H], gl.float32, S)
     for c in gl.static_range(R // 128):
         if NOPE == "e2m1":
-            x = decoded_e2m1(words[c], scales, c, A, WARPS)
+            x = decoded_e2m1(words_of(words, late, c, COPIED, WARPS), scales, c, A, WARPS)
         else:
-            x = decoded_e4m3_twice(words[2 * c], words[2 * c + 1], A, WARPS)
+            codes = words_of(words, late, 2 * c, COPIED, WARPS)
+            more = words_of(words, late, 2 * c + 1, COPIED, WARPS)
+            x = decoded_e4m3_twice(codes, more, A, WARPS)
         values[c].store(x)
         if IN_FLIGHT and c > 0:
             s = warpgroup_mma_wait(0, deps=[s])
         if SCALE == "fp32":
-            of_chunk = gl.zeros([BLOCK, PAIRS], gl.float32, S)
+            of_chunk = gl.zeros([BLOCK, BLOCK_H], gl.float32, S)
             of_chunk = warpgroup_mma(x, queries[c].permute((1, 0)), of_chunk, is_async=True)
             s += warpgroup_mma_wait(0, deps=[of_chunk]) * of_tiles[c]
         else:
             s = warpgroup_mma(x, queries[c].permute((1, 0)), s, is_async=True)
             if not IN_FLIGHT and (c < R // 128 - 1 or ROPE != "bf16"):
                 s = warpgroup_mma_wait(0, deps=[s])
-    if ROPE == "bf16":
+    if ROPE == "bf16" and LATE == 0:
         s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
     else:
-        EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
-        rope = decoded_e4m3(rope, A, EXPONENT, WARPS)
-        s = warpgroup_mma(rope, rope_queries.permute((1, 0)), s, is_async=True)
+        if ROPE == "bf16":
+            x = bf16_operand(late[OF_ROPE], late[OF_ROPE + 1], A, WARPS)
+        else:
+            EXPONENT: gl.constexpr = _LATENT_EXPONENT if NOPE == "e2m1" else 0
+            codes = words_of((rope,), late, OF_ROPE, 1 if LATE == 0 else 0, WARPS)
+            x = decoded_e4m3(codes, A, EXPONENT, WARPS)
+        s = warpgroup_mma(x, rope_queries.permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s]), of_tiles
 
 
 @gluon.jit
 def _rows_of_lanes(x):
-    """[rows, N] as [warps, 2, 8, N]: the second axis are the two rows of each lane."""
+    """[rows, N] as [warps, 2, 8, N]; the second axis has the two rows of each lane."""
     return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]])
 
 
 @gluon.jit
 def _write(
     at, lse_at, normal, lse, accumulators, tile, group, R: gl.constexpr, NOPE: gl.constexpr,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, PAIRS: gl.constexpr, token_stride, head_stride,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, token_stride, head_stride,
     lse_token_stride, lse_head_stride, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Results of a program, normalised, and their lse; `at` and `lse_at` are where token 0, head 0 lies."""
-    PER_PAIR: gl.constexpr = gl.SliceLayout(0, scores_layout(PAIRS, WARPS))
+    """Write a program's normalised results and lse; `at` and `lse_at` point to token 0, head 0."""
+    PER_HEAD: gl.constexpr = gl.SliceLayout(0, scores_layout(BLOCK_H, WARPS))
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, gl.SliceLayout(0, OUT))
-    pairs_at = (at + token * token_stride + head * head_stride)[None, :]
+    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(0, OUT))
+    heads_at = (at + token * token_stride + head * head_stride)[None, :]
     column = gl.arange(0, 128, gl.SliceLayout(1, OUT))[:, None]
     for c in gl.static_range(R // 128):
         x = gl.convert_layout(in_value_order(accumulators[c] * normal[None, :], NOPE), OUT)
-        gl.store(pairs_at + (c * 128 + column), x.to(at.dtype.element_ty), mask=exists[None, :])
-    token, head, exists = _pairs(tile, group, HEADS, QUERIES, PAIRS, PER_PAIR)
+        gl.store(heads_at + (c * 128 + column), x.to(at.dtype.element_ty), mask=exists[None, :])
+    token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
     gl.store(lse_at + token * lse_token_stride + head * lse_head_stride, lse, mask=exists)
 
 
-@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "split_pairs"])
+@gluon.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
 def gluon_decode_kernel(
     q_ptr, q_rope_ptr, pool_ptr, ids_ptr, counts_ptr, list_index_ptr, out_ptr, lse_ptr, partial_ptr,
-    partial_lse_ptr, row_count, lists, bound, splits, min_blocks, split_pairs,
+    partial_lse_ptr, row_count, lists, bound, splits, min_blocks, query_heads,
     q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride, ids_list_stride, ids_stride,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     score_scale, value_scale,
     ROW_STRIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, SCALE_AT: gl.constexpr,
-    ROPE: gl.constexpr, ROPE_AT: gl.constexpr, PAIRS: gl.constexpr, SPLIT: gl.constexpr,
-    WARPS: gl.constexpr,
+    ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
+    LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Attend one part of one list for a tile of pairs; arguments are those of `decode_kernel`."""
+    """Attend one part of one list for a tile of query heads; arguments are those of `decode_kernel`."""
     BLOCK: gl.constexpr = 16 * WARPS
-    TILES: gl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
-    S: gl.constexpr = scores_layout(PAIRS, WARPS)
-    PER_PAIR: gl.constexpr = gl.SliceLayout(0, S)
-    program = gl.program_id(0)
-    tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
-    split = program // TILES % splits
-    group = (program // (TILES * splits)).to(gl.int64)
-    list_index = list_of(list_index_ptr, group)
-    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
-    begin = split * per_split
-    if SPLIT and begin >= length:
-        return  # an empty part, which the merge skips; without splits there is no merge, so go on
-    end = gl.minimum(begin + per_split, length)
+    TILES: gl.constexpr = (QUERIES * HEADS + BLOCK_H - 1) // BLOCK_H
+    S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
+    PER_HEAD: gl.constexpr = gl.SliceLayout(0, S)
+    tile, split, group = place_of(gl.program_id(0), splits, TILES, SPLIT)
+    list_index, length, begin, end = rows_of_part(
+        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+    )
+    if SPLIT:
+        if begin >= length:
+            return  # an empty part, which the merge skips
+        is_part = begin > 0 or end < length
+        stop = end
+    else:
+        stop = gl.maximum(end, 1)  # without a merge an empty list has a block without rows
+    # A loop that may not run at all has another way around it, where Triton 3.8 spills what both ways need.
+    gl.assume(begin < stop)
     ids = ids_ptr + list_index * ids_list_stride
 
     values = _tiles(R // 128, BLOCK)
-    queries = _tiles(R // 128, PAIRS)
-    rope_queries = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, 64], A_TILE)
+    queries = _tiles(R // 128, BLOCK_H)
+    rope_queries = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], A_TILE)
     weights_tiles = ()
     for _ in gl.static_range(R // 128 if SCALE == "fp32" else 1):
-        tile_of_weights = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, BLOCK], A_TILE)
+        tile_of_weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK], A_TILE)
         weights_tiles = weights_tiles + (tile_of_weights,)  # noqa: RUF005
-    raw = allocate_raw(R, NOPE, SCALE, ROPE, WARPS)
+    raw = allocate_raw(R, NOPE, SCALE, ROPE, LATE, WARPS)
     numbers = raw[3]
 
-    # Rows are copied one block ahead, their numbers loaded two.
+    # Rows are copied one block ahead, row numbers are loaded two blocks ahead.
     numbers.store(row_numbers(load_entries(ids, begin, end, ids_stride, WARPS), row_count, PAGE, PAGE_ROWS))
     entries = load_entries(ids, begin + BLOCK, end, ids_stride, WARPS)
     _barrier()
-    if begin < end:
-        copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, WARPS)
+    copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, LATE, WARPS)
     async_copy.commit_group()
     _load_queries(
         queries, rope_queries, q_ptr, q_rope_ptr, q_token_stride, q_head_stride, q_rope_token_stride,
-        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, PAIRS, WARPS,
+        q_rope_head_stride, tile, group, R, NOPE, ROPE, HEADS, QUERIES, BLOCK_H, LATE, WARPS,
     )  # fmt: skip
     if QUERIES > 1:
-        limits = gl.allocate_shared_memory(gl.int32, [PAIRS], numbers.layout)
-        token, _, _ = _pairs(tile, group, HEADS, QUERIES, PAIRS, PER_PAIR)
+        limits = gl.allocate_shared_memory(gl.int32, [BLOCK_H], numbers.layout)
+        token, _, _ = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, PER_HEAD)
         limits.store(gl.minimum(row_count_of(counts_ptr, token, bound), length))
 
     accumulators = ()
     for _ in gl.static_range(R // 128):
-        accumulators = accumulators + (gl.zeros([128, PAIRS], gl.float32, S),)  # noqa: RUF005
-    top = gl.full([PAIRS], _LOWEST, gl.float32, PER_PAIR)  # largest score so far, in powers of two
-    # Sums of weights, by lane: lanes are summed up at the end.
-    total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, PAIRS], gl.float32, S)), 1)
-    for start in range(begin, end, BLOCK):
-        live = (numbers.load(gl.SliceLayout(1, S)) >= 0)[:, None]
+        accumulators = accumulators + (gl.zeros([128, BLOCK_H], gl.float32, S),)  # noqa: RUF005
+    top = gl.full([BLOCK_H], _LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
+    # Sums of weights are kept per lane; lanes are added up at the end.
+    total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
+    # A rope that is an operand as it was copied has to be seen by its product, in every block.
+    COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and LATE == 0
+    if not COPIED_OPERAND:
+        fence_async_shared()  # the queries
+    for start in range(begin, stop, BLOCK):
+        present = numbers.load(gl.SliceLayout(1, S))
+        late = load_late(pool_ptr, present, ROW_STRIDE, R, NOPE, ROPE, ROPE_AT, LATE, WARPS)
+        live = (present >= 0)[:, None]
         async_copy.wait_group(0)
-        fence_async_shared()  # the rope and, before the first block, the queries
+        if COPIED_OPERAND:
+            fence_async_shared()
         _barrier()  # copies have arrived, and the values of the block before have been read
         numbers.store(row_numbers(entries, row_count, PAGE, PAGE_ROWS))
         entries = load_entries(ids, start + 2 * BLOCK, end, ids_stride, WARPS)
-        s, of_tiles = _scores(raw, values, queries, rope_queries, R, NOPE, SCALE, ROPE, PAIRS, WARPS)
+        s, of_tiles = _scores(
+            raw, late, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, LATE, WARPS
+        )
         _barrier()  # all have read what was copied
         if start + BLOCK < end:
-            copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, WARPS)
+            copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, LATE, WARPS)
         async_copy.commit_group()
 
         if QUERIES > 1:
             position = start + gl.arange(0, BLOCK, gl.SliceLayout(1, S))
-            live = live & (position[:, None] < limits.load(PER_PAIR)[None, :])
+            live = live & (position[:, None] < limits.load(PER_HEAD)[None, :])
         s = gl.where(live, s * score_scale, float("-inf"))
         new_top = gl.maximum(top, gl.max(s, 0))
         weights = gl.exp2(s - new_top[None, :])
         decay = gl.exp2(top - new_top)
         top = new_top
-        decay_of_lanes = gl.max(_rows_of_lanes(decay[None, :].broadcast_to([BLOCK, PAIRS])), 1)  # both alike
+        decay_of_rows = decay[None, :].broadcast_to([BLOCK, BLOCK_H])
+        decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two that are the same
         total = total * decay_of_lanes + gl.sum(_rows_of_lanes(weights), 1)
-        # Rows are the contiguous side, as the values' products want it.
+        # Rows are contiguous, as the products of the values require.
         if SCALE == "fp32":
             for c in gl.static_range(R // 128):
                 factor = (weights * of_tiles[c]).to(gl.bfloat16)
@@ -266,18 +304,19 @@ def gluon_decode_kernel(
             products = products + (x,)  # noqa: RUF005
         accumulators = warpgroup_mma_wait(0, deps=products)
 
-    # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
-    total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_PAIR)
+    # A query head without rows has total 0: result 0, lse -inf. NaN stays NaN.
+    total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), PER_HEAD)
     normal = value_scale / gl.where(total == 0, 1.0, total)
     lse = gl.where(total == 0, float("-inf"), top + gl.log2(total)) * _LN_2
-    if SPLIT and per_split < length:
-        place = split.to(gl.int64) * split_pairs
+    tile, split, group = place_of(_program_again(), splits, TILES, SPLIT)
+    if SPLIT and is_part:
+        place = split.to(gl.int64) * query_heads
         _write(
             partial_ptr + place * R, partial_lse_ptr + place, normal, lse, accumulators, tile, group, R, NOPE,
-            HEADS, QUERIES, PAIRS, HEADS * R, R, HEADS, 1, WARPS,
+            HEADS, QUERIES, BLOCK_H, HEADS * R, R, HEADS, 1, WARPS,
         )  # fmt: skip
     else:
         _write(
-            out_ptr, lse_ptr, normal, lse, accumulators, tile, group, R, NOPE, HEADS, QUERIES, PAIRS,
+            out_ptr, lse_ptr, normal, lse, accumulators, tile, group, R, NOPE, HEADS, QUERIES, BLOCK_H,
             out_token_stride, out_head_stride, lse_token_stride, lse_head_stride, WARPS,
         )  # fmt: skip

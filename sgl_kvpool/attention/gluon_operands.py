@@ -1,9 +1,9 @@
-"""Rows as they lie in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
+"""Rows in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
 
-A block has 16 rows for each warp of the program. Warp w decodes rows 16 w to 16 w + 15, lane (g, c) of it,
-g = 0..7 and c = 0..3, rows g and g + 8: 16 contiguous bytes of each 64. Decoded, these are the A operand of
-`wgmma` as it stands in registers, because the columns of an operand may be in any order if the queries come
-in the same one. The same registers go to shared memory by `stmatrix` as the values' tile.
+A block has 16 rows per warp of the program. Warp w decodes rows 16 w to 16 w + 15. Its lane (g, c), g = 0..7
+and c = 0..3, decodes rows g and g + 8: 16 contiguous bytes of every 64. The decoded values are the A operand
+of `wgmma` in registers without a permutation, because the columns of an operand may be in any order if the
+queries use the same order. `stmatrix` stores the same registers to shared memory as the tile of values.
 
 Position k of 128 decoded FP4 values holds value d = 32 c + 8 w + 4 h + 2 i2 + i1, where k = 32 w + 16 i2 +
 8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, of which w is one. Position k of 64 decoded e4m3 values
@@ -19,6 +19,8 @@ from sgl_kvpool.attention.triton_lists import rows_of_entries
 __all__ = [
     "A_TILE",
     "allocate_raw",
+    "bf16_operand",
+    "copied_words",
     "copy_rows",
     "decoded_e2m1",
     "decoded_e4m3",
@@ -26,9 +28,13 @@ __all__ = [
     "in_operand_order",
     "in_value_order",
     "load_entries",
+    "load_late",
+    "rope_order",
     "row_numbers",
     "scores_layout",
     "tile_scales",
+    "words_of",
+    "words_of_latent",
 ]
 
 # ------------------------------------------------------------------------------------ registers
@@ -41,9 +47,9 @@ def _bits(first, end):
 
 
 @gluon.constexpr_function
-def scores_layout(PAIRS, WARPS):
-    """Accumulators of ``wgmma.m64n{PAIRS}k16``: lane (g, c) of warp w has rows 16 w + g and + 8."""
-    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PAIRS, 16])
+def scores_layout(BLOCK_H, WARPS):
+    """Accumulators of ``wgmma.m64n{BLOCK_H}k16``: lane (g, c) of warp w has rows 16 w + g and + 8."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_H, 16])
 
 
 @gluon.constexpr_function
@@ -56,7 +62,7 @@ def _words_layout(WARPS):
 
 @gluon.constexpr_function
 def _block_scales_layout(WARPS):
-    """FP4's scales of those words, [rows, 8], each beside its two words."""
+    """Scales of these words for FP4, [rows, 8], in the lane that holds their two words."""
     warps = [[row, 0, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     words = [[0, 0, 1], [0, 1, 0], [8, 0, 0]]
@@ -71,8 +77,8 @@ def _tile_scales_layout(WARPS):
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 4])
 
 
-# Copies, 16 bytes of a lane. Four lanes take 64 bytes of a row, and a lane copies parts of the same two rows,
-# whatever the segment, so that it reads two row numbers; scales aside. 64 bytes of a row are whole sectors.
+# Each lane copies 16 bytes, and four lanes 64 bytes of a row, which are whole sectors. In every segment but
+# the scales, a lane copies parts of the same two rows, so that it reads two row numbers.
 @gluon.constexpr_function
 def _copy_words_layout(WARPS):
     return gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
@@ -88,7 +94,7 @@ def _copy_rope_layout(WARPS):
 
 @gluon.constexpr_function
 def _copy_scales_layout(WARPS, SCALE):
-    """With four lanes per row, half of the copies of scales, or more, would be idle."""
+    """Layout with fewer lanes per row: with four, at least half of the copies of scales would be idle."""
     if SCALE == "fp32":
         return gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     return gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
@@ -100,10 +106,10 @@ def _entries_layout(WARPS):
 
 
 # -------------------------------------------------------------------------------- shared memory
-#: Words [rows, 16]. Rows are 64 bytes: the next row's quad of lanes takes the other half of the banks.
+#: Words [rows, 16]. Rows are 64 bytes: the four lanes of the next row use the other half of the banks.
 _S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-#: FP4's scales [rows, 32]. Halves of every other four rows are exchanged: 8 lanes read 8 bytes of 8 rows
-#: each, which would be at half of the banks twice.
+#: FP4's scales [rows, 32]. In every other four rows, the halves are swapped: 8 lanes read 8 bytes of 8 rows
+#: each, which would otherwise use half of the banks twice.
 _S_BLOCK_SCALES = gl.constexpr(gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
 _S_TILE_SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 _S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -111,10 +117,30 @@ _S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
+# --------------------------------------------------------------------------------------- late parts
+# Of the LATE parts of a row the first is the rope, the others are the latent's last words, 64 bytes each.
+@gluon.constexpr_function
+def words_of_latent(R, NOPE):
+    """Number of 64-byte units of a latent."""
+    return R // (128 if NOPE == "e2m1" else 64)
+
+
+@gluon.constexpr_function
+def copied_words(R, NOPE, LATE):
+    """Number of 64-byte units of a latent that are copied to shared memory."""
+    return words_of_latent(R, NOPE) - max(0, LATE - 1)
+
+
+@gluon.constexpr_function
+def rope_order(ROPE, LATE):
+    """Order of a rope's columns as an operand, for `in_operand_order`."""
+    return "bf16 words" if ROPE == "bf16" and LATE > 0 else ROPE
+
+
 # ------------------------------------------------------------------------------------- row numbers
 @gluon.jit
 def load_entries(ids, start, end, ids_stride, WARPS: gl.constexpr):
-    """Entries of a list from `start`, a block of them, int32 or int64; -1 from `end` on."""
+    """A block of entries of a list from `start`, int32 or int64; -1 from `end` on."""
     position = start + gl.arange(0, 16 * WARPS, _entries_layout(WARPS))
     return gl.load(ids + position.to(gl.int64) * ids_stride, mask=position < end, other=-1)
 
@@ -128,16 +154,16 @@ def row_numbers(entries, row_count, PAGE: gl.constexpr, PAGE_ROWS: gl.constexpr)
 
 @gluon.jit
 def allocate_raw(
-    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, WARPS: gl.constexpr
-):
-    """Shared memory of a block as stored: words of every 64 bytes, scales, rope; and the next row numbers.
+    R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, LATE: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for the copied parts of a block: words of every 64 bytes, scales, rope; next row numbers.
 
-    Buffers of their own, because Triton puts barriers between uses of parts of one buffer.
+    The buffers are separate, because Triton puts barriers between uses of parts of one buffer.
     """
     BLOCK: gl.constexpr = 16 * WARPS
-    WIDTH: gl.constexpr = 128 if NOPE == "e2m1" else 64
     words = ()
-    for _ in gl.static_range(R // WIDTH):
+    for _ in gl.static_range(copied_words(R, NOPE, LATE)):
         words = words + (gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS),)  # noqa: RUF005
     numbers = gl.allocate_shared_memory(gl.int32, [BLOCK], _S_NUMBERS)
     if SCALE == "ue5m3":
@@ -146,7 +172,9 @@ def allocate_raw(
         scales = gl.allocate_shared_memory(gl.float32, [BLOCK, R // 128], _S_TILE_SCALES)
     else:
         scales = numbers
-    if ROPE == "bf16":
+    if LATE > 0:
+        rope = numbers
+    elif ROPE == "bf16":
         rope = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 64], A_TILE)
     else:
         rope = gl.allocate_shared_memory(gl.int32, [BLOCK, 16], _S_WORDS)
@@ -155,7 +183,7 @@ def allocate_raw(
 
 @gluon.jit
 def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
-    """Pointers to the rows of `numbers` [rows, 1], and which of them are rows."""
+    """Pointers to the rows of `numbers` [rows, 1], and a mask of the valid numbers."""
     live = numbers >= 0
     rows = pool + gl.maximum(numbers, 0).to(gl.int64) * ROW_STRIDE
     return rows.expand_dims(1), live.expand_dims(1)
@@ -164,28 +192,28 @@ def _starts(pool, numbers, ROW_STRIDE: gl.constexpr):
 @gluon.jit
 def copy_rows(
     pool, raw, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
-    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, WARPS: gl.constexpr,
+    SCALE_AT: gl.constexpr, ROPE: gl.constexpr, ROPE_AT: gl.constexpr, LATE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start to copy the rows whose numbers are in shared memory; zeros where the number is -1.
 
-    Not the contents of some other row: those may decode to NaN, and so would a weight of 0 times them.
+    Contents of another row instead of zeros might decode to NaN, and a weight of 0 times NaN is NaN.
     """
     words, scales, rope, numbers = raw
     WORDS: gl.constexpr = _copy_words_layout(WARPS)
-    WIDTH: gl.constexpr = 128 if NOPE == "e2m1" else 64
     rows, live = _starts(pool, numbers.load(gl.SliceLayout(1, WORDS)), ROW_STRIDE)
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
-    for c in gl.static_range(R // WIDTH):
+    for c in gl.static_range(copied_words(R, NOPE, LATE)):
         async_copy.async_copy_global_to_shared(words[c], at + c * 16, mask=live)
-    if ROPE == "bf16":
+    if LATE == 0 and ROPE == "bf16":
         HALVES: gl.constexpr = _copy_rope_layout(WARPS)
         start = gl.convert_layout(rows.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
         is_row = gl.convert_layout(live.reshape([16 * WARPS]), gl.SliceLayout(1, HALVES), assert_trivial=True)
         column = gl.arange(0, 64, gl.SliceLayout(0, HALVES))[None, :]
         at = (start.expand_dims(1) + ROPE_AT).to(gl.pointer_type(gl.bfloat16)) + column
         async_copy.async_copy_global_to_shared(rope, gl.multiple_of(at, [16, 16]), mask=is_row.expand_dims(1))
-    else:
+    elif LATE == 0:
         async_copy.async_copy_global_to_shared(rope, at + ROPE_AT // 4, mask=live)
     if SCALE != "":
         SCALES: gl.constexpr = _copy_scales_layout(WARPS, SCALE)
@@ -195,7 +223,57 @@ def copy_rows(
         async_copy.async_copy_global_to_shared(scales, gl.multiple_of(start + column, [16, 16]), mask=live)
 
 
+@gluon.jit
+def load_late(
+    pool, numbers, ROW_STRIDE: gl.constexpr, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr,
+    ROPE_AT: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Late parts of the rows `numbers`: words of the latent, then of the rope, int32 [rows, 16] each.
+
+    Zeros where the number is -1, as in `copy_rows`.
+    """
+    late = ()
+    if LATE > 0:
+        WORDS: gl.constexpr = _words_layout(WARPS)
+        rows, live = _starts(
+            pool, gl.convert_layout(numbers, gl.SliceLayout(1, WORDS), assert_trivial=True), ROW_STRIDE
+        )
+        column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
+        at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)) + column, [16, 16])
+        FIRST: gl.constexpr = copied_words(R, NOPE, LATE)
+        for c in gl.static_range(LATE - 1):
+            late = late + (gl.load(at + (FIRST + c) * 16, mask=live, other=0),)  # noqa: RUF005
+        for c in gl.static_range(2 if ROPE == "bf16" else 1):
+            late = late + (gl.load(at + (ROPE_AT // 4 + c * 16), mask=live, other=0),)  # noqa: RUF005
+    return late
+
+
 # --------------------------------------------------------------------------------------- decoding
+@gluon.jit
+def words_of(words, late, which: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr):
+    """int32 [rows, 16], 64 bytes of every row, from shared memory or, for late parts, from registers."""
+    if which < COPIED:
+        return words[which].load(_words_layout(WARPS))
+    else:
+        return late[which - COPIED]
+
+
+@gluon.jit
+def _bf16_words(words, WARPS: gl.constexpr):
+    """int32 [rows, 16] -> their 32 bfloat16 values."""
+    low = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    x = gl.join(low, high).reshape([16 * WARPS, 4, 2, 2, 2])  # row, c, w1, w0, h
+    return x.permute([0, 2, 3, 1, 4]).reshape([16 * WARPS, 32])  # row; w1, w0, c, h
+
+
+@gluon.jit
+def bf16_operand(words, more, A: gl.constexpr, WARPS: gl.constexpr):
+    """Words of 32 values and of the next 32 -> operand bfloat16 [rows, 64]."""
+    x = gl.join(_bf16_words(words, WARPS), _bf16_words(more, WARPS))
+    return gl.convert_layout(x.permute([0, 2, 1]).reshape([16 * WARPS, 64]), A, assert_trivial=True)
+
+
 @gluon.jit
 def _e2m1_pair(magnitudes, signs):
     """Two e2m1 codes as bfloat16; magnitudes at bits 6 to 8 and 22 to 24, signs at 15 and 31."""
@@ -204,7 +282,7 @@ def _e2m1_pair(magnitudes, signs):
 
 @gluon.jit
 def _scaled(pair, both):
-    """(low, high) bfloat16 of int32 `pair`, two of them, times those of `both`."""
+    """(low, high) bfloat16 of int32 `pair` times those of `both`."""
     pair = gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -214,14 +292,13 @@ def _scaled(pair, both):
 
 
 @gluon.jit
-def decoded_e2m1(words, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.constexpr):
+def decoded_e2m1(codes, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.constexpr):
     """int32 [rows, 16], uint8 [rows, R / 16] in shared memory -> bfloat16 [rows, 128], values times 2**-16.
 
     As `triton_operands._fp4_operand`: e2m1 bits are the numbers times 2**-126, scales come times 2**110.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     WORDS: gl.constexpr = _words_layout(WARPS)
-    codes = words.load(WORDS)
     scale = scales.slice(8 * chunk, 8, dim=1).load(gl.SliceLayout(2, _block_scales_layout(WARPS)))
     scale = (scale.to(gl.int16) << 7).to(gl.float16, bitcast=True).to(gl.float32) * (2.0**110)
     both = scale.to(gl.int32, bitcast=True)
@@ -240,14 +317,13 @@ def decoded_e2m1(words, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.
 
 
 @gluon.jit
-def _e4m3_values(words, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
-    """int32 [rows, 16] in shared memory -> bfloat16 [rows, 64], the values times 2**EXPONENT.
+def _e4m3_values(codes, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
+    """int32 [rows, 16] -> bfloat16 [rows, 64], the values times 2**EXPONENT.
 
     Codes i and i + 2 of a word at a time; put where bfloat16 has its sign, exponent and mantissa, they are
     the numbers times 2**-120.
     """
     BLOCK: gl.constexpr = 16 * WARPS
-    codes = words.load(_words_layout(WARPS))
     BITS: gl.constexpr = (127 + 120 + EXPONENT) << 7  # 2**(120 + EXPONENT) as bfloat16
     both = gl.full([BLOCK, 16], BITS | (BITS << 16), gl.int32, _words_layout(WARPS))
     low0, high0 = _scaled(((codes << 4) & 0x07F007F0) | ((codes << 8) & -0x7FFF8000), both)
@@ -272,7 +348,7 @@ def decoded_e4m3_twice(words, more, A: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
-    """float32 [rows, 4] in shared memory -> scales of the four tiles, [rows, 1] each, as scores lie."""
+    """float32 [rows, 4] in shared memory -> scales of the four tiles, [rows, 1] each, laid out as scores."""
     x = scales.load(_tile_scales_layout(WARPS)).reshape([16 * WARPS, 2, 2])
     even, odd = gl.split(x)
     first, third = gl.split(even)
@@ -289,11 +365,14 @@ def tile_scales(scales, S: gl.constexpr, WARPS: gl.constexpr):
 # ------------------------------------------------------------------------------- orders of columns
 @gluon.jit
 def in_operand_order(x, ENCODING: gl.constexpr):
-    """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 unless for e2m1."""
+    """[N, D] in the order of values -> in that of an operand's columns; D is 128, or 64 except for e2m1."""
     N: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
         x = x.reshape([N, 4, 4, 2, 2, 2]).permute([0, 2, 4, 5, 1, 3])  # c, w, h, i2, i1 -> w, i2, i1, c, h
+    elif ENCODING == "bf16 words":
+        # part, c, w1, w0, h -> part, w1, w0, c, h
+        x = x.reshape([N, D // 32, 4, 2, 2, 2]).permute([0, 1, 3, 4, 2, 5])
     elif ENCODING == "e4m3":
         # part, c, w, h, i1 -> part, w, i1, c, h
         x = x.reshape([N, D // 64, 4, 4, 2, 2]).permute([0, 1, 3, 5, 2, 4])
@@ -302,7 +381,7 @@ def in_operand_order(x, ENCODING: gl.constexpr):
 
 @gluon.jit
 def in_value_order(x, ENCODING: gl.constexpr):
-    """[128, N] in the order of an operand's columns -> in that of values."""
+    """[128, N] in the order of an operand's columns -> in the order of values."""
     N: gl.constexpr = x.shape[1]
     if ENCODING == "e2m1":
         # w, i2, i1, c, h -> c, w, h, i2, i1

@@ -1,7 +1,8 @@
-"""Which attention backends can read which layout in which arrangement. Tables; nothing is probed.
+"""Tables of the attention backends that can read each layout in each arrangement; nothing is probed.
 
-A stock backend not listed for a layout and its arrangement is refused at start, by name. Sources are SGLang
-0.5.23's files under `sglang/srt/layers/attention`; "ran" means that tests/engine serves it on a CPU.
+A stock backend that is not listed for a layout and its arrangement is refused by name at server start.
+Sources are files of SGLang 0.5.23 under `sglang/srt/layers/attention`; "ran" means that tests/engine serves
+it on a CPU.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ __all__ = [
 #: Name of our own backend; it reads every layout in every arrangement of rows.
 KVPOOL_BACKEND = "kvpool_mla"
 
-#: SGLang's backend for models with sparse attention (DSA); which of its implementations read which rows is
-#: `sgl_kvpool.attention.topk_transform`'s.
+#: SGLang's backend for models with sparse attention (DSA); `sgl_kvpool.attention.topk_transform` lists which
+#: of its implementations read which rows.
 DSA_BACKEND = "dsa"
 
-#: Values of --device on which ours runs.
+#: Values of --device for our backend.
 KVPOOL_DEVICES = ("cpu", "cuda")
 
-#: For which a backend can be named on its own; the second is decoding, drafts and their verification.
+#: Phases for which a backend can be named separately; "decode" includes drafts and their verification.
 PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangReaders:
-    """What in SGLang reads the rows of a layout, by SGLang's names.
+    """Readers of a layout's rows in SGLang, by SGLang's names.
 
     Attributes
     ----------
     backends : frozenset of str
-        Attention backends that read a dense pool's rows as they are stored.
+        Attention backends that read rows of a dense pool directly.
     casters : mapping of str to tuple of str
-        Backends that would read the rows, but cast the full pool of a layer to the model's dtype in every
-        call of these phases, whatever the batch refers to. They are refused there.
+        Backends that could read the rows, but in every call of these phases cast the layer's full pool to the
+        model's dtype, whatever the size of the batch. They are refused in these phases.
     dsa : frozenset of str
-        Implementations of sparse attention that read the rows where they are stored.
+        Implementations of sparse attention that read the rows directly.
     dsa_gathered : frozenset of str
-        Those before which, in extends, SGLang gathers and decodes the rows.
+        Implementations for which, in extends, SGLang gathers and decodes the rows first.
     dsa_copied : frozenset of str
-        Of `dsa`, those that encode the rows anew before they read them: a full pool of them, in every call.
+        Subset of `dsa`: implementations that encode the full pool again in every call before they read it.
     dsa_paired : frozenset of str
-        Of `dsa`, those that as a prefill have to be the decode too.
+        Subset of `dsa`: implementations that, as the prefill, have to be the decode too.
     """
 
     backends: frozenset[str] = frozenset()
@@ -79,8 +80,8 @@ def _names(*names: str) -> frozenset[str]:
 
 _L = MLAKVCacheLayout
 
-#: The one table of layouts in this package that speaks SGLang's names. What is cited for implementations of
-#: sparse attention is at `topk_transform.IMPLEMENTATIONS`.
+#: The only table in this package from layouts to SGLang's names. `topk_transform.IMPLEMENTATIONS` has the
+#: citations for implementations of sparse attention.
 SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
     _L.BF16: SGLangReaders(
         # All of SGLang's MLA backends read 576 bf16 values.
@@ -103,7 +104,7 @@ SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
         dsa_copied=_names("flashmla_kv"),
     ),
     _L.FP8_NOPE_FP8_ROPE: SGLangReaders(
-        # These read the e4m3 view. None multiplies by k_scale in prefill and in decode (see
+        # These read the e4m3 view. No backend multiplies by k_scale both in prefill and in decode (see
         # docs/compatibility.md), so the pool builder refuses them for a checkpoint with k_scale != 1.
         backends=_names(
             "torch_native",  # ran; casts the rows of a request to q's dtype
@@ -133,14 +134,14 @@ check_complete(SGLANG_READERS, "SGLANG_READERS of sgl_kvpool/attention/readers.p
 
 
 def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
-    """Whether kernels of SGLang's sparse attention read the rows as they are stored; else ours do."""
+    """Whether kernels of SGLang's sparse attention read the rows directly; otherwise our kernels do."""
     return bool(SGLANG_READERS[layout].dsa)
 
 
-#: Stock backends that read rows with other layers' rows between them, whatever the layout. A kernel that
-#: assumes packed rows would attend another layer's. For token-major rows the slot is still linear, and SGLang
+#: Stock backends that read rows with other layers' rows between them, in every layout. A kernel that assumes
+#: packed rows would attend rows of another layer. In token-major pools the slot is still linear, and SGLang
 #: has audited its MLA backends for that: the allow-list in arg_groups/kv_cache_hook.py:802, for views whose
-#: "slot stride is the whole entry, not one row". Each line names the place that takes the stride.
+#: "slot stride is the whole entry, not one row". Each line names the place that uses the stride.
 STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
     KVArrangement.TOKEN_MAJOR: frozenset(
         {
@@ -151,12 +152,12 @@ STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
             "flashmla",  # flashmla_backend.py:480 and :497, paged_view; prefill is flashinfer's
             "trtllm_mla",  # trtllm_mla_backend.py:1328 and :1539, paged_row_view
             "cutedsl_mla",  # cutedsl_mla_backend.py:241, paged_row_view
-            # Not fa4: the same class as fa3, but not on SGLang's list for MLA. Not intel_amx: its kernels
-            # (intel_amx_backend.py:249) have not been audited by anybody.
+            # fa4 is missing: it has fa3's class, but is not on SGLang's list for MLA. intel_amx is missing:
+            # its kernels (intel_amx_backend.py:249) have not been audited.
         }
     ),
-    # Two levels, page and token: no stride leads from slot to slot, so only a backend that asks the pool
-    # for row numbers can read it.
+    # Two levels, page and token: no single stride leads from slot to slot, so only a backend that takes row
+    # numbers from the pool can read it.
     KVArrangement.PAGE_MAJOR: frozenset(),
 }
 
@@ -167,7 +168,7 @@ def _stock(layout: MLAKVCacheLayout, arrangement: KVArrangement) -> frozenset[st
 
 
 def casts_pool(backend: str, layout: MLAKVCacheLayout, phase: str | None = None) -> bool:
-    """Whether the backend would cast full pools of this layout: in a phase, or in each if None."""
+    """Whether the backend would cast full pools of this layout in a phase; None means in every phase."""
     phases = SGLANG_READERS[layout].casters.get(backend, ())
     return phases == PHASES if phase is None else phase in phases
 
@@ -177,9 +178,9 @@ def readers(
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
     phase: str | None = None,
 ) -> tuple[str, ...]:
-    """Names of all backends that read a layout in an arrangement, ours first; none for one not of rows.
+    """Names of all backends that read a layout in an arrangement, ours first; none for a layout without rows.
 
-    Those that do so in `phase`, or in any phase if it is None.
+    Backends count that read it in `phase`, or in any phase if it is None.
     """
     if arrangement not in KVArrangement.of_rows():
         return ()
@@ -189,9 +190,9 @@ def readers(
 
 #: Stock backends that run on a CPU; the others need CUDA.
 _ON_CPU = frozenset({"torch_native", "intel_amx"})
-#: Stock backends of no use to MLA on Hopper. SGLang refuses the first two off Blackwell
+#: Stock backends that cannot serve MLA on Hopper. SGLang refuses the first two on GPUs before Blackwell
 #: (arg_groups/overrides.py:1210 and :1244); fa4's absorbed MLA is written for SM100 and SM110 only
-#: (arg_groups/attention_hook.py:648, where SGLang itself refuses it for deterministic inference alone).
+#: (arg_groups/attention_hook.py:648, where SGLang itself refuses it only for deterministic inference).
 _BLACKWELL_ONLY = frozenset({"trtllm_mla", "cutedsl_mla", "fa4"})
 
 
@@ -200,7 +201,7 @@ def suggestions(
 ) -> tuple[str, ...]:
     """Stock backends to propose for a layout on a device: "cpu", or "cuda" for a Hopper GPU.
 
-    What a user names is checked by `can_read`; this only keeps proposals to what can run there.
+    `can_read` checks what a user names; this function only limits proposals to backends that run there.
     """
     stock = frozenset(readers(layout, arrangement)) - {KVPOOL_BACKEND}
     fitting = stock & _ON_CPU if device == "cpu" else stock - _ON_CPU - _BLACKWELL_ONLY
@@ -218,7 +219,7 @@ def can_read(
 
 
 def obstacle(arrangement: KVArrangement) -> str:
-    """Why most backends cannot read an arrangement, for messages."""
+    """Reason why most backends cannot read an arrangement, for messages."""
     if arrangement.is_slot_linear:
         return "its kernels are not known to take rows with other layers between them, and would read those"
     return "a slot times a stride is not the place of its row"
@@ -232,12 +233,12 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
     layout : MLAKVCacheLayout
     arrangement : KVArrangement
     backends : sequence of str, or str
-        Names of all that will read it; may be empty, and may name one twice.
+        Names of all backends that will read the pool; may be empty or contain duplicates.
 
     Raises
     ------
     ValueError
-        Names each backend that cannot, and those that can.
+        If a backend cannot; the message names each such backend, and those that can.
     """
     if isinstance(backends, str):
         backends = (backends,)

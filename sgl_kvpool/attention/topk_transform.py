@@ -1,14 +1,15 @@
-"""Which numbers DSA's indexer hands to attention: slots of the pool, or places in gathered rows. A table.
+"""Table of what DSA's indexer passes to attention: slots of the pool, or positions in gathered rows.
 
 SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each query and then either
 
 * **PAGED** translates them into slots of the pool, from which the attention kernel reads rows, or
-* **RAGGED** leaves them places in one tensor of 16-bit keys: those of the batch itself if no request has a
+* **RAGGED** leaves positions in a tensor of 16-bit keys: those of the batch itself if no request has a
   prefix, else all rows of its requests, gathered and decoded before the kernel.
 
-Metadata, indexer, forward pass and the seeds of drafts have to agree, and a kernel must be able to read what
-it is then given. SGLang 0.5.23 decides by a dtype and two names, for `EXTEND` alone; this is the whole
-table, from what each kernel reads (`docs/sparse.md` cites the lines). Pure: no state, no model, no SGLang.
+Metadata, indexer, forward pass and draft seeds have to agree, and the kernel must be able to read what it
+gets. SGLang 0.5.23 decides by a dtype and two names, for `EXTEND` alone. This table covers all modes, by what
+each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state, no model and no
+SGLang.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class TopkTransform(Enum):
 
 
 class UnsupportedCombination(Refusal):
-    """Layout, implementations and mode of which a kernel would be handed what it cannot read.
+    """A layout, implementations and a mode for which a kernel would get rows that it cannot read.
 
     Attributes
     ----------
     instead : tuple of str or None
-        Implementations (prefill, decode) to name instead, if naming others helps.
+        Implementations (prefill, decode) to name instead, if other names help.
     """
 
     def __init__(self, text: str, instead: tuple[str, str] | None = None) -> None:
@@ -61,31 +62,31 @@ class UnsupportedCombination(Refusal):
         self.instead = instead
 
 
-#: Our own decode, by the name it has in this table. SGLang knows it as `SPARSE_BF16`, which it stands in for.
+#: Our own decode, by its name in this table. SGLang calls it `SPARSE_BF16`, which it replaces.
 KVPOOL_DECODE = "kvpool_mla"
-#: SGLang's kernel over 16-bit keys, its kernel over keys that it casts to fp8, and a choice between others.
+#: SGLang's kernel over 16-bit keys, its kernel over keys that it casts to fp8, and its choice of a kernel.
 SPARSE_BF16, _SPARSE_Q8, _AUTO = "flashmla_sparse", "flashmla_sparse_q8", "flashmla_auto"
 
 #: `ForwardMode` members in which the prefill implementation attends.
 EXTEND_MODES = ("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
-#: Those in which the decode implementation does: decoding, and what drafts add to it.
+#: Modes in which the decode implementation attends: decode, and the modes that drafts add.
 DECODE_MODES = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
-#: Those in which nothing is attended; SGLang asks all the same.
+#: Modes without attention, for which SGLang calls the selection nevertheless.
 IDLE_MODES = ("IDLE", "PREBUILT")
 
 
 @dataclass(frozen=True)
 class _Implementation:
-    """What one of SGLang's `--dsa-prefill-backend` and `--dsa-decode-backend` needs, or our own.
+    """Requirements of an implementation of SGLang's sparse attention, or of our decode.
 
-    Which rows it reads is in `readers.SGLANG_READERS`.
+    `readers.SGLANG_READERS` lists the rows that it reads.
 
     Attributes
     ----------
     ragged_modes : tuple of str
-        In which gathering of rows before it is wired up.
+        Modes in which rows can be gathered before it.
     prefill, decode : bool
-        Whether there is such a prefill, such a decode.
+        Whether the implementation can be the prefill or the decode.
     """
 
     ragged_modes: tuple[str, ...] = EXTEND_MODES
@@ -93,51 +94,51 @@ class _Implementation:
     decode: bool = True
 
 
-#: By SGLang's names. Lines are of srt/layers/attention/dsa_backend.py in 0.5.23, and tell why
+#: Keys are SGLang's names. Line numbers refer to srt/layers/attention/dsa_backend.py in 0.5.23; they show why
 #: `SGLANG_READERS` lists an implementation for a layout.
 IMPLEMENTATIONS: dict[str, _Implementation] = {
-    # :2805, a kernel over 16-bit keys. :2442 gathers scaled rows for it; our hook gathers those that no
-    # kernel of SGLang's reads.
+    # :2805, a kernel over 16-bit keys. :2442 gathers scaled rows for it; our hook gathers rows that no kernel
+    # of SGLang reads.
     SPARSE_BF16: _Implementation(),
-    # :3011, casts keys to fp8 as it gathers them, whatever they are stored as (:3164). Only EXTEND gets
-    # there: SGLang refuses it with mixed chunks (:466), and raises in the other modes (:2280).
+    # :3011, casts keys to fp8 while it gathers them, whatever their stored format (:3164). Works in EXTEND
+    # only: SGLang refuses it with mixed chunks (:466), and raises in the other modes (:2280).
     _SPARSE_Q8: _Implementation(ragged_modes=EXTEND_MODES[:1], decode=False),
-    # :3309. 16-bit rows are quantised before, a whole layer's in every call (:3342).
+    # :3309. 16-bit rows are quantised first, those of a whole layer in every call (:3342).
     "flashmla_kv": _Implementation(),
-    # :4039, a choice between the two above, made per batch on Blackwell, where SGLang asks with the chosen
-    # name. On Hopper flashmla_kv for scaled rows and flashmla_sparse for 16-bit ones. forward_decode has no
-    # such branch (:2600).
+    # :4039, a choice between the two above, made per batch on Blackwell, where SGLang then uses the chosen
+    # name. On Hopper it is flashmla_kv for scaled rows and flashmla_sparse for 16-bit rows. forward_decode
+    # has no such branch (:2600).
     _AUTO: _Implementation(decode=False),
-    # :2737, takes the last dimension of rows for 16-bit values.
+    # :2737, treats the last dimension of rows as 16-bit values.
     "fa3": _Implementation(),
-    # :3440; arg_groups/overrides.py:571 wants raw fp8 rows to have no other reader.
+    # :3440; arg_groups/overrides.py:571 requires that raw fp8 rows have no other reader.
     "tilelang": _Implementation(),
-    # :3801; one side alone would make SGLang store raw rows for both (kv_cache_configurator.py:3434), and its
-    # model leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
+    # :3801; with one side alone, SGLang would store raw rows for both (kv_cache_configurator.py:3434), and
+    # its model would leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
     "trtllm": _Implementation(),
-    # :3245, as flashmla_sparse; forward_decode has no such branch.
+    # :3245, like flashmla_sparse; forward_decode has no such branch.
     "triton_sparse_mla": _Implementation(decode=False),
-    # :3280, SM120 and scaled rows alone (flash_mla_sm120.py:694).
+    # :3280, for SM120 and scaled rows only (flash_mla_sm120.py:694).
     "flashinfer_sparse_mla": _Implementation(),
-    # attention/decode.py: decodes in registers whatever is stored.
+    # attention/decode.py: decodes rows of every layout in registers.
     KVPOOL_DECODE: _Implementation(prefill=False),
 }
 
 
 def _reads_stored(name: str, layout: MLAKVCacheLayout) -> bool:
-    """Whether an implementation reads rows where they are stored: PAGED."""
+    """Whether an implementation reads rows in the pool (PAGED)."""
     return name == KVPOOL_DECODE or name in SGLANG_READERS[layout].dsa
 
 
 def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
-    """Whether rows are gathered and decoded before an implementation, in extends: RAGGED."""
+    """Whether rows are gathered and decoded for an implementation in extends (RAGGED)."""
     if not sglang_dsa_reads(layout):
-        return name == SPARSE_BF16  # our hook's
+        return name == SPARSE_BF16  # for which our hook gathers
     return name in SGLANG_READERS[layout].dsa_gathered
 
 
-#: What kpool's tail of recent tokens is attended by (dsa/dsa_backend_kpool.py:55); flashmla_sparse is
-#: replaced by the first of them, or on Blackwell by the last.
+#: Implementations that attend kpool's tail of recent tokens (dsa/dsa_backend_kpool.py:55). flashmla_sparse is
+#: replaced by the first of them, on Blackwell by the last.
 _KPOOL_READERS = ("fa3", "tilelang", "trtllm")
 
 
@@ -149,19 +150,19 @@ def select_topk_transform(
     *,
     index_kpool: int = 1,
 ) -> TopkTransform:
-    """What DSA's top-k selection has to be turned into for one batch.
+    """Form into which DSA's top-k selection has to be brought for one batch.
 
     Parameters
     ----------
     layout : MLAKVCacheLayout or str
-        Of the pool's rows.
+        Layout of the pool's rows.
     prefill_impl, decode_impl : str
-        SGLang's DSA implementations, or `kvpool_mla` for our decode. Both, on a disaggregated server too:
-        SGLang's model looks at both, whatever the role (forward_mla.py:972).
+        SGLang's DSA implementations, or `kvpool_mla` for our decode. Both are needed on a disaggregated
+        server too, because SGLang's model uses both in every role (forward_mla.py:972).
     forward_mode : ForwardMode, str or None
-        Member or name of the mode. None, as SGLang asks outside of a batch, is a mode that attends nothing.
+        Member or name of the mode. None, which SGLang passes outside of a batch, is a mode without attention.
     index_kpool : int
-        Tokens per index key. Above 1 SGLang's own rule is kept: its kernels for such models are others.
+        Tokens per index key. Above 1, SGLang's own rule applies, because its kernels for such models differ.
 
     Returns
     -------
@@ -170,10 +171,10 @@ def select_topk_transform(
     Raises
     ------
     UnsupportedCombination
-        One side cannot read the rows, the two do not go together, or the mode is not wired up. Says which,
-        and names the nearest pair that works.
+        If one side cannot read the rows, the two sides do not work together, or the mode is not supported.
+        The message says which, and names the nearest pair that works.
     ValueError
-        A name that is no layout, implementation or mode, or an `index_kpool` below 1.
+        If a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
     mode = getattr(forward_mode, "name", forward_mode)
     index_kpool = whole_number("index_kpool", index_kpool)
@@ -187,7 +188,7 @@ def _select(
     _check_names(prefill, decode, mode)
     if index_kpool > 1:
         _check_kpool_layout(layout, prefill, decode)
-        # SGLang's own rule, by which its q8 prefill gathers whatever is stored.
+        # SGLang's own rule, by which its q8 prefill gathers rows of every layout.
         ragged = mode == "EXTEND" and (prefill == _SPARSE_Q8 or _reads_gathered(prefill, layout))
         return TopkTransform.RAGGED if ragged else TopkTransform.PAGED
     problem = _problem(layout, prefill, decode)
@@ -201,7 +202,7 @@ def _select(
     return TopkTransform.RAGGED
 
 
-#: What makes SGLang form batches of a mode.
+#: Options that make SGLang form batches of a mode.
 _MAKERS = {
     "MIXED": "--enable-mixed-chunk",
     "SPLIT_PREFILL": "--enable-pdmux",
@@ -217,18 +218,18 @@ def check_combination(
     *,
     index_kpool: int = 1,
 ) -> None:
-    """Refuse what some batch of a server would fail with; arguments as of `select_topk_transform`.
+    """Refuse combinations that fail for some batch of a server; parameters as `select_topk_transform`.
 
     Parameters
     ----------
     modes : tuple of str
-        Those that the server forms batches of.
+        Modes of the server's batches.
 
     Raises
     ------
     UnsupportedCombination, ValueError
-        As `select_topk_transform`; with pooled index keys also for what SGLang itself refuses at the first
-        batch, or reads wrongly.
+        Errors of `select_topk_transform`; with pooled index keys also for combinations that SGLang itself
+        refuses at the first batch, or reads wrongly.
     """
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
@@ -237,18 +238,18 @@ def check_combination(
 
 
 def working_pairs(layout: MLAKVCacheLayout) -> Iterator[tuple[str, str]]:
-    """Every (prefill, decode) of implementations that works with a layout, in the order of the table."""
+    """All pairs (prefill, decode) of implementations that work with a layout, in the order of the table."""
     for prefill in IMPLEMENTATIONS:
         for decode in IMPLEMENTATIONS:
             if _problem(layout, prefill, decode) is None:
                 yield prefill, decode
 
 
-# -------------------------------------------------------------------- what does not work
+# -------------------------------------------------------------------- unsupported combinations
 
 
 def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
-    """Refuse modes of extends in which gathering is not wired up."""
+    """Refuse modes of extends in which rows cannot be gathered."""
     wired = IMPLEMENTATIONS[prefill].ragged_modes
     for mode in modes:
         if mode in EXTEND_MODES and mode not in wired:
@@ -272,7 +273,7 @@ def _check_names(prefill: str, decode: str, mode: str | None) -> None:
 
 
 def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
-    """Why a pair does not work with a layout; None if it does."""
+    """Reason why a pair does not work with a layout; None if it does."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         implementation = IMPLEMENTATIONS[name]
         if not (implementation.prefill if side == "prefill" else implementation.decode):
@@ -296,12 +297,13 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> 
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
-    """What `_check_kpool_tail_backend` of SGLang raises at the first batch, and readers of other rows."""
+    """Refuse what SGLang's `_check_kpool_tail_backend` raises at the first batch, and other readers."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)
             continue
-        # On Hopper; on Blackwell by trtllm. With 16-bit rows flashmla_auto is flashmla_sparse.
+        # This applies to Hopper; on Blackwell it is trtllm. With 16-bit rows flashmla_auto is
+        # flashmla_sparse.
         sparse = name == SPARSE_BF16 or (side == "prefill" and name == _AUTO and not layout.is_narrow)
         reader = "fa3" if sparse else name
         if reader not in _KPOOL_READERS or not _reads_stored(reader, layout):
@@ -317,7 +319,7 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
 
 
 def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
-    """What to use instead, in words: of the pairs that a user can name, the nearest to what was asked for."""
+    """Text that proposes the nearest pair to the requested one, of the pairs that a user can name."""
     if not sglang_dsa_reads(layout):
         return (
             f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "
@@ -328,7 +330,7 @@ def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
 
 
 def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
-    """By the names that SGLang takes."""
+    """The nearest working pair, by the names that SGLang accepts."""
     if not sglang_dsa_reads(layout):
         return SPARSE_BF16, SPARSE_BF16
     pairs = [
@@ -336,7 +338,7 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         for pair in working_pairs(layout)
         if KVPOOL_DECODE not in pair
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
-        # SM120, where SGLang takes it for both sides or not at all (flash_mla_sm120.py:706).
+        # SM120, where SGLang uses it for both sides or for neither (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
         and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]

@@ -1,32 +1,26 @@
-"""The kernel of `mla_decode` that reads rows and attends them; `triton_merge` has the one that merges splits.
+"""The kernel of `mla_decode` that reads and attends rows; the kernel in `triton_merge` merges splits.
 
-A program of `decode_kernel` takes one list of rows, one tile of its (query, head) pairs and one split of the
-list, and goes through that split `BLOCK` rows at a time. A row is read once for scores and values. Matrices
-are transposed against the usual way: scores are [rows, pairs] = K q^T, results [values, pairs] += V^T P. Rows
-then fill the 64-row side that Hopper's warp group instruction demands, and the pairs its other side, which
-may be 16: a model with 16 heads wastes nothing.
+A program of `decode_kernel` takes one list of rows, one tile of its query heads (of all its queries) and one
+split of the list, and processes `BLOCK` rows of that split at a time. A row is read once for scores and
+values. Matrices are transposed: scores are [rows, query heads] = K q^T, results are [values, query heads] +=
+V^T P. Rows then fill the 64-row side that Hopper's warp group instruction requires, and query heads fill the
+other side, which may be 16: nothing is wasted for a model with 16 heads.
 
-The latent goes in chunks of `CHUNK` values, each with an accumulator of its own. `fp8_block_scale` has one
-chunk per tile, and the tile's scale is multiplied into the scores and into the weights of the chunk instead
-of into its values.
+The latent is processed in chunks of `CHUNK` values, each with a separate accumulator. `fp8_block_scale` has
+one chunk per tile; the tile's scale is multiplied into the scores and weights of the chunk instead of its
+values.
 
-Tuples grow by `t + (x,)` in place: in a function of its own, Triton 3.6 would take a tuple of tensors for a
-tuple of tuples, which it spells alike in names.
+Tuples grow by `t + (x,)` in place: in a separate function, Triton 3.6 would confuse a tuple of tensors with a
+tuple of tuples, because it gives both the same mangled name.
 
-Everything that depends on the batch is found on the device from the counts, so a captured CUDA graph can be
-replayed for other lists.
+Everything that depends on the batch is computed on the device from the counts, so that a captured CUDA graph
+can be replayed for other lists.
 """
 
 import triton
 import triton.language as tl
 
-from sgl_kvpool.attention.triton_lists import (
-    list_length,
-    list_of,
-    row_count_of,
-    rows_of_entries,
-    rows_per_split,
-)
+from sgl_kvpool.attention.triton_lists import place_of, row_count_of, rows_of_entries, rows_of_part
 from sgl_kvpool.attention.triton_operands import (
     load_queries,
     load_stored,
@@ -45,7 +39,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _row_numbers(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.constexpr):
-    """int64 row numbers of list entries, 0 for entries without a row, and which of them are rows."""
+    """int64 row numbers of list entries, 0 for entries without a row, and a mask of those with a row."""
     rows, is_row = rows_of_entries(entries, row_count, PAGE, PAGE_ROWS)
     return tl.where(is_row, rows, 0), is_row
 
@@ -77,9 +71,9 @@ def _load_block(
     SLICE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """What is stored in the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
+    """Stored bytes of the rows of entries [BLOCK, 1]: every slice, then the rope, if any.
 
-    Also which entries are rows, bool [BLOCK, 1]; the others give zeros.
+    Also returns a mask of the entries with a row, bool [BLOCK, 1]; the others give zeros.
     """
     number, live = _row_numbers(entries, row_count, PAGE, PAGE_ROWS)
     rows = tl.multiple_of(pool_ptr + number * ROW_STRIDE, [16, 16])
@@ -107,7 +101,7 @@ def _operands_of(
     operands = ()
     for s in tl.static_range(R // SLICE):
         operands = operands + (operand_of(stored[s], NOPE, NATIVE),)  # noqa: RUF005
-    # Neighbours are put together until they are chunks: one, two or four slices each.
+    # Adjacent slices are joined until they are chunks: one, two or four slices each.
     for doubling in tl.static_range(0, 2):
         if SLICE << doubling < CHUNK:
             wider = ()
@@ -121,7 +115,7 @@ def _operands_of(
 
 @triton.jit
 def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.constexpr):
-    """float32 [BLOCK, 1]: the tile scale of every chunk, which is a slice; nothing for layouts without."""
+    """Tile scales, float32 [BLOCK, 1], of every chunk, which is a slice; empty for layouts without them."""
     scales = ()
     if TILE_SCALES:
         for c in tl.static_range(R // CHUNK):
@@ -130,23 +124,23 @@ def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.con
 
 
 @triton.jit
-def _seen(start, limit, live, QUERIES: tl.constexpr, PAIRS: tl.constexpr):
-    """Which rows of a block each pair may look at, bool [BLOCK, PAIRS]."""
+def _seen(start, limit, live, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Mask of the rows of a block that each query head attends, bool [BLOCK, BLOCK_H]."""
     BLOCK: tl.constexpr = live.shape[0]
     if QUERIES == 1:
-        return tl.broadcast_to(live, [BLOCK, PAIRS])  # rows end where the only query's do
+        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end where the only query's do
     else:
         return (start + tl.arange(0, BLOCK)[:, None] < limit) & live
 
 
 @triton.jit
 def _attend_block(
-    state,  # (largest score [PAIRS] in powers of two, sum of weights [PAIRS], accumulators)
-    q_nope,  # [CHUNK, PAIRS] of every chunk
-    q_rope,  # [P, PAIRS], in a tuple
+    state,  # (largest score [BLOCK_H] in powers of two, sum of weights [BLOCK_H], accumulators)
+    q_nope,  # [CHUNK, BLOCK_H] of every chunk
+    q_rope,  # [P, BLOCK_H], in a tuple
     operands,
     scales,
-    seen,  # bool [BLOCK, PAIRS]
+    seen,  # bool [BLOCK, BLOCK_H]
     score_scale,
     R: tl.constexpr,
     P: tl.constexpr,
@@ -154,7 +148,7 @@ def _attend_block(
     TILE_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The state after one more block of rows."""
+    """Add a block of rows to the state."""
     top, total, accumulators = state
     CHUNKS: tl.constexpr = R // CHUNK
     scores = tl.zeros(seen.shape, tl.float32)
@@ -186,10 +180,10 @@ def _attend_block(
 
 @triton.jit
 def _write(
-    at,  # pointers [PAIRS] to each pair's first value
-    lse_at,  # [PAIRS]
+    at,  # pointers [BLOCK_H] to each query head's first value
+    lse_at,  # [BLOCK_H]
     exists,
-    normal,  # [PAIRS]
+    normal,  # [BLOCK_H]
     lse,
     accumulators,
     R: tl.constexpr,
@@ -197,7 +191,7 @@ def _write(
     NOPE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Results of a program, normalised."""
+    """Write the normalised results of a program."""
     for c in tl.static_range(R // CHUNK):
         values = c * CHUNK + tl.arange(0, CHUNK)[:, None]
         x = permuted(accumulators[c] * normal[None, :], NOPE)
@@ -205,8 +199,8 @@ def _write(
     tl.store(lse_at, lse, mask=exists)
 
 
-# What differs between batches is not specialised: each batch size would be compiled anew.
-@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "split_pairs"])
+# Arguments that differ between batches are not specialised, so that no batch size needs another compilation.
+@triton.jit(do_not_specialize=["row_count", "lists", "bound", "splits", "min_blocks", "query_heads"])
 def decode_kernel(
     q_ptr,  # bf16 or fp16
     q_rope_ptr,  # of the same type; None if P is 0
@@ -214,16 +208,16 @@ def decode_kernel(
     ids_ptr,  # int32 or int64 [lists, bound]
     counts_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
-    out_ptr,  # [T, H, R], written for lists of one part
-    lse_ptr,  # fp32 [T, H], the same
-    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists of several parts
-    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, the same
+    out_ptr,  # [T, H, R], written for lists with one part
+    lse_ptr,  # fp32 [T, H], written for lists with one part
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists with several parts
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, written for lists with several parts
     row_count,
     lists,
-    bound,  # largest count
+    bound,  # maximum count
     splits,
-    min_blocks,  # fewest blocks of a part
-    split_pairs,  # T * H
+    min_blocks,  # minimum number of blocks of a part
+    query_heads,  # T * H
     q_token_stride,  # strides count elements
     q_head_stride,
     q_rope_token_stride,
@@ -234,8 +228,8 @@ def decode_kernel(
     out_head_stride,
     lse_token_stride,
     lse_head_stride,
-    score_scale,  # of the dot products: softmax scale, k_scale and fixed factors
-    value_scale,  # of the weighted sums: k_scale and fixed factors
+    score_scale,  # factor of the dot products: softmax scale, k_scale and fixed factors
+    value_scale,  # factor of the weighted sums: k_scale and fixed factors
     ROW_STRIDE: tl.constexpr,  # bytes, a multiple of 16
     PAGE: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
@@ -251,40 +245,34 @@ def decode_kernel(
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
     CHUNK: tl.constexpr,  # latent values of a product and its accumulator
-    SLICE: tl.constexpr,  # latent values of a load
+    SLICE: tl.constexpr,  # latent values per load
     BLOCK: tl.constexpr,  # rows at a time
-    PAIRS: tl.constexpr,  # (query, head) pairs of a program
-    SPLIT: tl.constexpr,  # whether lists may have several parts, and a merge is behind
+    BLOCK_H: tl.constexpr,  # query heads of a program
+    SPLIT: tl.constexpr,  # whether lists may have several parts, which a merge kernel joins
     AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
     NATIVE: tl.constexpr,
 ):
-    """Attend one part of one list for a tile of pairs; writes normalised results and their lse."""
-    TILES: tl.constexpr = (QUERIES * HEADS + PAIRS - 1) // PAIRS
+    """Attend one part of one list for a tile of query heads; writes normalised results and their lse."""
+    TILES: tl.constexpr = (QUERIES * HEADS + BLOCK_H - 1) // BLOCK_H
     TILE_SCALES: tl.constexpr = SCALE == "fp32"
     if TILE_SCALES:
         tl.static_assert(CHUNK == SCALE_BLOCK)
         tl.static_assert(SLICE == CHUNK)
     DIRECT: tl.constexpr = NATIVE and not AHEAD
-    program = tl.program_id(0)
-    tile = program % TILES  # fastest: tiles of a list read the same rows at about the same time
-    split = program // TILES % splits
-    group = (program // (TILES * splits)).to(tl.int64)
-
-    list_index = list_of(list_index_ptr, group)
-    length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
-    per_split = rows_per_split(length, splits, BLOCK, min_blocks)
-    begin = split * per_split
+    tile, split, group = place_of(tl.program_id(0), splits, TILES, SPLIT)
+    list_index, length, begin, end = rows_of_part(
+        counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
+    )
     if SPLIT and begin >= length:
         return  # an empty part, which the merge skips; without splits there is no merge, so go on
-    end = tl.minimum(begin + per_split, length)
 
-    pair = tile * PAIRS + tl.arange(0, PAIRS)  # [PAIRS]
-    exists = pair < QUERIES * HEADS
-    token = group * QUERIES + tl.where(exists, pair // HEADS, 0)
-    head = pair % HEADS
-    limit = tl.minimum(row_count_of(counts_ptr, token, bound), length)[None, :]  # [1, PAIRS]
+    query_head = tile * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    exists = query_head < QUERIES * HEADS
+    token = group * QUERIES + tl.where(exists, query_head // HEADS, 0)
+    head = query_head % HEADS
+    limit = tl.minimum(row_count_of(counts_ptr, token, bound), length)[None, :]  # [1, BLOCK_H]
 
-    # Queries, transposed: [CHUNK, PAIRS] of every chunk and [P, PAIRS].
+    # Queries, transposed: [CHUNK, BLOCK_H] of every chunk and [P, BLOCK_H].
     q_nope = ()
     at = (q_ptr + token * q_token_stride + head * q_head_stride)[None, :]
     for first in tl.static_range(0, R, CHUNK):
@@ -293,22 +281,23 @@ def decode_kernel(
     q_rope = ()
     if P > 0:
         at = (q_rope_ptr + token * q_rope_token_stride + head * q_rope_head_stride)[None, :]
-        # Operands of the latent and of the rope go into one sum, so the rope's have the factor in its query.
+        # Products of latent and rope are added up, so the rope's queries carry the latent's factor.
         part = load_queries(at, exists[None, :], 0, P, ROPE, operand_factor(NOPE), NATIVE)
         q_rope = q_rope + (part,)  # noqa: RUF005
 
     accumulators = ()
     for _first in tl.static_range(0, R, CHUNK):
-        accumulators = accumulators + (tl.zeros([CHUNK, PAIRS], tl.float32),)  # noqa: RUF005
-    top = tl.full([PAIRS], float("-inf"), tl.float32)  # largest score so far, in powers of two
-    total = tl.zeros([PAIRS], tl.float32)
+        accumulators = accumulators + (tl.zeros([CHUNK, BLOCK_H], tl.float32),)  # noqa: RUF005
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # largest score so far, in powers of two
+    total = tl.zeros([BLOCK_H], tl.float32)
     ids = ids_ptr + list_index * ids_list_stride
 
     state = (top, total, accumulators)
     if AHEAD:
-        # Rows are loaded one block ahead, their numbers two. Operands go from one iteration to the next also
-        # because Triton puts the first operand of a product into shared memory only if it comes from a load
-        # or from an earlier iteration; from registers, the same rows would be laid out twice.
+        # Rows are loaded one block ahead, row numbers two blocks ahead. Operands are passed from one
+        # iteration to the next also because Triton puts the first operand of a product into shared memory
+        # only if it comes from a load or an earlier iteration; from registers, the same rows would be laid
+        # out twice.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
@@ -318,14 +307,14 @@ def decode_kernel(
         operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
         scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
         for start in range(begin, end, BLOCK):
-            # What is stored of the next block shall not be in registers together with these operands.
+            # The stored bytes of the next block must not be in registers together with these operands.
             tl.debug_barrier()
             stored, next_live = _load_block(
                 entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
                 SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             entries = _load_entries(ids, start + 2 * BLOCK, end, ids_stride, BLOCK)
-            seen = _seen(start, limit, live, QUERIES, PAIRS)
+            seen = _seen(start, limit, live, QUERIES, BLOCK_H)
             state = _attend_block(
                 state, q_nope, q_rope, operands, scales, seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
             )
@@ -333,24 +322,24 @@ def decode_kernel(
             scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
             live = next_live
     else:
-        # Bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
+        # Stored bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
                 _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,
                 PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE, SCALE_BLOCK, SCALE_AT, ROPE, ROPE_AT, SLICE, DIRECT,
             )  # fmt: skip
             operands = _operands_of(stored, R, P, NOPE, ROPE, CHUNK, SLICE, NATIVE)
-            seen = _seen(start, limit, live, QUERIES, PAIRS)
+            seen = _seen(start, limit, live, QUERIES, BLOCK_H)
             state = _attend_block(
                 state, q_nope, q_rope, operands, (), seen, score_scale, R, P, CHUNK, TILE_SCALES, NATIVE
             )
     top, total, accumulators = state
 
-    # A pair that saw no row has total 0: result 0, lse -inf. NaN stays NaN.
+    # A query head without rows has total 0: result 0, lse -inf. NaN stays NaN.
     normal = value_scale / tl.where(total == 0, 1.0, total)
     lse = (top + tl.log2(total)) * _LN_2
-    if SPLIT and per_split < length:
-        place = split.to(tl.int64) * split_pairs + token * HEADS + head
+    if SPLIT and (begin > 0 or end < length):
+        place = split.to(tl.int64) * query_heads + token * HEADS + head
         _write(
             partial_ptr + place * R, partial_lse_ptr + place, exists, normal, lse, accumulators, R, CHUNK,
             NOPE, NATIVE,

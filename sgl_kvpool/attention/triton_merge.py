@@ -1,4 +1,4 @@
-"""The kernel of `mla_decode` that merges what the parts of a list gave."""
+"""The kernel of `mla_decode` that merges the results of the parts of a list."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "split_pairs"])
+@triton.jit(do_not_specialize=["lists", "bound", "splits", "min_blocks", "query_heads"])
 def merge_kernel(
     partial_ptr,  # fp32 [splits, T, H, R], contiguous
     partial_lse_ptr,  # fp32 [splits, T, H], contiguous
@@ -24,7 +24,7 @@ def merge_kernel(
     bound,
     splits,
     min_blocks,
-    split_pairs,  # T * H
+    query_heads,  # T * H
     out_token_stride,
     out_head_stride,
     lse_token_stride,
@@ -33,31 +33,33 @@ def merge_kernel(
     QUERIES: tl.constexpr,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,  # this, `splits` and `min_blocks` as `decode_kernel` had them
-    MOST: tl.constexpr,  # splits there may be, a power of two
-    TOGETHER: tl.constexpr,  # splits added up at a time
+    BLOCK: tl.constexpr,  # this, `splits` and `min_blocks` as in `decode_kernel`
+    MOST: tl.constexpr,  # maximum number of splits, a power of two
+    TOGETHER: tl.constexpr,  # splits added at a time
     NATIVE: tl.constexpr,
 ):
-    """Merge `CHUNK` values of one (query, head) pair; weights are the exponentials of each part's lse."""
-    pair = tl.program_id(0).to(tl.int64)
-    token = pair // HEADS
-    head = pair % HEADS
+    """Merge `CHUNK` values of one query head; weights are the exponentials of each part's lse."""
+    query_head = tl.program_id(0).to(tl.int64)
+    token = query_head // HEADS
+    head = query_head % HEADS
     group = token // QUERIES
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
     per_split = rows_per_split(length, splits, BLOCK, min_blocks)
-    filled = tl.cdiv(length, per_split)  # the others were not written
+    filled = tl.cdiv(length, per_split)  # later splits were not written
     if filled == 1:
-        return  # the program of the only part has written the results
+        return  # with one split, its program has written the results
 
     split = tl.arange(0, MOST)
     lse = tl.load(
-        partial_lse_ptr + split.to(tl.int64) * split_pairs + pair, mask=split < filled, other=float("-inf")
+        partial_lse_ptr + split.to(tl.int64) * query_heads + query_head,
+        mask=split < filled,
+        other=float("-inf"),
     )
     top = tl.max(lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
-    normal = 1.0 / tl.where(total == 0, 1.0, total)  # 0 where no split saw a row; NaN stays NaN
+    normal = 1.0 / tl.where(total == 0, 1.0, total)  # 0 if no split had a row; NaN stays NaN
 
     at = out_ptr + token * out_token_stride + head * out_head_stride
     first = tl.program_id(1) * CHUNK
@@ -66,14 +68,14 @@ def merge_kernel(
     for start in range(0, filled, TOGETHER):
         some = start + tl.arange(0, TOGETHER)
         there = some < filled
-        place = some.to(tl.int64) * split_pairs + pair
-        # Read again: a register array cannot be indexed.
+        place = some.to(tl.int64) * query_heads + query_head
+        # Loaded again, because a register array cannot be indexed.
         some_lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
         weight = tl.exp2((some_lse - shift) * _LOG2_E) * normal
         x = tl.load(partial_ptr + place[:, None] * R + values[None, :], mask=there[:, None], other=0.0)
         sums += tl.sum(x * weight[:, None], 0)
     tl.store(at + values, fp32_to(sums, out_ptr.dtype.element_ty, NATIVE))
-    # Every chunk's program finds the same lse; one writes it.
+    # The programs of all chunks compute the same lse; one writes it.
     lse_at = lse_ptr + token * lse_token_stride + head * lse_head_stride
     merged = shift + tl.where(total == 0, float("-inf"), tl.log2(total) * _LN_2)
     tl.store(lse_at, merged, mask=first == 0)

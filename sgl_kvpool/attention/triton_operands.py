@@ -1,9 +1,9 @@
 """Operands of matrix instructions from stored rows and from queries, on a GPU.
 
-A matrix instruction of Hopper multiplies bfloat16 here, and every encoding of a row fits it without rounding:
-e4m3 has 4 significant bits, a product of e2m1 and ue5m3 at most 6, and bfloat16 holds 8 with the exponents of
-float32. What does not fit is left out and multiplied into float32 results by the caller: FP4's factor, the
-tile scales of `fp8_block_scale`, k_scale.
+A matrix instruction of Hopper multiplies bfloat16 here, and bfloat16 can represent every encoding of a row
+without rounding: e4m3 has 4 significant bits, a product of e2m1 and ue5m3 at most 6, and bfloat16 has 8 with
+the exponents of float32. Factors that do not fit are left out, and the caller multiplies float32 results by
+them: FP4's factor, the tile scales of `fp8_block_scale`, k_scale.
 
 `NATIVE` is False in Triton's interpreter, which has neither bfloat16 arithmetic nor inline PTX: operands are
 then the same numbers in float32.
@@ -25,9 +25,9 @@ __all__ = [
     "side_by_side",
 ]
 
-#: Operands of FP4 latents are the values times 2 to this: see `_fp4_operand`.
+#: Operands of FP4 latents are the values times 2 to the power of this; see `_fp4_operand`.
 VALUE_SCALE_EXPONENT = -16
-#: What ue5m3 scales are multiplied by; e2m1 codes come times 2**-126.
+#: Factor of ue5m3 scales; e2m1 codes are scaled by 2**-126.
 _OPERAND_FACTOR = tl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _E4M3_FACTOR = tl.constexpr(2.0**120)
 _SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))
@@ -35,7 +35,7 @@ _SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))
 
 @triton.jit
 def rounded_operand(x, NATIVE: tl.constexpr):
-    """float32 -> operand, to nearest even bfloat16."""
+    """float32 -> operand, rounded to nearest even bfloat16."""
     rounded = fp32_to(x, tl.bfloat16, NATIVE)
     if NATIVE:
         return rounded
@@ -47,9 +47,9 @@ def rounded_operand(x, NATIVE: tl.constexpr):
 def permuted(x, ENCODING: tl.constexpr):
     """[D, N] in the order of values -> in the order of an operand's columns, and back.
 
-    Bits of the numbers of values are permuted, among those of one word (`_fp4_operand`, `_e4m3_operand`) and
-    among those of words (`_spread`). Done to queries and to results, once per program; addresses in that
-    order would not be contiguous.
+    The permutation is one of the bits of column numbers, within a word (`_fp4_operand`, `_e4m3_operand`) and
+    between words (`_spread`). It is applied to queries and to results, once per program, because addresses in
+    that order would not be contiguous.
     """
     D: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -65,13 +65,13 @@ def permuted(x, ENCODING: tl.constexpr):
 
 @triton.jit
 def _spread(x, ENCODING: tl.constexpr):
-    """[N, D] with columns permuted so that operands go to shared memory without bank conflicts.
+    """[N, D] with columns permuted so that operands are stored to shared memory without bank conflicts.
 
-    Eight neighbouring threads decode 16 bytes of the same row each, which become 4 groups of 8 columns for
-    e2m1 and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4
-    or 2 lines of 128 bytes, at the same banks. Permuted are the bits of a group's number, of which the
-    upper 3 are the thread's: the 8 groups are one line. (4 threads per row, as for a rope, have no conflicts
-    in the order of values; those of e2m1 have, two ways, and occur with no model's rank.)
+    Eight adjacent threads each decode 16 bytes of the same row, which become 4 groups of 8 columns for e2m1
+    and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
+    lines of 128 bytes, at the same banks. Therefore the bits of a group's number are permuted, of which the
+    upper 3 are the thread's: the 8 groups become one line. (4 threads per row, as for a rope, have no
+    conflicts in the order of values, except two-way conflicts for e2m1, which occur with no model's rank.)
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
@@ -98,14 +98,15 @@ def load_stored(
     SCALE_AT: tl.constexpr,
     DIRECT: tl.constexpr,  # whether bf16 may go to shared memory without a register
 ):
-    """What is stored of some values of a segment, for `operand_of`: (values, scales)."""
+    """Stored values of a segment with their scales, for `operand_of`: (values, scales)."""
     if ENCODING == "bf16":
         at = rows + (VALUES_AT + 2 * FIRST)
         if DIRECT:
             column = tl.arange(0, COUNT)[None, :]
             return (tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0),)
         else:
-            # In words as the others: loads of different shapes would need rows' addresses in several layouts.
+            # Loaded as words like the others: loads of other shapes would need rows' addresses in several
+            # layouts.
             word = tl.arange(0, COUNT // 2)[None, :]
             return (tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=live, other=0),)
     elif ENCODING == "e4m3":
@@ -130,9 +131,9 @@ def load_stored(
 
 @triton.jit
 def operand_of(stored, ENCODING: tl.constexpr, NATIVE: tl.constexpr):
-    """Operand [ROWS, COUNT] of what `load_stored` gave, columns in the order of `permuted`.
+    """Operand [ROWS, COUNT] from the result of `load_stored`, columns in the order of `permuted`.
 
-    e4m3 comes without its scale, e2m1 times ``2**VALUE_SCALE_EXPONENT``.
+    e4m3 is without its scale, e2m1 is multiplied by ``2**VALUE_SCALE_EXPONENT``.
     """
     if ENCODING == "bf16":
         if tl.bfloat16 == stored[0].dtype:
@@ -153,7 +154,7 @@ def side_by_side(a, b):
 
 @triton.jit
 def _bf16_operand(words, NATIVE: tl.constexpr):
-    """int32 [ROWS, N] of two bf16 each -> operand [ROWS, 2 N]."""
+    """int32 [ROWS, N] with two bf16 each -> operand [ROWS, 2 N]."""
     low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
     if NATIVE:
         x = tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
@@ -164,7 +165,7 @@ def _bf16_operand(words, NATIVE: tl.constexpr):
 
 @triton.jit
 def _e4m3_operand(codes, NATIVE: tl.constexpr):
-    """int32 [ROWS, N] of four e4m3 each -> operand [ROWS, 4 N].
+    """int32 [ROWS, N] with four e4m3 each -> operand [ROWS, 4 N].
 
     As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
     lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Before
@@ -182,17 +183,17 @@ def _e4m3_operand(codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def _fp4_operand(codes, scales, NATIVE: tl.constexpr):
-    """int32 [ROWS, N] of eight e2m1 each, uint8 [ROWS, N / 2] of ue5m3 -> operand [ROWS, 8 N].
+    """int32 [ROWS, N] with eight e2m1 each, uint8 [ROWS, N / 2] of ue5m3 -> operand [ROWS, 8 N].
 
-    Two values are worked on in one 32-bit register: codes i and i + 4 of a word, for i from 0 to 3. Their
-    bits, put where bfloat16 has its sign, its lowest two exponent bits and its highest mantissa bit, are the
+    Two values are processed in one 32-bit register: codes i and i + 4 of a word, for i from 0 to 3. When
+    their bits are moved to bfloat16's sign, lowest two exponent bits and highest mantissa bit, they are the
     e2m1 numbers times 2**-126; one packed product with the scale times 2**110 gives the values times 2**-16.
-    Pairs stay neighbours in the result, which is why its columns are not in the order of the values:
-    before `_spread`, column bits c2 c1 c0 hold the value c0 c1 c2 of a word.
+    The two values stay adjacent in the result, so its columns are not in the order of the values: before
+    `_spread`, column bits c2 c1 c0 hold the value c0 c1 c2 of a word.
     """
     ROWS: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
-    # Shifted left by 7 a ue5m3 is the same number in fp16; 4 significant bits fit bfloat16.
+    # Shifted left by 7, a ue5m3 is the same number in fp16; its 4 significant bits fit into bfloat16.
     half = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True)
     scale = half.to(tl.float32) * _SCALE_FACTOR
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, N // 2, 2]), [ROWS, N])
@@ -213,10 +214,10 @@ def _fp4_bits(magnitudes, signs):
 
 @triton.jit
 def _scaled_pair(pair, scale, NATIVE: tl.constexpr):
-    """Both bfloat16 of int32 `pair` times float32 `scale`, which is positive and one of bfloat16."""
+    """Both bfloat16 of int32 `pair` times float32 `scale`, which is positive and exact in bfloat16."""
     if NATIVE:
         bits = scale.to(tl.int32, bitcast=True)
-        both = bits | (bits >> 16)  # no sign, and no bits below the upper 16
+        both = bits | (bits >> 16)  # the scale has no sign and no bits below the upper 16
         pair = tl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, both], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -230,7 +231,7 @@ def _scaled_pair(pair, scale, NATIVE: tl.constexpr):
 
 @triton.jit
 def operand_factor(ENCODING: tl.constexpr):
-    """What the operands of an encoding have been multiplied by."""
+    """Factor by which the operands of an encoding are multiplied."""
     if ENCODING == "e2m1":
         return tl.constexpr(_OPERAND_FACTOR)
     else:
@@ -247,7 +248,7 @@ def load_queries(
     FACTOR: tl.constexpr,  # a power of two
     NATIVE: tl.constexpr,
 ):
-    """Operand [COUNT, N] of values of queries times FACTOR, in the order of `permuted`."""
+    """Operand [COUNT, N] of query values times FACTOR, in the order of `permuted`."""
     values = FIRST + tl.arange(0, COUNT)[:, None]
     DTYPE: tl.constexpr = columns.dtype.element_ty
     if tl.bfloat16 == DTYPE:

@@ -1,4 +1,4 @@
-"""Rows of a KV cache to and from values: checked here, done by Triton on CUDA, by C++ and torch elsewhere.
+"""Encode and decode KV rows. Arguments are checked here; Triton runs on CUDA, C++ and torch elsewhere.
 
 Shapes: T tokens, S slots of a pool, R latent ("nope") and P rotary ("rope") values per token. Sizes
 and offsets come from a `sgl_kvpool.layout.RowFormat`; ``docs/rows.md`` states the arithmetic.
@@ -26,32 +26,32 @@ __all__ = ["decode_rows", "encode_rows", "gather_parts", "gather_rows", "prepare
 def encode_rows(
     k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat, k_scale: float = 1.0
 ) -> torch.Tensor:
-    """Rows of new tokens.
+    """Encode new tokens into rows.
 
     Parameters
     ----------
     k_nope : Tensor [T, R]
-        bfloat16, or float16, float32 or float8_e4m3fn, which are rounded to bfloat16 first. Any
-        row stride.
+        bfloat16; or float16, float32 or float8_e4m3fn, whose values are rounded to bfloat16 first. Any row
+        stride.
     k_rope : Tensor [T, P] or None
-        As `k_nope`; None (or no columns) if and only if P is 0.
+        Same dtypes as `k_nope`; None (or no columns) if and only if P is 0.
     fmt : RowFormat
     k_scale : float
-        What values are divided by before they are stored, for layouts that `uses_k_scale`; others
+        Divisor of the values before they are stored, for layouts with `uses_k_scale`; others
         ignore it. Finite and positive as float32.
 
     Returns
     -------
     Tensor [T, fmt.row_bytes], uint8
-        Every byte is defined; the padding is zeros.
+        Rows with every byte defined; padding bytes are zero.
 
     Raises
     ------
     TypeError
-        A dtype that is not listed above.
+        If a dtype is not listed above.
     ValueError
-        Shapes that do not fit `fmt`, tensors on different devices, an unusable `k_scale`; with
-        ``KVPOOL_CHECK_FINITE=1``, NaN or infinity in a segment that does not keep its bits.
+        If shapes do not fit `fmt`, tensors are on different devices or `k_scale` is unusable; with
+        ``KVPOOL_CHECK_FINITE=1`` also for NaN or infinity in a segment that is not copied bit by bit.
     """
     k_nope, k_rope = checks.values(k_nope, k_rope, fmt)
     k_scale = checks.scale(k_scale, fmt)
@@ -67,7 +67,7 @@ def decode_rows(
     dtype: torch.dtype = torch.bfloat16,
     k_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Values of rows.
+    """Decode rows into values.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ def decode_rows(
         Any row stride.
     fmt : RowFormat
     dtype : torch.dtype
-        bfloat16, float16 or float32. Values are computed in float32, then cast.
+        bfloat16, float16 or float32. Values are decoded in float32, then cast.
     k_scale : float
-        The value the rows were encoded with.
+        The k_scale with which the rows were encoded.
 
     Returns
     -------
@@ -112,16 +112,16 @@ def store_rows(
         Any row stride, for instance one layer of a token-major buffer. Only the rows of `slots`
         are written.
     slots : Tensor [T], int32 or int64
-        A token with a negative slot is skipped. Slot 0 is an ordinary row here. Of several tokens
-        with the same slot one wins, it is not said which.
+        A token with a negative slot is skipped. Slot 0 is an ordinary row here. If several tokens have the
+        same slot, it is undefined which of them is stored.
     k_nope, k_rope, fmt, k_scale
         As `encode_rows`.
 
     Raises
     ------
     IndexError
-        A slot of S or more, on a CPU. On CUDA, where looking would stop the stream, such a token is
-        skipped.
+        On a CPU, if a slot is S or more. On CUDA such a token is skipped, because a check would synchronize
+        the stream.
     TypeError, ValueError
         As `encode_rows`.
     """
@@ -142,21 +142,21 @@ def gather_rows(
     out: torch.Tensor | None = None,
     k_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Values of the rows in some slots of a pool, in one pass.
+    """Gather the rows of some slots of a pool and decode them, in one pass.
 
     Parameters
     ----------
     pool : Tensor [S, fmt.row_bytes], uint8
         Any row stride.
     slots : Tensor [T], int32 or int64
-        A negative slot gives zeros.
+        Slots to read; a negative slot gives zeros.
     fmt : RowFormat
     dtype : torch.dtype
         bfloat16, float16 or float32.
     out : Tensor [T, R + P], optional
-        Written and returned if given; of `dtype`, any row stride.
+        Tensor of `dtype` with any row stride, written and returned if given.
     k_scale : float
-        As `decode_rows`.
+        The k_scale with which the rows were encoded.
 
     Returns
     -------
@@ -165,9 +165,9 @@ def gather_rows(
     Raises
     ------
     IndexError
-        A slot of S or more, on a CPU; zeros on CUDA.
+        On a CPU, if a slot is S or more; on CUDA such a slot gives zeros.
     TypeError, ValueError
-        As `encode_rows`, and an `out` of another shape, dtype or device.
+        As `encode_rows`, and if `out` has another shape, dtype or device.
     """
     checks.pool(pool, fmt, name="pool")
     checks.output_dtype(dtype)
@@ -198,7 +198,7 @@ def gather_parts(
     nope_out : Tensor [T, R]
         bfloat16, float16 or float32, any row stride.
     rope_out : Tensor [T, P] or None
-        Of the same dtype, any row stride; None (or no columns) if and only if P is 0.
+        Same dtype as `nope_out`, any row stride; None (or no columns) if and only if P is 0.
 
     Raises
     ------
@@ -217,35 +217,35 @@ def gather_parts(
 
 
 def prepare(fmt: RowFormat, device: torch.device | str) -> None:
-    """Compile now what the first write of such rows on a CPU would compile; nothing on other devices.
+    """Compile the CPU codec for a row format now instead of at the first write; no effect on other devices.
 
     Parameters
     ----------
     fmt : RowFormat
     device : torch.device or str
-        Of the pool.
+        Device of the pool.
     """
     if torch.device(device).type == "cpu":
         compiled.encoder(fmt)
 
 
 def _split(values: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of the latent and the rotary columns of [T, R + P]."""
+    """Views of the latent and the rotary columns of a [T, R + P] tensor."""
     if fmt.rope is None:
         return values, None
     return values[:, : fmt.kv_lora_rank], values[:, fmt.kv_lora_rank :]
 
 
 def _backend(rows: torch.Tensor):
-    """The module that handles these rows: both have encode_rows, store_rows and gather_parts."""
+    """The module for the device of these rows, with encode_rows, store_rows and gather_parts."""
     if rows.device.type == "cuda":
-        # Imported on first use: a machine without a GPU need not have Triton.
+        # Imported on first use: a machine without a GPU may lack Triton.
         from sgl_kvpool.codec import triton
 
         if not triton.can_address(rows):
             raise ValueError(
                 f"rows at address {rows.data_ptr():#x} with a stride of {rows.stride(0)} bytes; on CUDA "
-                "both have to be multiples of 4, allocate the pool so"
+                "both must be multiples of 4; allocate the pool accordingly"
             )
         return triton
     return compiled

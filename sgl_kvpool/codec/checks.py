@@ -1,4 +1,4 @@
-"""What callers of the codec may pass. Each message names the value, the limit and the way out."""
+"""Argument checks of the codec. Each message names the value, the limit and the way out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _dtype(tensor: torch.Tensor, name: str, allowed: tuple[torch.dtype, ...]) ->
 
 
 def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None) -> None:
-    """Two axes, the expected width, and elements of a row next to each other."""
+    """Check for two axes, the expected width, and a stride of 1 within a row."""
     of = f" for {fmt.tag}" if fmt is not None else ""
     if tensor.dim() != 2 or tensor.shape[1] != columns:
         raise ValueError(
@@ -60,7 +60,7 @@ def same_device(a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> N
 
 
 def optional_rope(tensor: torch.Tensor | None, fmt: RowFormat, name: str) -> torch.Tensor | None:
-    """The rope tensor, None if the format has none; ValueError if it and the format disagree."""
+    """The rope tensor, or None if the format has no rope; ValueError if tensor and format disagree."""
     width = fmt.qk_rope_head_dim
     if tensor is None and width:
         raise ValueError(
@@ -80,7 +80,7 @@ def optional_rope(tensor: torch.Tensor | None, fmt: RowFormat, name: str) -> tor
 def values(
     k_nope: torch.Tensor, k_rope: torch.Tensor | None, fmt: RowFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Checked inputs of an encoder, rounded to bf16."""
+    """Inputs of an encoder, checked and rounded to bf16."""
     _dtype(k_nope, "k_nope", _INPUT_DTYPES)
     _matrix(k_nope, "k_nope", fmt.kv_lora_rank, fmt)
     k_rope = optional_rope(k_rope, fmt, "k_rope")
@@ -89,7 +89,7 @@ def values(
         _matrix(k_rope, "k_rope", fmt.qk_rope_head_dim, fmt)
         if len(k_rope) != len(k_nope):
             raise ValueError(
-                f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one each per token"
+                f"k_rope has {len(k_rope)} rows and k_nope {len(k_nope)}; pass one row of each per token"
             )
         same_device(k_nope, "k_nope", k_rope, "k_rope")
         k_rope = k_rope.to(torch.bfloat16)
@@ -97,7 +97,7 @@ def values(
 
 
 def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False) -> None:
-    """Rows of a pool or of a tensor of rows; rows to be written must not overlap."""
+    """Check a pool or a tensor of rows; rows to be written must not overlap."""
     if rows.dtype != torch.uint8:
         raise TypeError(
             f"{name} is {str(rows.dtype).removeprefix('torch.')}, expected uint8; pass "
@@ -106,13 +106,13 @@ def pool(rows: torch.Tensor, fmt: RowFormat, name: str, *, written: bool = False
     _matrix(rows, name, fmt.row_bytes, fmt)
     if written and len(rows) > 1 and rows.stride(0) < fmt.row_bytes:
         raise ValueError(
-            f"{name} has a row stride of {rows.stride(0)} bytes and rows of {fmt.row_bytes}, so that a "
-            "write to one would change the next; allocate it without overlap"
+            f"{name} has a row stride of {rows.stride(0)} bytes, less than the {fmt.row_bytes} bytes of a "
+            "row, so that writing one row would change the next; allocate it without overlap"
         )
 
 
 def slots(indices: torch.Tensor, tokens: int | None, rows: torch.Tensor) -> None:
-    """Slots of `rows`, one per token; their values are looked at on a CPU only."""
+    """Check the slots of `rows`, one per token; values are checked on a CPU only."""
     _dtype(indices, "slots", _SLOT_DTYPES)
     if indices.dim() != 1 or (tokens is not None and len(indices) != tokens):
         expected = "(tokens,)" if tokens is None else f"({tokens},)"
@@ -158,7 +158,7 @@ def output(
 
 
 def scale(k_scale: float, fmt: RowFormat) -> float:
-    """k_scale as a kernel sees it (float32); 1.0 for rows that have none."""
+    """k_scale rounded to float32, as kernels use it; 1.0 for layouts without k_scale."""
     rounded = ctypes.c_float(k_scale).value
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(
@@ -174,20 +174,20 @@ def finite(
     fmt: RowFormat,
     slots: torch.Tensor | None,
 ) -> None:
-    """With KVPOOL_CHECK_FINITE, raise on what encoders otherwise replace. Waits for the GPU."""
+    """With KVPOOL_CHECK_FINITE, raise on NaN and infinity, which encoders otherwise replace. Syncs."""
     if not env.flag(env.CHECK_FINITE):
         return
     if k_nope.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a captured graph cannot wait; its eager warm-up has been checked
+        return  # a graph capture cannot sync; its eager warm-up has been checked
     segments = [("k_nope", k_nope, fmt.nope)]
     if k_rope is not None and fmt.rope is not None:
         segments.append(("k_rope", k_rope, fmt.rope))
     for name, tensor, segment in segments:
         if segment.encoding is Encoding.BF16:
-            continue  # kept bit by bit
+            continue  # stored bit by bit
         bad = ~torch.isfinite(tensor)
         if slots is not None:
-            bad &= (slots >= 0).unsqueeze(-1)  # padded tokens are not stored, whatever they hold
+            bad &= (slots >= 0).unsqueeze(-1)  # padded tokens are not stored
         if bool(bad.any()):
             token, column = bad.nonzero()[0].tolist()
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Rows on a CPU: encoded by C++ that g++ compiles through tvm-ffi when first used (5 s), decoded by torch.
+"""CPU codec: C++ encodes (g++ compiles it through tvm-ffi at first use, in 5 s), torch decodes.
 
-The bytes are those of `reference`, which encodes where nothing can be compiled, several times slower.
+The bytes equal those of `reference`, the fallback without a compiler, which is several times slower.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 #: Folder of the C++ sources.
 CSRC = Path(__file__).resolve().parent / "csrc"
 
-#: Ids of `Latent` and `Rope` in csrc/row_conversion.h: the encoding of the values, and of their scales.
+#: Ids of `Latent` and `Rope` in csrc/row_conversion.h, by the encodings of the values and of their scales.
 _LATENT_IDS = {
     (Encoding.BF16, None): 0,
     (Encoding.E4M3, None): 1,
@@ -43,17 +43,17 @@ _LATENT_IDS = {
     (Encoding.E2M1, Encoding.UE5M3): 3,
 }
 _ROPE_IDS = {Encoding.BF16: 0, Encoding.E4M3: 1}
-#: Classes of tensors that C++ can read.
+#: Tensor classes whose memory C++ can read.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
 def latent_id(fmt: RowFormat) -> int:
-    """`Latent` of csrc/row_conversion.h."""
+    """Id of a format's latent encoding, `Latent` of csrc/row_conversion.h."""
     return _LATENT_IDS[fmt.nope.encoding, None if fmt.scale is None else fmt.scale.encoding]
 
 
 def row_layout(fmt: RowFormat) -> list[int]:
-    """`RowLayout` of csrc/row_conversion.h."""
+    """Fields of a format as `RowLayout` of csrc/row_conversion.h."""
     scale, rope = fmt.scale, fmt.rope
     return [
         latent_id(fmt),
@@ -72,14 +72,14 @@ def row_layout(fmt: RowFormat) -> list[int]:
 
 @cache
 def module(*, required: bool = False) -> Any:
-    """The compiled encoder; None where it cannot be built, which is logged and counted.
+    """The compiled encoder; None if the build fails, which is logged and counted.
 
     Parameters
     ----------
     required : bool
-        Raise what it fails with instead.
+        Raise the error of a failed build instead.
     """
-    # A damaged file in tvm-ffi's cache ends the process without a word, so there is one before.
+    # A damaged file in tvm-ffi's cache ends the process silently; this line then names the cause.
     logger.info("sgl-kvpool: loading the CPU codec, which tvm-ffi compiles and keeps in its cache folder")
     try:
         from tvm_ffi import cpp
@@ -99,7 +99,7 @@ def module(*, required: bool = False) -> Any:
 
 
 def encoder(fmt: RowFormat) -> Callable[..., None] | None:
-    """`encode_rows` of csrc/cpu_codec.cpp; None where torch is as fast, or where it cannot be built."""
+    """`encode_rows` of csrc/cpu_codec.cpp; None if torch is as fast, or if the build fails."""
     if fmt.nope.encoding is Encoding.BF16:
         return None
     compiled = module()
@@ -108,7 +108,7 @@ def encoder(fmt: RowFormat) -> Callable[..., None] | None:
 
 @cache
 def _row_layout(fmt: RowFormat) -> torch.Tensor:
-    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")  # whatever the default
+    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")  # not the default device
 
 
 def encode_rows(
@@ -119,13 +119,13 @@ def encode_rows(
     k_scale: float,
 ) -> None:
     """As `reference.encode_rows`."""
-    # Tensors of other classes, torch's fake ones for instance, have no memory that C++ could read.
+    # Tensors of other classes, such as torch's fake tensors, have no memory that C++ can read.
     is_plain = all(type(x) in _PLAIN for x in (rows, k_nope, k_rope))
     encode = encoder(fmt) if is_plain and rows.device.type == "cpu" else None
     if encode is None:
         reference.encode_rows(rows, k_nope, k_rope, fmt, k_scale)
         return
-    k_nope = k_nope.detach().resolve_neg()  # tvm-ffi takes no tensor that autograd follows
+    k_nope = k_nope.detach().resolve_neg()  # tvm-ffi rejects tensors that require gradients
     rope = k_nope[:, :0] if k_rope is None else k_rope.detach().resolve_neg()
     encode(rows, k_nope, rope, _row_layout(fmt), k_scale, torch.get_num_threads())
 

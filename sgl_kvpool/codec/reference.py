@@ -1,9 +1,9 @@
-"""Rows in torch: the reference of the Triton kernels and of the C++, and how a CPU decodes.
+"""Torch codec: the reference of the Triton kernels and of the C++, and the decoder on a CPU.
 
-Callers have been checked by ``sgl_kvpool.codec``; nothing here validates. Work goes in pieces of
-`_PIECE_ROWS` rows through scratch buffers that stay in a core's cache: the elementwise passes
-between reading a row and writing its values would otherwise each travel through memory. A new
-encoding is one entry in `_ENCODERS` and one in `_DECODERS`.
+``sgl_kvpool.codec`` has checked the arguments; this module does not validate. Rows are processed in chunks
+of `_CHUNK_ROWS` rows through scratch buffers that stay in a core's cache: otherwise each elementwise pass
+between reading a row and writing its values would go through memory. A new encoding is one entry in
+`_ENCODERS` and one in `_DECODERS`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sgl_kvpool.layout import Encoding, RowFormat, Segment
 
 __all__ = ["encode_rows", "gather_parts", "store_rows"]
 
-#: Rows handled at a time on a CPU: 1 MB of fp32 for a latent of 512.
-_PIECE_ROWS = 512
+#: Rows per chunk on a CPU: 1 MB of fp32 for a latent of 512.
+_CHUNK_ROWS = 512
 
 
 class _Scratch:
-    """Buffers that the pieces of one call share: fresh memory costs more than the arithmetic."""
+    """Buffers that the chunks of one call share: allocation costs more time than the arithmetic."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor that shares memory with earlier ones of this name."""
+        """An uninitialised tensor that reuses the memory of earlier tensors with this name."""
         count = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < count:
@@ -39,15 +39,15 @@ class _Scratch:
 
 
 # --------------------------------------------------------------------------------------- encoding
-# An encoder takes bf16 [tokens, count], values per stored scale (0 without scales) and what values are
-# divided by (1.0 without a k_scale); it returns the bytes of the values and of the scales (None without
-# scales), uint8 [tokens, size_bytes].
+# An encoder takes bf16 [tokens, count], the values per stored scale (0 without scales) and the divisor of the
+# values (1.0 without a k_scale); it returns the bytes of the values and of the scales (None without scales),
+# uint8 [tokens, size_bytes].
 
 _Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _encode_bf16(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
-    return values.contiguous().view(torch.uint8), None  # bits are kept, NaN payloads too
+    return values.contiguous().view(torch.uint8), None  # bits are copied, including NaN payloads
 
 
 def _encode_e4m3(values: torch.Tensor, block: int, k_scale: float) -> _Encoded:
@@ -71,7 +71,7 @@ def _encode_e2m1_ue5m3(values: torch.Tensor, block: int, k_scale: float) -> _Enc
     scale_byte, rounded, error = _try_scale(sizes, candidates[0])
     for candidate in candidates[1:]:
         tried = _try_scale(sizes, candidate)
-        better = tried[2] < error  # strictly: a tie keeps the earlier one
+        better = tried[2] < error  # strict: at a tie the earlier candidate stays
         scale_byte = torch.where(better, tried[0], scale_byte)
         rounded = torch.where(better, tried[1], rounded)
         error = torch.minimum(tried[2], error)
@@ -84,10 +84,10 @@ def _encode_e2m1_ue5m3(values: torch.Tensor, block: int, k_scale: float) -> _Enc
 def _try_scale(
     sizes: torch.Tensor, scale_byte: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale byte [tokens, blocks, 1], e2m1 magnitudes like `sizes`, error [tokens, blocks, 1]."""
+    """Scale byte [tokens, blocks, 1], e2m1 magnitudes shaped as `sizes`, error [tokens, blocks, 1]."""
     scale = scalars.ue5m3_values(scale_byte)
     rounded = scalars.round_to_e2m1(sizes / scale)
-    # rounded * scale is exact; difference, square and sums round once each.
+    # rounded * scale is exact; the difference, the square and the sums round once each.
     difference = sizes - rounded * scale
     return scale_byte, rounded, scalars.pairwise_sum(difference.mul_(difference)).unsqueeze(-1)
 
@@ -100,7 +100,7 @@ _ENCODERS: dict[tuple[Encoding, Encoding | None], Callable[..., _Encoded]] = {
 }
 
 # --------------------------------------------------------------------------------------- decoding
-# A decoder takes the bytes of the values and of the scales (None: none), uint8 [tokens, size_bytes]
+# A decoder takes the bytes of the values and of the scales (None without scales), uint8 [tokens, size_bytes]
 # views of dense rows, and k_scale; it writes `out`, [tokens, count] of any float dtype.
 
 
@@ -115,7 +115,7 @@ def _decode_bf16(
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """bf16 [tokens, 2 n]: the pairs that int16 [tokens, n], read as unsigned, finds in a table."""
+    """bf16 [tokens, 2 n]: table pairs at the indices int16 [tokens, n], read as unsigned."""
     wide = scratch("wide index", index.shape, torch.int32).copy_(index.view(torch.uint16))
     pairs = scratch("pairs", index.shape, torch.int32)
     torch.index_select(table, 0, wide.view(-1), out=pairs.view(-1))
@@ -137,7 +137,7 @@ def _decode_e4m3(
     # A product of a bf16 and an fp32 tensor takes a slow mixed path on a CPU, hence the copy.
     x = scratch("fp32", values.shape, torch.float32).copy_(values)
     if scales is None:
-        x.mul_(k_scale)  # an fp32 number already
+        x.mul_(k_scale)  # k_scale is an fp32 value already
     else:
         factors = scales.contiguous().view(torch.float32).unsqueeze(-1)  # [tokens, tiles, 1]
         x.unflatten(-1, (factors.shape[1], -1)).mul_(factors)
@@ -177,17 +177,17 @@ def encode_rows(
     fmt: RowFormat,
     k_scale: float,
 ) -> None:
-    """Write rows, uint8 [tokens, row_bytes], of bf16 [tokens, R] and [tokens, P] or None."""
+    """Encode bf16 [tokens, R] and [tokens, P] (or None) into `rows`, uint8 [tokens, row_bytes]."""
     rows[:, fmt.payload_bytes :] = 0
     encode_nope = _ENCODERS[fmt.nope.encoding, _scale_encoding(fmt)]
-    for piece in _pieces(rows):
-        codes, scales = encode_nope(k_nope[piece], fmt.scale_block_values, fmt.nope.divisor(k_scale))
-        _bytes_of(rows[piece], fmt.nope).copy_(codes)
+    for chunk in _chunks(rows):
+        codes, scales = encode_nope(k_nope[chunk], fmt.scale_block_values, fmt.nope.divisor(k_scale))
+        _bytes_of(rows[chunk], fmt.nope).copy_(codes)
         if fmt.scale is not None and scales is not None:
-            _bytes_of(rows[piece], fmt.scale).copy_(scales)
+            _bytes_of(rows[chunk], fmt.scale).copy_(scales)
         if fmt.rope is not None and k_rope is not None:
-            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[piece], 0, fmt.rope.divisor(k_scale))
-            _bytes_of(rows[piece], fmt.rope).copy_(codes)
+            codes, _ = _ENCODERS[fmt.rope.encoding, None](k_rope[chunk], 0, fmt.rope.divisor(k_scale))
+            _bytes_of(rows[chunk], fmt.rope).copy_(codes)
 
 
 def store_rows(
@@ -199,7 +199,7 @@ def store_rows(
     k_scale: float,
     encode: Callable[..., None] = encode_rows,
 ) -> None:
-    """Encode, by `encode_rows` or another of its kind, and scatter; negative slots are skipped."""
+    """Encode with `encode`, and scatter; negative slots are skipped."""
     kept = slots >= 0
     if not bool(kept.all()):
         slots, k_nope = slots[kept], k_nope[kept]
@@ -218,10 +218,10 @@ def gather_parts(
     rope_out: torch.Tensor | None,
     k_scale: float,
 ) -> None:
-    """Decode the rows of `slots`, zeros for negative ones; all rows in order without `slots`."""
+    """Decode the rows of `slots` (zeros for negative slots), or all rows in order if `slots` is None."""
     if len(nope_out) == 0:
         return
-    if slots is not None and len(pool) == 0:  # only negative slots are left to ask for
+    if slots is not None and len(pool) == 0:  # all slots are negative
         nope_out.zero_()
         if rope_out is not None:
             rope_out.zero_()
@@ -230,21 +230,21 @@ def gather_parts(
     word = _widest_word(pool)
     words = pool.view(word)
     scratch = _Scratch(pool.device)
-    for piece in _pieces(nope_out):
-        # Whole rows in one dense piece: what follows may then view bytes as any wider type.
-        tokens = len(nope_out[piece])
+    for chunk in _chunks(nope_out):
+        # Dense copies of whole rows: their bytes can be viewed as any wider dtype below.
+        tokens = len(nope_out[chunk])
         dense = scratch("rows", (tokens, words.shape[1]), word)
         if slots is None:
-            dense.copy_(words[piece])
+            dense.copy_(words[chunk])
         else:
-            torch.index_select(words, 0, slots[piece].clamp(min=0), out=dense)
+            torch.index_select(words, 0, slots[chunk].clamp(min=0), out=dense)
         rows = dense.view(torch.uint8)
         scales = None if fmt.scale is None else _bytes_of(rows, fmt.scale)
         nope_scale = fmt.nope.divisor(k_scale)
-        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[piece], scratch)
+        decode_nope(_bytes_of(rows, fmt.nope), scales, nope_scale, nope_out[chunk], scratch)
         if fmt.rope is not None and rope_out is not None:
             codes, rope_scale = _bytes_of(rows, fmt.rope), fmt.rope.divisor(k_scale)
-            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[piece], scratch)
+            _DECODERS[fmt.rope.encoding, None](codes, None, rope_scale, rope_out[chunk], scratch)
     if slots is not None:
         absent = (slots < 0).nonzero().squeeze(-1)
         if len(absent):
@@ -253,9 +253,9 @@ def gather_parts(
                 rope_out.index_fill_(0, absent, 0)
 
 
-def _pieces(rows: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that are handled together; a GPU has no use for small ones."""
-    step = _PIECE_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
+def _chunks(rows: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows that are processed together; on a GPU one slice of all rows."""
+    step = _CHUNK_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
     for first in range(0, len(rows), step):
         yield slice(first, first + step)
 
@@ -270,7 +270,7 @@ def _bytes_of(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def _widest_word(rows: torch.Tensor) -> torch.dtype:
-    """Widest integer that rows can be seen as: copies of words are several times faster."""
+    """Widest integer dtype as which rows can be viewed: copies of words are several times faster."""
     for word in (torch.int64, torch.int32, torch.int16):
         size = word.itemsize
         if not any(n % size for n in (rows.shape[1], rows.stride(0), rows.storage_offset())):

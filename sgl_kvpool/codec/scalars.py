@@ -1,15 +1,15 @@
-"""The numbers that rows are made of, in torch: e2m1, ue5m3 and e4m3.
+"""Number formats of rows in torch: e2m1, ue5m3 and e4m3.
 
 ======  ====  ==========================================================================
 format  bits  values
 ======  ====  ==========================================================================
 e2m1    4     sign, then 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling, FP4)
 ue5m3   8     no sign, 5 exponent bits (bias 15), 3 mantissa bits: the upper 8 of the 15
-              bits of a non-negative fp16; 2**-17 ... 61440, 0 is 0
+              bits of a non-negative fp16; 2**-17 ... 61440, byte 0 is 0
 e4m3    8     ``torch.float8_e4m3fn``; largest 448
 ======  ====  ==========================================================================
 
-Rounding is to nearest, ties to even, everywhere. Inputs are fp32 and have been made finite by
+All rounding is to nearest, ties to even. Inputs are fp32 and have been made finite by
 `finite_fp32`. ``triton_scalars.py`` states the same arithmetic for the GPU; both must store the same
 bytes, so no expression here may be rewritten into one that rounds differently.
 """
@@ -54,9 +54,9 @@ def finite_fp32(values: torch.Tensor) -> torch.Tensor:
 
 
 def divide_(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide in place, rounded once.
+    """Divide in place, with one rounding.
 
-    The divisor becomes a tensor: by a Python number, torch multiplies by the reciprocal on CUDA.
+    The divisor becomes a tensor, because with a Python number torch multiplies by the reciprocal on CUDA.
     """
     return values.div_(torch.full((), divisor, dtype=values.dtype, device=values.device))
 
@@ -64,8 +64,8 @@ def divide_(values: torch.Tensor, divisor: float) -> torch.Tensor:
 def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
     """Sum over the last axis (a power of two) as a tree: adjacent pairs first, in index order.
 
-    The order is part of the law: `Tensor.sum` and `tl.sum` promise none, and the choice between two
-    scales must not depend on the machine.
+    The order is part of the encoding rules: `Tensor.sum` and `tl.sum` guarantee no order, and the choice
+    between two scales must not depend on the machine.
     """
     while values.shape[-1] > 1:
         values = values[..., 0::2] + values[..., 1::2]
@@ -78,7 +78,7 @@ def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
 def ue5m3_bytes(values: torch.Tensor) -> torch.Tensor:
     """Nearest ue5m3 of non-negative fp32 values, as int32 bytes; at most `UE5M3_MAX_BYTE`.
 
-    A value that rounds to 0 gives byte 0; the caller knows whether that is allowed.
+    A value that rounds to 0 gives byte 0; the caller decides whether that is allowed.
     """
     bits = values.view(torch.int32)
     # Drop 20 of 23 mantissa bits, then re-bias the exponent from 127 to 15.
@@ -97,10 +97,11 @@ def ue5m3_values(scale_bytes: torch.Tensor) -> torch.Tensor:
 def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
     """Bytes of the scales that an encoder tries for a block, in order, from the block's largest magnitude.
 
-    The byte of largest / 6 and its two neighbours, the one below that of largest / 4 and that; 1 to
-    `UE5M3_MAX_BYTE`. Decoded values find the scale of their block among them, or one that holds the same
-    values, so encoding them again changes nothing; +4 and +5 from the byte of largest / 6 err as little
-    (0.082 of N(0, 1)) but miss that scale in blocks below 2**-12.
+    In this order: the byte of largest / 6, the byte below and the byte above it, the byte below that of
+    largest / 4, and that byte; all limited to 1 to `UE5M3_MAX_BYTE`. For decoded values the candidates
+    include the scale of their block, or one that holds the same values, so that encoding them again changes
+    nothing; +4 and +5 from the byte of largest / 6 err as little (0.082 of N(0, 1)) but miss that scale in
+    blocks below 2**-12.
     """
     sixth = ue5m3_bytes(divide_(largest.clone(), E2M1_MAX))
     quarter = ue5m3_bytes(largest * 0.25)
@@ -112,7 +113,7 @@ def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
 
 
 def round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Nearest e2m1 magnitude of non-negative fp32 values, as fp32; above 6 gives 6."""
+    """Nearest e2m1 magnitude of non-negative fp32 values, as fp32; values above 6 give 6."""
     magnitudes = magnitudes.clamp(max=E2M1_MAX)
     # e2m1 steps are half of the value's power of two, and 0.5 below 1. 2**22 times that power of
     # two is a number whose fp32 spacing is exactly the step, so adding it rounds and subtracting it
@@ -124,7 +125,7 @@ def round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
 
 def e2m1_codes(rounded: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
     """4-bit codes (uint8) of magnitudes from `round_to_e2m1`, with the signs of `signed`."""
-    # Times 2**-14 the magnitude's three bits are bits 9 to 11 of an fp16 (1 meets its exponent 1).
+    # Multiplied by 2**-14, the magnitude's three bits are bits 9 to 11 of an fp16 (1 gets exponent 1).
     bits = (torch.copysign(rounded, signed) * 2.0**-14).to(torch.float16).view(torch.int16)
     return (((bits >> 9) & 7) | ((bits >> 12) & 8)).to(torch.uint8)
 
@@ -134,7 +135,7 @@ def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
     """Decoder of packed e2m1: ``table[scale byte * 256 + code byte]`` is two bf16 in one int32.
 
     The product of a 3-bit e2m1 magnitude and a 4-bit ue5m3 scale fits the 8 bits of a bf16, so bf16
-    holds what the fp32 law says without rounding. 256 KiB, int32 [65536].
+    holds the fp32 product without rounding. The table is int32 [65536], 256 KiB.
     """
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat([magnitudes, -magnitudes])  # [16] by code
@@ -149,7 +150,7 @@ def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
 
 
 def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
-    """`torch.float8_e4m3fn` nearest to fp32 values, which are clamped to +-448 in place."""
+    """The nearest `torch.float8_e4m3fn` of fp32 values, which are first clamped to +-448 in place."""
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 

@@ -1,12 +1,12 @@
-"""Rows on a GPU: one kernel quantises and scatters, one gathers and decodes, each in a single pass.
+"""GPU codec: one kernel quantises and scatters, another gathers and decodes, each in a single pass.
 
 A program handles a few tokens, a row in chunks of up to 512 values (the largest power of two that
 divides R), so every byte is read once and written once, in 16-byte accesses (8 bytes for stores of
 e4m3) where the row stride and the base address are multiples of 16. The geometry is constexpr; strides
 are run-time numbers and row offsets are int64.
 
-How a segment is read and written is in ``triton_segments.py``, the arithmetic in
-``triton_scalars.py``; this module knows rows and tokens only.
+``triton_segments.py`` reads and writes segments, the arithmetic is in
+``triton_scalars.py``; this module handles rows and tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
     "store_rows",
 ]
 
-#: Tokens of a program. With 4 warps and R = 512 a thread then writes 16 bytes or more of FP4 codes
-#: in `store_kernel`, and of everything in `gather_kernel`; twice as many would cost registers (read
-#: from the compiled code, not timed).
+#: Tokens per program. With 4 warps and R = 512 a thread then writes 16 bytes or more of FP4 codes in
+#: `store_kernel`, and of all outputs in `gather_kernel`; twice as many tokens would cost registers (read from
+#: the compiled code, not timed).
 _STORE_TOKENS = 8
 _GATHER_TOKENS = 16
 _WARPS = 4
 _MAX_CHUNK = 512
-#: Rows hold float32 scales, so a row must start at a multiple of this.
+#: Alignment of a row's address: rows hold float32 scales.
 _ROW_ALIGNMENT_BYTES = 4
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -46,14 +46,14 @@ _ROW_ALIGNMENT_BYTES = 4
 
 @triton.jit
 def _row_pointers(rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS):
-    """Token numbers int64 [TOKENS, 1], their rows, which tokens exist and which have a row."""
+    """Token numbers int64 [TOKENS, 1], row pointers, masks of existing tokens and of tokens with a row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     exists = token < tokens
     if slots_ptr is None:
         return token, rows_ptr + token * row_stride, exists, exists
     else:
         slot = tl.load(slots_ptr + token * slots_stride, mask=exists, other=-1).to(tl.int64)
-        # A slot beyond the pool would be another layer's memory.
+        # A slot beyond the pool would address another layer's memory.
         has_row = (slot >= 0) & (slot < row_count)
         return token, rows_ptr + slot * row_stride, exists, has_row
 
@@ -113,7 +113,7 @@ def gather_kernel(
     rows_ptr,  # uint8
     slots_ptr,  # int32 or int64, or None: token t is row t
     nope_ptr,  # bf16, fp16 or fp32, written
-    rope_ptr,  # of the same type, written; None if P is 0
+    rope_ptr,  # same dtype as nope_ptr, written; None if P is 0
     tokens,
     row_count,
     row_stride,
@@ -138,7 +138,7 @@ def gather_kernel(
     TOKENS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Decode the row of each token; zeros for a token without one."""
+    """Decode the row of each token; write zeros for a token without a row."""
     token, rows, exists, live = _row_pointers(
         rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS
     )
@@ -159,13 +159,13 @@ def gather_kernel(
 
 
 def can_address(rows: torch.Tensor) -> bool:
-    """False for rows that do not start at multiples of 4 bytes."""
+    """Whether all rows start at multiples of 4 bytes."""
     return not (rows.data_ptr() % _ROW_ALIGNMENT_BYTES or rows.stride(0) % _ROW_ALIGNMENT_BYTES)
 
 
 @cache
 def geometry(fmt: RowFormat) -> dict[str, Any]:
-    """The constexpr arguments of both kernels that follow from a row format."""
+    """Constexpr arguments of both kernels that a row format determines."""
     rank = fmt.kv_lora_rank
 
     def name(segment: Segment | None) -> str:
@@ -194,7 +194,7 @@ def geometry(fmt: RowFormat) -> dict[str, Any]:
 
 @cache
 def _is_native(device: torch.device) -> bool:
-    """Whether this device converts to and from e4m3 and bf16 by itself, as IEEE asks."""
+    """Whether this device has IEEE-conforming conversions to and from e4m3 and bf16."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -219,7 +219,7 @@ def store_rows(
     fmt: RowFormat,
     k_scale: float,
 ) -> None:
-    """As `reference.store_rows`; token t to row t without `slots`."""
+    """As `reference.store_rows`; without `slots` token t goes to row t."""
     _launch(store_kernel, _STORE_TOKENS, pool, slots, k_nope, k_rope, fmt, k_scale)
 
 
@@ -249,7 +249,7 @@ def _launch(
     if tokens == 0:
         return
     if pool.is_cuda and pool.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever its arguments are on.
+        # Triton launches on the current device, not on that of its arguments.
         with torch.cuda.device(pool.device):
             _launch(kernel, tokens_per_program, pool, slots, nope, rope, fmt, k_scale)
         return

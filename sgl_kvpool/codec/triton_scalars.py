@@ -1,15 +1,15 @@
-"""The numbers that rows are made of, in Triton: the arithmetic of ``scalars.py``, byte for byte.
+"""Number formats of rows in Triton: the arithmetic of ``scalars.py``, byte for byte.
 
 Rules that keep the bytes the same on every machine:
 
 * division is `tl.div_rn`; Triton's ``/`` on fp32 is approximate;
-* kernels that encode are compiled with ``enable_fp_fusion=False``: a fused multiply-add rounds once
-  where the law rounds twice;
-* sums go through `pairwise_sum_16`; the order of `tl.sum` is the compiler's.
+* encoding kernels are compiled with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the
+  rules round twice;
+* sums go through `pairwise_sum_16`; the compiler chooses the order of `tl.sum`.
 
-`NATIVE` says whether the machine's own conversions between fp32 and bf16 or e4m3 are used. They
-exist from sm_89 on. The integer forms beside them give the same results everywhere, also in
-Triton's interpreter, whose own conversions truncate.
+`NATIVE` says whether the GPU's own conversions between fp32 and bf16 or e4m3 are used; they exist from sm_89
+on. The integer forms beside them give the same results everywhere, also in Triton's interpreter, whose own
+conversions truncate.
 """
 
 import triton
@@ -48,7 +48,7 @@ def finite_fp32(bits):
 
 @triton.jit
 def fp32_to(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 -> DTYPE (bf16, fp16 or fp32), to nearest even."""
+    """fp32 -> DTYPE (bf16, fp16 or fp32), rounded to nearest even."""
     if tl.bfloat16 == DTYPE and not NATIVE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -125,7 +125,7 @@ def pairwise_sum_16(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def round_to_e2m1(sizes):
-    """Nearest e2m1 magnitude of non-negative fp32, as fp32; above 6 gives 6. See scalars.py."""
+    """Nearest e2m1 magnitude of non-negative fp32, as fp32; values above 6 give 6. See scalars.py."""
     sizes = tl.minimum(sizes, 6.0)
     power = tl.maximum(sizes, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
     spacer = (power + (22 << 23)).to(tl.float32, bitcast=True)
@@ -134,7 +134,7 @@ def round_to_e2m1(sizes):
 
 @triton.jit
 def _candidate(sixth, quarter, NUMBER: tl.constexpr):
-    """Byte of a scale that is tried: see `ue5m3_candidates` of scalars.py."""
+    """Byte of candidate scale NUMBER: see `ue5m3_candidates` of scalars.py."""
     if NUMBER == 0:
         scale_byte = sixth
     elif NUMBER < 3:
@@ -147,10 +147,10 @@ def _candidate(sixth, quarter, NUMBER: tl.constexpr):
 @triton.jit
 def _squared_error(sizes, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Sum of squared errors [ROWS, BLOCKS] of magnitudes [ROWS, BLOCKS, 16] at scales [ROWS, BLOCKS]."""
-    # Of a quotient halfway between two e2m1 magnitudes the product with the rounded reciprocal may take the
-    # other one, which is as far away; elsewhere quotients keep away from the middle by 2**-10.
+    # If a quotient is halfway between two e2m1 magnitudes, the product with the rounded reciprocal may round
+    # to the other one, with the same error; other quotients are at least 2**-10 away from the middle.
     rounded = round_to_e2m1(sizes * tl.div_rn(1.0, scale)[:, :, None])
-    # rounded * scale is exact; difference, square and sums round once each.
+    # rounded * scale is exact; the difference, the square and the sums round once each.
     difference = sizes - rounded * scale[:, :, None]
     return pairwise_sum_16(difference * difference, ROWS, BLOCKS)
 
@@ -169,14 +169,14 @@ def encode_e2m1_blocks(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
     for number in tl.static_range(1, 5):
         tried = _candidate(sixth, quarter, number)
         its_error = _squared_error(sizes, ue5m3_values(tried), ROWS, BLOCKS)
-        better = its_error < error  # strictly: a tie keeps the earlier one
+        better = its_error < error  # strict: at a tie the earlier candidate stays
         scale_byte = tl.where(better, tried, scale_byte)
         error = tl.minimum(its_error, error)
-    # The quotients: a multiple of 2**-12 is exact where one lies halfway between two magnitudes.
+    # Quotients as multiples of 2**-12, which is exact if one is halfway between two magnitudes.
     products = sizes * tl.div_rn(1.0, ue5m3_values(scale_byte))[:, :, None]
     rounded = round_to_e2m1((tl.minimum(products, 6.0) + 3072.0) - 3072.0)
     scale_byte = tl.where(largest > 0, scale_byte, 0)
-    # Times 2**-14 the magnitude's three bits are bits 9 to 11 of an fp16.
+    # Multiplied by 2**-14, the magnitude's three bits are bits 9 to 11 of an fp16.
     half = (rounded * 6.103515625e-05).to(tl.float16).to(tl.int16, bitcast=True)
     sign = (signed.to(tl.int32, bitcast=True) >> 28) & 8
     codes = (half >> 9).to(tl.int32) | sign

@@ -1,6 +1,6 @@
-"""One segment of a row on a GPU: from bytes to values and back, whatever its encoding.
+"""Conversion of one segment of a row between bytes and values on a GPU, for every encoding.
 
-`load_values` also serves kernels that attend rows: they hold pointers to starts of rows and take
+Attention kernels use `load_values` too: they have pointers to the starts of rows and take
 the byte offsets from a RowFormat. A new encoding is one branch here in each direction.
 """
 
@@ -27,7 +27,7 @@ _FP32_TINY = tl.constexpr(1.1754943508222875e-38)
 def load_values(
     rows,  # [ROWS, 1] pointers to uint8, the start of each row
     live,  # [ROWS, 1] bool; other rows give zeros
-    k_scale,  # what the values were divided by, or None
+    k_scale,  # divisor used by the encoder, or None
     FIRST: tl.constexpr,  # index of the first value within the segment
     COUNT: tl.constexpr,  # values to load, a power of two
     ENCODING: tl.constexpr,
@@ -62,7 +62,7 @@ def load_values(
         packed = tl.load(rows + (VALUES_AT + FIRST // 2) + pair, mask=live, other=0)
         block = tl.arange(0, COUNT // BLOCK)[None, :]
         scale_bytes = tl.load(rows + (SCALE_AT + FIRST // BLOCK) + block, mask=live, other=0)
-        # The values come times 2**-14; both products are exact.
+        # The loaded values are scaled by 2**-14; both products are exact.
         scale = ue5m3_values(scale_bytes.to(tl.int32)) * 16384.0
         x = tl.reshape(decode_e2m1_pairs(packed), [ROWS, COUNT // BLOCK, BLOCK])
         return tl.reshape(x * scale[:, :, None], [ROWS, COUNT])
@@ -83,7 +83,7 @@ def load_as(
     NATIVE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """`load_values` cast to DTYPE; bf16 that stays bf16 keeps its bits, NaN payloads too."""
+    """`load_values` cast to DTYPE; bf16 to bf16 copies the bits, including NaN payloads."""
     if ENCODING == "bf16" and tl.bfloat16 == DTYPE:
         words = (rows + (VALUES_AT + 2 * FIRST)).to(tl.pointer_type(tl.int16))
         bits = tl.load(words + tl.arange(0, COUNT)[None, :], mask=live, other=0)
@@ -125,7 +125,7 @@ def store_values(
     index = tl.arange(0, COUNT)[None, :]
     if ENCODING == "bf16":
         words = (rows + (VALUES_AT + 2 * FIRST)).to(tl.pointer_type(tl.int16))
-        tl.store(words + index, bits, mask=live)  # bits are kept, NaN payloads too
+        tl.store(words + index, bits, mask=live)  # bits are copied, including NaN payloads
     elif ENCODING == "e4m3":
         x = finite_fp32(bits)
         if SCALE == "fp32":
@@ -139,8 +139,8 @@ def store_values(
             x = tl.reshape(x, [ROWS, COUNT])
         elif k_scale is not None:
             x = tl.div_rn(x, tl.zeros_like(x) + k_scale)
-        # A thread stores the codes of the 8 values that it loads at once. For 16 of them Triton would have it
-        # load 32 bytes, in two loads of which each touches every sector of its warp's values.
+        # A thread stores the codes of the 8 values that it loads at once. With 16 values Triton would make it
+        # load 32 bytes, as two loads that each touch every sector of its warp's values.
         at = tl.max_contiguous(rows + (VALUES_AT + FIRST) + index, [1, 8])
         tl.store(at, e4m3_bytes(x, NATIVE), mask=live)
     else:

@@ -1,1 +1,1 @@
-"""What `sgl-kvpool` runs besides the demo."""
+"""Subcommands of `sgl-kvpool` other than the demo."""

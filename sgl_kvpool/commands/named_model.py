@@ -1,4 +1,4 @@
-"""What a user names as a model: a checkpoint's folder, a config.json, or a name on Hugging Face."""
+"""Models as users name them: a checkpoint's folder, a config.json, or a name on Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["NamedModel", "find_model", "weights_gib"]
 
 _GIB = 1 << 30
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-#: Seconds that Hugging Face may take to send a configuration.
+#: Time limit for fetching a configuration from Hugging Face, in seconds.
 FETCH_LIMIT_S = 20.0
-#: All that SGLang reads of a repository before it loads weights: configurations, and the code that they name.
+#: Files that SGLang reads before it loads weights: configurations, and the code that they name.
 _CONFIGURATION = ("*config.json", "*.py")
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that a command is told to look at.
+    """A model that is an argument of a command.
 
     Attributes
     ----------
     named : str
-        What the user wrote, which the launch command repeats.
+        The user's text, which the launch command repeats.
     config : str or None
-        Text of its config.json; None for a name on Hugging Face, whose is fetched by `sglang_path`.
+        Text of its config.json; None for a name on Hugging Face, for which `sglang_path` fetches it.
     weights_gib : float or None
-        Of all its safetensors files, in units of 2^30 bytes; None where there are none.
+        Size of all its safetensors files, in units of 2^30 bytes; None without such files.
     """
 
     named: str
@@ -43,7 +43,7 @@ class NamedModel:
 
     @property
     def launch_path(self) -> str:
-        """What --model-path would be; MODEL for a file that is no checkpoint's."""
+        """Value of --model-path; MODEL for a config.json outside of a checkpoint."""
         path = Path(self.named)
         if not path.is_file():
             return self.named
@@ -53,25 +53,25 @@ class NamedModel:
     def sglang_path(self) -> Iterator[str]:
         """Folder in which SGLang finds the configuration.
 
-        Of a name on Hugging Face it is one of Hugging Face's cache, fetched now: SGLang itself would try for
-        minutes without a network, once for each server. Of a file under another name than config.json it is
-        made for the file.
+        For a name on Hugging Face this is a folder of Hugging Face's cache, fetched now: without a network
+        SGLang itself would retry for minutes, once per server. For a file with another name than config.json
+        a temporary folder is made.
 
         Raises
         ------
         ValueError
-            Hugging Face does not send the configuration, and its cache does not have it.
+            If Hugging Face does not send the configuration, and its cache does not have it.
         """
         path = Path(self.named)
         if path.is_dir():
             yield str(path.resolve())
             return
         if self.config is None:
-            # SGLang looks the name up elsewhere if it is told to.
+            # SGLang can be configured to use another hub.
             elsewhere = os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
             yield self.named if elsewhere else _fetched(self.named)
             return
-        if path.name == "config.json":  # what it names, as code of its own, lies beside it
+        if path.name == "config.json":  # files that it names, such as code, lie beside it
             yield str(path.resolve().parent)
             return
         with tempfile.TemporaryDirectory(prefix="sgl-kvpool-model-") as folder:
@@ -80,13 +80,13 @@ class NamedModel:
 
 
 def weights_gib(folder: Path) -> float | None:
-    """Size of a checkpoint's safetensors files, in units of 2^30 bytes; None without any."""
+    """Size of a checkpoint's safetensors files, in units of 2^30 bytes; None without such files."""
     size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return size_bytes / _GIB if size_bytes else None
 
 
 def _fetched(name: str) -> str:
-    """Folder with the configuration of a repository on Hugging Face; ValueError if there is none."""
+    """Folder with the configuration of a repository on Hugging Face; ValueError if it is not available."""
     print(
         f"fetching config.json of {name} from Hugging Face, {FETCH_LIMIT_S:g} s at most ...",
         file=sys.stderr,
@@ -100,11 +100,11 @@ def _fetched(name: str) -> str:
     def fetch(**options: bool) -> None:
         try:
             found.append(snapshot_download(name, allow_patterns=list(_CONFIGURATION), **options))
-        except Exception as error:  # the library's, the network's and the disk's: each is the reason
+        except Exception as error:  # of the library, the network or the disk: reported as the reason
             lines = [line for line in str(error).splitlines() if line.strip()]
             reasons.append(lines[0].removeprefix("Got: ") if lines else type(error).__name__)
 
-    # A thread that nothing waits for: the library limits neither a name's look-up nor a connection.
+    # A daemon thread: the library has no time limit for name resolution and connection.
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
     thread.join(FETCH_LIMIT_S)
@@ -113,9 +113,9 @@ def _fetched(name: str) -> str:
         fetch(local_files_only=True)
     if found and (Path(found[0]) / "config.json").is_file():
         return found[0]
-    reason = "the repository has none" if found else reason
+    reason = "the repository has no config.json" if found else reason
     raise ValueError(
-        f"config.json of {name} is neither to be had from Hugging Face nor in its cache here ({reason}); "
+        f"config.json of {name} is neither available from Hugging Face nor in its cache ({reason}); "
         "name a checkpoint's folder or a config.json instead"
     )
 
@@ -131,7 +131,7 @@ def find_model(named: str) -> NamedModel:
     Raises
     ------
     ValueError
-        None of these, or the file is no JSON object.
+        If `named` is none of these, or the file is not a JSON object.
     """
     path = Path(named)
     if not path.exists():
@@ -147,7 +147,7 @@ def find_model(named: str) -> NamedModel:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
+        raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no configuration of a model: it holds a {type(config).__name__}")
+        raise ValueError(f"{file} is not a model configuration: it contains a {type(config).__name__}")
     return NamedModel(named, text, weights_gib(path) if path.is_dir() else None)

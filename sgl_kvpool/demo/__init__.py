@@ -1,1 +1,1 @@
-"""Models small enough to serve on a CPU, and the command that compares the layouts with them."""
+"""Models that are small enough for a CPU, and the command that compares the layouts with them."""

@@ -1,13 +1,13 @@
-"""Checkpoints of the demo model: a folder that SGLang and transformers open as any other.
+"""Checkpoints of the demo model: folders that SGLang and transformers open like any checkpoint.
 
 ============================  =====================================================
-``config.json``               the shape, and what makes SGLang see an MLA model
+``config.json``               the shape, and the fields of an MLA model for SGLang
 ``tokenizer.json``            one token per byte; a byte's token id is its value
-``tokenizer_config.json``     lets ``AutoTokenizer`` open the former
+``tokenizer_config.json``     lets ``AutoTokenizer`` open tokenizer.json
 ``model.safetensors``         the weights, named as in :class:`~sgl_kvpool.demo.net.ByteMLA`
 ============================  =====================================================
 
-Importing this does not import SGLang.
+Importing this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, initialise
+from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig
 
 __all__ = [
     "SPECIAL_TOKEN",
@@ -28,11 +28,10 @@ __all__ = [
     "read_model",
     "write_config",
     "write_model",
-    "write_random_model",
     "write_tokenizer",
 ]
 
-#: The text of token 256. The tokenizer never adds it by itself.
+#: The text of token 256, which the tokenizer never adds by default.
 SPECIAL_TOKEN = "<|endoftext|>"
 
 
@@ -49,7 +48,7 @@ def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
         "eos_token_id": SPECIAL_TOKEN_ID,
         "pad_token_id": SPECIAL_TOKEN_ID,
         "q_lora_rank": None,
-        # Every layer is dense. These stay integers all the same: SGLang compares and adds them.
+        # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
         "first_k_dense_replace": config.layers,
         "moe_layer_freq": 1,
         "n_routed_experts": 1,
@@ -64,7 +63,7 @@ def write_config(folder: str | Path, config: ByteMLAConfig) -> None:
 
 
 def read_config(folder: str | Path) -> ByteMLAConfig:
-    """The shape that a folder's config.json states."""
+    """The shape in a folder's config.json."""
     return ByteMLAConfig.from_hf(json.loads((Path(folder) / "config.json").read_text("utf-8")))
 
 
@@ -82,9 +81,8 @@ def byte_alphabet() -> list[str]:
 def write_tokenizer(folder: str | Path) -> None:
     """Write tokenizer.json and tokenizer_config.json.
 
-    The tokens of a text are the bytes of its UTF-8 form, nothing is added or merged, so
-    ``encode(text) == list(text.encode())``. Only the text of the special token itself, 256, is not
-    taken byte by byte.
+    The tokens of a text are the bytes of its UTF-8 form, without added or merged tokens, so
+    ``encode(text) == list(text.encode())``. The only exception is the text of the special token, 256.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -128,34 +126,6 @@ def read_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ByteML
     net = ByteMLA(read_config(folder))
     net.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=True)
     return net.to(dtype).eval()
-
-
-def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:
-    """Write a checkpoint with random weights and return its folder.
-
-    The weights are scaled so that the most probable byte depends on the context. It is always a
-    printable ASCII character: every other token has the logit 0. The same arguments write the same
-    bytes.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Made if it does not exist.
-    seed : int
-        Seed of the weights.
-    layers : int
-        Number of layers.
-    **shape
-        Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
-    """
-    net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
-    initialise(net, seed, score_gain=2.0, logit_gain=2.0)
-    with torch.no_grad():
-        # Against a byte that follows itself for ever: lower its logit by about 5 after itself.
-        net.lm_head.weight -= net.embed_tokens.weight / 32
-        net.lm_head.weight[:0x20] = 0
-        net.lm_head.weight[0x7F:] = 0
-    return write_model(folder, net)
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

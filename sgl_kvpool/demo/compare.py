@@ -1,4 +1,4 @@
-"""`sgl-kvpool demo`: real SGLang serves the demo model once per layout; one table says what came out."""
+"""`sgl-kvpool demo`: SGLang serves the demo model once per layout, and one table compares the results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool import __version__, env
+from sgl_kvpool.commands.bench.outputs import machine
 from sgl_kvpool.commands.doctor.probes import host
 from sgl_kvpool.demo import report
 from sgl_kvpool.demo.measure import (
@@ -33,36 +34,36 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = ["compare", "has_room_for_host_tier", "layout_server"]
 
 _PAGE_SIZE = 64
-#: A host tier, and answers that say what came from it.
+#: Arguments of a host tier, and of answers that report hits in it.
 _HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report")
-#: Memory that it takes, and what the server itself takes after the question was asked.
+#: Memory of the host tier, and of the server itself after SGLang's check of free memory.
 _HOST_TIER_BYTES = (2 << 30) + (3 << 30)
 
-#: What a run leaves in its folder. It is written into a folder in there, until the run has finished.
+#: Files of a run, written into a subfolder until the run has finished.
 _RESULTS = ("demo.json", "demo.png", *(f"server-{layout}.log" for layout in MLAKVCacheLayout))
 _UNFINISHED = "unfinished"
 
-#: Tokens of greedy text, and of an answer at most.
+#: Tokens of greedy text, and largest number of tokens of an answer.
 GREEDY_TOKENS, ANSWER_TOKENS = 48, 80
 
-#: What a run may take, with as many windows as that allows; and what a server takes besides its start and its
-#: windows.
+#: Time of a run, which determines the default number of windows; and time of a server besides its start and
+#: its windows.
 _RUN_SECONDS, _OTHER_SECONDS = 600.0, 40.0
 
 
 def has_room_for_host_tier() -> bool:
-    """Whether SGLang would make a host tier on this machine: it keeps 10 GiB of memory free."""
+    """Whether SGLang would create a host tier on this machine: it keeps 10 GiB of memory free."""
     return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
 def _host_tier_ratio(model: DemoModel) -> int:
-    """Tokens of the host tier per token of the pool: the evicted prompt stays, however many windows come."""
+    """Tokens of the host tier per token of the pool: enough that windows never evict the prompt from it."""
     tokens = len(model.windows) * len(model.windows[0]) + 2 * len(model.evicted)
     return max(6, -(-tokens // model.bf16_tokens))
 
 
 def layout_server(model: DemoModel, layout: MLAKVCacheLayout, port: int, log: Path) -> Server:
-    """The server the demo starts for a layout, not yet started."""
+    """The demo's server for a layout, not yet started."""
     tokens = model.tokens_in_the_same_memory(layout)
     arguments = cpu_arguments(model.path, port, max_total_tokens=tokens)
     arguments += ["--kv-cache-layout", layout.value, "--page-size", str(_PAGE_SIZE)]
@@ -78,7 +79,7 @@ class Windows:
     ----------
     model : DemoModel
     count : int or None
-        None: as many as `settle` finds.
+        Number of windows; None to let `settle` choose.
     """
 
     def __init__(self, model: DemoModel, count: int | None):
@@ -98,7 +99,7 @@ class Windows:
         return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {fewest} at least,"
 
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
-        """Decide how many, if that is still open, from what the first of some servers took."""
+        """Choose the number of windows, if none was given, from the times of the first of several servers."""
         if not self._settled:
             left = _RUN_SECONDS / servers - start_seconds - _OTHER_SECONDS
             fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST
@@ -107,13 +108,13 @@ class Windows:
 
 
 def _without_twins(model: DemoModel, layouts: Sequence[MLAKVCacheLayout]) -> list[MLAKVCacheLayout]:
-    """The layouts, without those whose rows of this model are another's: it may have no rotary values."""
+    """The layouts without duplicates: without rotary values, two layouts can have the same rows."""
     found: dict[tuple, MLAKVCacheLayout] = {}
     for layout in layouts:
         twin = found.setdefault(model.row_format(layout).segments, layout)
         if twin is not layout:
             print(
-                f"{layout} is not served: the rows of this model, without rotary values, are those of {twin}"
+                f"{layout} is not served: without rotary values, its rows of this model equal those of {twin}"
             )
     return list(found.values())
 
@@ -127,17 +128,17 @@ def compare(
     ----------
     model : DemoModel
     layouts : sequence of MLAKVCacheLayout
-        Without repetition. Differences are to BF16, if it is among them.
+        Layouts without repetition. Differences are to BF16, if it is one of them.
     folder : Path
-        Made if it does not exist; gets ``demo.json``, ``demo.png`` and the servers' logs, in place of an
-        earlier run's, once all layouts were served. Until then they are in ``unfinished/`` in there.
+        Created if it does not exist. Once all layouts were served it gets ``demo.json``, ``demo.png`` and the
+        servers' logs, in place of those of an earlier run; until then they are in ``unfinished/`` inside it.
     window_count : int or None
         Windows to score; None for as many as ten minutes allow.
 
     Returns
     -------
     int
-        Exit status: 1 if a server failed, what was served before it is still shown and written, or if the
+        Exit status: 1 if a server failed (results of earlier servers are still shown and written), or if the
         results could not be written.
     """
     if folder.exists() and not folder.is_dir():
@@ -161,7 +162,7 @@ def compare(
         try:
             served.append(_serve(model, layout, windows, len(layouts), log))
         except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-            # The last three: an answer of another shape than SGLang's.
+            # The last three are raised by an answer in another form than SGLang's.
             what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
             print(f"failed: {what}{error}\nthe server's log: {log}", flush=True)
             status = 1
@@ -191,7 +192,7 @@ def compare(
 
 
 def _emptied(folder: Path) -> Path:
-    """The folder, made if need be, without results of an earlier run."""
+    """The folder, created if it does not exist, without results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _RESULTS:
         (folder / name).unlink(missing_ok=True)
@@ -199,30 +200,31 @@ def _emptied(folder: Path) -> Path:
 
 
 def _write(folder: Path, results: Sequence[report.Result], model: DemoModel, windows: Windows) -> str:
-    """Write the JSON and the plot; returns why there is no plot, or nothing."""
-    report.write_json(folder / "demo.json", results, _facts(model, windows.chosen))
+    """Write the JSON and the plot; returns the reason if there is no plot, else an empty string."""
+    facts = _facts(model, windows.chosen)
+    report.write_json(folder / "demo.json", results, facts)
     try:
-        report.write_plot(folder / "demo.png", results, model.title, model.token)
-    except ImportError as error:  # an absent or broken matplotlib costs the plot, not the numbers
+        report.write_plot(folder / "demo.png", results, model.title, facts)
+    except ImportError as error:  # without a working matplotlib the numbers are still written
         return f"no plot: {error}; pip install matplotlib"
     return ""
 
 
 def _move(unfinished: Path, folder: Path) -> None:
-    """Put a finished run's results in the place of an earlier run's."""
+    """Replace an earlier run's results by those of the finished run."""
     for name in _RESULTS:
         if (unfinished / name).exists():
             (unfinished / name).replace(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody else's file in it
+    with contextlib.suppress(OSError):  # the folder has a file that is not from this run
         unfinished.rmdir()
 
 
 def _serve(
     model: DemoModel, layout: MLAKVCacheLayout, windows: Windows, servers: int, log: Path
 ) -> tuple[report.Result, Scores]:
-    """Start a layout's server, ask it everything, stop it."""
+    """Start a layout's server, send all requests, stop it."""
     began = time.monotonic()
     with layout_server(model, layout, free_port(), log) as server:
         started = time.monotonic()
@@ -230,7 +232,7 @@ def _serve(
         info = server.info()
         if info["kv_cache_layout"] != layout.value:
             raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
-        # Asked for twice now, and once more after the windows have pushed it out of the pool.
+        # Requested twice now, and once more after the windows have evicted it from the pool.
         has_tier = _HOST_TIER[0] in server.arguments
         hits = [tiered_hit(server, model.evicted) for _ in range(2)] if has_tier else []
         began_scoring = time.monotonic()
@@ -261,7 +263,7 @@ def _serve(
 
 
 def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[report.Result]:
-    """The results, each with its difference to bf16's if bf16 was served."""
+    """The results, each with its difference to bf16 if bf16 was served."""
     bf16 = MLAKVCacheLayout.BF16.value
     reference = next((scores for result, scores in served if result.layout == bf16), None)
     return [
@@ -273,14 +275,16 @@ def _with_differences(served: Sequence[tuple[report.Result, Scores]]) -> list[re
 
 
 def _facts(model: DemoModel, windows: Sequence[list[int]]) -> dict[str, Any]:
-    """Where and on what the results were measured."""
+    """Machine, versions, model and windows of the measurement."""
     return {
         "sgl_kvpool": __version__,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch")},
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        "cpu": machine()["cpu"],
         "cores": os.cpu_count(),
+        "machine": platform.machine(),
         "device": "cpu",
+        "date": time.strftime("%Y-%m-%d"),
         "model": model.name,
         "model_sha256": model.sha256,
         "token": model.token,

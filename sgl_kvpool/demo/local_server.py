@@ -1,6 +1,6 @@
-"""A program that answers HTTP on this machine, as a child process: started, waited for, asked, stopped.
+"""A local HTTP server as a child process: start, wait, requests, stop.
 
-Imports neither torch nor SGLang, so that it runs beside a server at no cost.
+Imports neither torch nor SGLang, so that it needs little memory beside a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgl_kvpool import env
 
 __all__ = ["LocalServer", "ServerFailed", "running"]
 
-#: Requests to this machine go to it, whatever proxy the environment names.
+#: Opener that ignores the environment's proxies.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -37,22 +37,22 @@ class ServerFailed(RuntimeError):
     """
 
 
-#: What asyncio, which SGLang's HTTP server runs on, says of a port that it could not have.
+#: Message of asyncio, on which SGLang's HTTP server runs, for a port that is in use.
 _BIND_FAILED = "error while attempting to bind on address"
 
-#: What SGLang logs when one of its processes ended by itself, and when it kills itself and all of them.
+#: SGLang's log lines for a process that ended by itself, and for killing itself and all its processes.
 _PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _KILLS_ITSELF = "kill_process_tree called"
 
-#: More than what is left of the log's last block on a disk that is full.
+#: More than the free bytes in the log's last block on a full disk.
 _PROBE_BYTES = 1 << 16
 
-#: Longest line of a log that is shown: SGLang prints all its arguments in one.
+#: Longest shown line of a log: SGLang prints all its arguments in one line.
 _LINE_CHARACTERS = 500
 
 
 class LocalServer:
-    """A program with a port on which it answers HTTP.
+    """A program that serves HTTP on a port.
 
     Parameters
     ----------
@@ -61,13 +61,13 @@ class LocalServer:
     log : path
         File for the program's output.
     environment : mapping, optional
-        Added to this process's.
+        Variables added to those of this process.
     ready : str
-        Path that answers a GET request with success once the program can be used.
+        Path of a GET request that succeeds once the program is ready.
     name : str
-        What messages call it.
+        Name of the program in messages.
     wait_seconds : float
-        How long a start may take.
+        Time limit of a start.
 
     Raises
     ------
@@ -97,14 +97,14 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Base URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def shell_command(self) -> str:
-        """One line for a POSIX shell that starts the same server there, environment included."""
+        """One line for a POSIX shell that starts the same server with the same environment."""
         assignments = [f"{name}={value}" for name, value in self.environment.items()]
-        # What another shell's environment asks for would contradict the arguments, or come on top.
+        # Variables of another shell could contradict the arguments, or change the server.
         unset = [word for name in env.OPTIONS for word in ("-u", name)]
         return shlex.join(["env", *unset, *assignments, *self.command])
 
@@ -112,19 +112,19 @@ class LocalServer:
         try:
             self._launch()
             self._wait()
-        except BaseException:  # Ctrl-C too: nothing may be left running, and all of it goes on
+        except BaseException:  # also Ctrl-C: stop the processes, and raise again
             self.stop()
             raise
         return self
 
     def _launch(self) -> None:
         """Start the process."""
-        # What the caller's environment asks of SGLang servers is not meant for this one.
+        # Variables in the caller's environment for SGLang servers do not apply to this one.
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # In a thread, because handlers of signals raise in the main thread only: an exception between the
-            # fork and the assignment would leave a server running that this object cannot stop.
+            # In a thread, because signal handlers raise in the main thread only: an exception between the
+            # fork and the assignment would leave a running server that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(
                     subprocess.Popen,
@@ -133,13 +133,13 @@ class LocalServer:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**inherited, **self.environment},
-                    # Its own process group: stopping it stops the schedulers too.
+                    # Its own process group, so that the schedulers are stopped too.
                     start_new_session=True,
                 )
         finally:
             if started is not None and started.exception() is None:
                 self.process = started.result()
-        started.result()  # raises what kept it from starting
+        started.result()  # raises the error of the start
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -148,8 +148,8 @@ class LocalServer:
         assert self.process is not None
         deadline = time.monotonic() + self.wait_seconds
         while time.monotonic() < deadline:
-            # SGLang neither ends nor tries again when its port is taken while it loads the model; who has the
-            # port may answer.
+            # If its port is taken while it loads the model, SGLang neither ends nor retries, and the owner of
+            # the port may answer.
             if _BIND_FAILED in self.log_tail():
                 what = f"port {self.port} was taken while {self.name} started"
                 raise ServerFailed(f"{what}:\n{self.log_tail()}")
@@ -161,14 +161,14 @@ class LocalServer:
         raise ServerFailed(f"no answer of {self.name} in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
 
     def _raise_if_ended(self, wait_seconds: float) -> None:
-        """Raise what happened to the server if it ends within this time."""
+        """Raise ServerFailed if the server ends within this time."""
         if self.process is None:
             return
         try:
             status = self.process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return
-        self._signal(signal.SIGKILL)  # what is left of its processes writes nothing more
+        self._signal(signal.SIGKILL)  # its remaining processes stop writing the log
         try:
             self._probe_log()
         except OSError as error:
@@ -186,18 +186,18 @@ class LocalServer:
         raise ServerFailed(f"{who} ended{itself} with {how}:\n{tail}")
 
     def _probe_log(self) -> None:
-        """Raise OSError if nothing more can be written to the log."""
+        """Raise OSError if the log cannot be written any more."""
         with self.log.open("ab", buffering=0) as log:
             size = log.tell()
             try:
-                if log.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:  # some room was left
+                if log.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:  # the disk had some room left
                     log.write(bytes(_PROBE_BYTES))
             finally:
-                with contextlib.suppress(OSError):  # of a device
+                with contextlib.suppress(OSError):  # the log is a device
                     log.truncate(size)
 
     def stop(self) -> None:
-        """End the program and everything it started."""
+        """End the program and all its child processes."""
         if self.process is None:
             return
         try:
@@ -206,7 +206,7 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             pass  # killed below
         finally:
-            # Also when the wait is interrupted, and for children that outlive the launcher.
+            # Also if the wait is interrupted, and for children that outlive the launcher.
             self._signal(signal.SIGKILL)
             self.process.wait()
             self.process = None
@@ -228,23 +228,23 @@ class LocalServer:
     # ---------------------------------------------------------------- requests
 
     def _open(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """Body of the answer to a request, or to a GET of a path."""
+        """Body of the answer to a request or to a GET of a URL."""
         if isinstance(request, str):
             request = urllib.request.Request(self.url + request)
         with _LOOPBACK.open(request, timeout=timeout_seconds) as answer:
             return answer.read()
 
     def _ask(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """The same; if no answer came because the server has ended or hangs, that is raised."""
+        """`_open`, but raises ServerFailed if the server has ended or hangs."""
         try:
             return self._open(request, timeout_seconds)
         except urllib.error.HTTPError:
-            raise  # an answer
+            raise  # the server answered
         except TimeoutError:
             what = f"{self.name} gave no answer in {timeout_seconds:.0f} s; is the machine busy?"
             raise ServerFailed(f"{what}\n{self.log_tail()}") from None
         except (urllib.error.URLError, ConnectionError, HTTPException):
-            self._raise_if_ended(wait_seconds=5)  # its sockets are closed before its process is gone
+            self._raise_if_ended(wait_seconds=5)  # its sockets close before its process ends
             raise
 
     def get(self, path: str, timeout_seconds: float = 60) -> bytes:
@@ -263,12 +263,12 @@ class LocalServer:
 
 @contextlib.contextmanager
 def running(*servers: LocalServer) -> Iterator[None]:
-    """Start servers at the same time; all of them end with the block.
+    """Start servers at the same time; all end with the block.
 
     Raises
     ------
     ServerFailed
-        If one ends or does not answer in time; the others are ended, too.
+        If a server ends or does not answer in time; the others are ended too.
     """
     with contextlib.ExitStack() as ending:
         for server in servers:

@@ -1,4 +1,4 @@
-"""Free ports of this machine, and a way past the user's proxy. Imports neither torch nor SGLang."""
+"""Free ports, and variables that bypass the user's proxy. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 __all__ = ["free_port", "past_proxies"]
 
-#: Ports for servers: below the 22000 to 29999 from which SGLang draws its rendezvous ports.
+#: Ports for servers: below 22000 to 29999, from which SGLang draws its rendezvous ports.
 _SERVER_PORTS = range(10000, 22000)
 
-#: Ports that this process has chosen. SGLang binds its port only after it has loaded the model.
+#: Ports that this process has chosen. SGLang binds its port only after the model is loaded.
 _handed_out: set[int] = set()
 
 
 def _first_ephemeral_port() -> int:
-    """Where the kernel's own choices begin, for sockets that ask for any port and for outgoing ones."""
+    """First ephemeral port, from which the kernel assigns ports to sockets."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -27,10 +27,10 @@ def _first_ephemeral_port() -> int:
 
 
 def free_port() -> int:
-    """A free TCP port below the ephemeral range, so that the kernel gives it to no other process.
+    """A free TCP port below the ephemeral range, so that the kernel does not assign it to another process.
 
-    A server binds it only when its model is loaded. A port of the ephemeral range, which `bind` to port 0
-    gives, is somebody else's by then once in a while: each SGLang server asks for a dozen such ports.
+    A server binds it only when its model is loaded. By then, a port of the ephemeral range (from `bind` to
+    port 0) is sometimes in use by another process: each SGLang server requests a dozen such ports.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def free_port() -> int:
     """
     end = _first_ephemeral_port()
     candidates = [port for port in _SERVER_PORTS if port < end and port not in _handed_out]
-    # Where the kernel's choices leave no room, it chooses.
+    # If the ephemeral range covers all these ports, the kernel chooses.
     for port in random.sample(candidates, min(100, len(candidates))) or [0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def past_proxies() -> dict[str, str]:
-    """Variables that keep a server's requests to itself, such as its warm-up, off the user's proxy."""
+    """Variables with which a server's requests to itself, such as its warm-up, bypass the user's proxy."""
     if urllib.request.getproxies_environment().keys() <= {"no"}:
         return {}
     excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")

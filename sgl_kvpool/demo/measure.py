@@ -1,7 +1,7 @@
-"""What a running server says about held-out text, and how two servers compare.
+"""Scores of a running server on held-out text, and comparisons of two servers.
 
-Teacher-forced: every server predicts each token of the same text from those before it, so a difference at
-one position does not change the next. Imports neither torch nor SGLang.
+Scoring is teacher-forced: every server predicts each token of the same text from those before it, so a
+difference at one position does not change the next. Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scores:
     log_probabilities : list of W lists of T - 1 floats
         Natural logarithm of the probability given to the token that follows.
     top_tokens : list of W lists of T - 1 ints
-        Id of the most probable token.
+        Ids of the most probable tokens.
     """
 
     log_probabilities: list[list[float]]
@@ -49,11 +49,11 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """Of one token: exp of the mean negative log-probability."""
+        """Perplexity per token: exp of the mean negative log-probability."""
         return math.exp(-statistics.fmean(value for window in self.log_probabilities for value in window))
 
     def __add__(self, other: Scores) -> Scores:
-        """Of the windows of both."""
+        """Scores of the windows of both."""
         return Scores(self.log_probabilities + other.log_probabilities, self.top_tokens + other.top_tokens)
 
 
@@ -65,8 +65,8 @@ class Greedy:
     ----------
     token_ids : list of int
     smallest_margin : float
-        Least difference of the log-probabilities of the best two tokens at any step. Where it is not far
-        above the rounding of bfloat16 logits, about 0.03, another processor may generate another text.
+        Least difference between the log-probabilities of the best two tokens at any step. If it is close to
+        the rounding of bfloat16 logits, about 0.03, another processor may generate another text.
     """
 
     token_ids: list[int]
@@ -75,16 +75,16 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Difference:
-    """How scores differ from a reference's on the same text.
+    """Difference between scores and reference scores on the same text.
 
     Attributes
     ----------
     perplexity_change : float
         Perplexity divided by the reference's, minus 1.
     standard_error : float
-        Of `perplexity_change`, from the windows' paired differences; NaN for a single window.
+        Standard error of `perplexity_change`, from the windows' paired differences; NaN for a single window.
     same_top_token : float
-        Share of positions at which both name the same most probable token.
+        Share of positions at which both have the same most probable token.
     """
 
     perplexity_change: float
@@ -94,14 +94,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class TieredHit:
-    """Where a server found the beginning of a prompt, and what it generated.
+    """Place of a prompt's cached prefix on a server, and the generated tokens.
 
     Attributes
     ----------
     prompt_tokens, device_tokens, host_tokens : int
-        Of the prompt; of it found on the device, and in host memory.
+        Tokens of the prompt, and the number found on the device and in host memory.
     token_ids : list of int
-        Greedy, so they show whether what was found was right.
+        Greedily generated tokens, which depend on the cached rows.
     """
 
     prompt_tokens: int
@@ -112,15 +112,15 @@ class TieredHit:
 
 @dataclass(frozen=True)
 class HostHit:
-    """A hit in the host tier beside one on the device, of the same prompt.
+    """A hit in the host tier beside a hit on the device, for the same prompt.
 
     Attributes
     ----------
     prompt_tokens, host_tokens : int
-        Of the prompt, and of it found in host memory.
+        Tokens of the prompt, and the number found in host memory.
     generated_tokens : int
     same_tokens : bool
-        Whether both hits were as long as each other, and the same tokens were generated after them.
+        Whether both hits had the same length, and the same tokens were generated after them.
     """
 
     prompt_tokens: int
@@ -130,7 +130,7 @@ class HostHit:
 
 
 def tiered_hit(server: Server, prompt: Sequence[int], new_tokens: int = 32) -> TieredHit:
-    """A few greedy tokens, and where the prompt was found, of a server with --enable-cache-report."""
+    """Generate a few greedy tokens on a server with --enable-cache-report; returns them and the hit."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     answer = server.generate(input_ids=list(prompt), sampling_params=sampling)
     found = answer["meta_info"]["cached_tokens_details"] or {}
@@ -143,7 +143,7 @@ def tiered_hit(server: Server, prompt: Sequence[int], new_tokens: int = 32) -> T
 
 
 def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
-    """What a hit in the host tier gave beside the same prompt's on the device."""
+    """Compare a hit in the host tier with a hit on the device for the same prompt."""
     as_long = (device.device_tokens, device.host_tokens) == (host.host_tokens, host.device_tokens)
     same = as_long and host.host_tokens > 0 and device.token_ids == host.token_ids
     return HostHit(host.prompt_tokens, host.host_tokens, len(host.token_ids), same)
@@ -152,14 +152,14 @@ def compare_hits(device: TieredHit, host: TieredHit) -> HostHit:
 def score(
     server: Server, windows: Sequence[list[int]], progress: Callable[[], None] = lambda: None
 ) -> Scores:
-    """Ask a server for the log-probabilities of windows.
+    """Request the log-probabilities of windows from a server.
 
-    Stored rows play a part in them only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
+    They depend on stored rows only if the server runs with ``KVPOOL_PREFILL_READS_ROWS=1``.
 
     Parameters
     ----------
     server : Server
-        Running.
+        A running server.
     windows : sequence of list of int
         Token ids.
     progress : callable
@@ -168,7 +168,7 @@ def score(
     Raises
     ------
     ValueError
-        The server scored other tokens than it was sent, or not all log-probabilities are finite.
+        If the server scored other tokens than were sent, or a log-probability is not finite.
     """
     log_probabilities: list[list[float]] = []
     top_tokens: list[list[int]] = []
@@ -182,7 +182,7 @@ def score(
             top_logprobs_num=1,
         )
         for ids, answer in zip(sent, answers, strict=True):
-            # [log-probability, token id, text] per token; nothing is known of the first.
+            # [log-probability, token id, text] per token; the first token has no log-probability.
             tokens = answer["meta_info"]["input_token_logprobs"][1:]
             if [token[1] for token in tokens] != ids[1:]:
                 raise ValueError("the server scored other tokens than it was sent")
@@ -195,7 +195,7 @@ def score(
 
 
 def compare_scores(scores: Scores, reference: Scores) -> Difference:
-    """Differences of scores from those of a reference; ValueError if they are not of the same windows."""
+    """Difference between scores and reference scores; ValueError if their windows differ."""
     lengths = [list(map(len, one.log_probabilities)) for one in (scores, reference)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"windows of other lengths: {lengths[0]} tokens against {lengths[1]}")
@@ -226,7 +226,7 @@ def answer(server: Server, question: str, new_tokens: int) -> str:
 
 
 def generate_greedily(server: Server, prompts: Sequence[str], new_tokens: int) -> list[Greedy]:
-    """What follows each prompt, the most probable token at each step, past any end of text."""
+    """Generate greedily after each prompt, also past an end of text."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     answers = server.generate(
         text=list(prompts), sampling_params=sampling, return_logprob=True, top_logprobs_num=2

@@ -1,4 +1,4 @@
-"""The models that the demo serves, with the texts that it scores. Imports neither torch nor SGLang."""
+"""The demo's models, with the texts that are scored. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -12,49 +12,50 @@ from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 __all__ = ["NAMES", "DemoModel", "choose"]
 
-#: What ``sgl-kvpool demo --model`` takes.
+#: Values of ``sgl-kvpool demo --model``.
 SMOLLM2, BYTES = NAMES = ("smollm2", "bytes")
 
-#: Tokens of a prompt that is pushed out of the pool.
+#: Tokens of the prompt that is evicted from the pool.
 _EVICTED_TOKENS = 1000
 
-#: SmolLM2's windows: length, and the most that are scored. The text goes on behind them.
+#: SmolLM2's windows: length, and largest number scored. The text is longer than the windows.
 _WINDOW_TOKENS, _MOST_WINDOWS = 512, 128
-#: Odd, so that it visits all of them, and near the golden ratio, so that any first n are spread evenly.
+#: Step between windows: odd, so that all are visited; near the golden ratio, so that any first n are spread
+#: evenly.
 _STRIDE = 79
 
-#: Beginnings of the byte model's windows, as (window, bytes), after which greedy text is generated. Chosen so
-#: that wide margins decide every token: where the best two are nearly tied, rounding decides.
+#: Prompts for greedy text, as (window, bytes): beginnings of the byte model's windows after which wide
+#: margins decide every token; if the best two tokens were nearly tied, rounding would decide.
 _GREEDY = ((2, 96), (7, 192), (12, 204), (14, 132), (22, 168))
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A checkpoint that SGLang serves as an MLA model, and what it is asked.
+    """A checkpoint that SGLang serves as an MLA model, with its windows and prompts.
 
     Attributes
     ----------
     name : str
-        Of `NAMES`.
+        Name in `NAMES`.
     path : Path
         The checkpoint's folder.
     title, text : str
-        What the model is, and what the windows are.
+        Descriptions of the model and of the windows.
     token : str
-        What a token of the model is called.
+        Name of a token of the model: byte or token.
     bf16_tokens : int
-        Tokens that bf16 gets; every layout gets as many as fit into the same bytes. Few enough that
-        `fewest_windows` push everything else out of every layout's pool.
+        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes. Few enough that
+        `fewest_windows` evict all other tokens from every layout's pool.
     windows : list of list of int
-        Token ids of the windows that may be scored, all of one length. Any first n of them stand for all.
+        Token ids of the windows, all of one length. Any first n windows are a sample of all.
     fewest_windows : int
-        How many are scored at least.
+        Least number of windows that are scored.
     evicted : list of int
         Token ids of a prompt that no window begins with.
     prompts : list of str
-        What greedy text is generated after.
+        Prompts for greedy text.
     question : str or None
-        What a model that chats is asked.
+        Question for a chat model.
     """
 
     name: str
@@ -74,26 +75,26 @@ class DemoModel:
         return shipped.geometry(self.path)[0]
 
     def row_format(self, layout: MLAKVCacheLayout) -> RowFormat:
-        """The rows of a layout that hold this model's latents."""
+        """Row format of a layout for this model."""
         _, rank, rope = shipped.geometry(self.path)
         return layout.row_format(rank, rope)
 
     def tokens_in_the_same_memory(self, layout: MLAKVCacheLayout) -> int:
-        """Tokens that fit where bf16 has `bf16_tokens`."""
+        """Tokens that fit into the bytes of `bf16_tokens` bf16 rows."""
         bf16 = self.row_format(MLAKVCacheLayout.BF16)
         return self.bf16_tokens * bf16.row_bytes // self.row_format(layout).row_bytes
 
     @property
     def sha256(self) -> str:
-        """Of the weights."""
+        """SHA-256 of the weights."""
         with (self.path / "model.safetensors").open("rb") as weights:
             return hashlib.file_digest(weights, "sha256").hexdigest()
 
 
 def choose(name: str | None, progress: Callable[[str], None]) -> DemoModel:
-    """The model of a name; of none, SmolLM2 if its package is installed, else the byte model.
+    """The model with a name; without a name SmolLM2 if its package is installed, else the byte model.
 
-    `progress` gets a line of text for each step of what takes a while.
+    `progress` is called with a line of text for each long step.
     """
     if name is None and not smollm2.is_installed():
         progress(

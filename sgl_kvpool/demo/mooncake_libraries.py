@@ -1,8 +1,8 @@
-"""Shared libraries that Mooncake's programs ask for by name, where the system does not have them.
+"""Shared libraries that Mooncake's programs load by name, for systems without them.
 
-Mooncake's wheel expects libibverbs, libnuma and libcurl of the system. NIXL's wheel brings all three under
-names of its own. Links to those, in the user's cache, make Mooncake start without root and without a package
-of the distribution. In a shell: ::
+Mooncake's wheel needs the system's libibverbs, libnuma and libcurl. NIXL's wheel includes all three under
+other names. Links to those in the user's cache let Mooncake start without root and without packages of the
+distribution. In a shell: ::
 
     export LD_LIBRARY_PATH=$(python -m sgl_kvpool.demo.mooncake_libraries)
 """
@@ -29,14 +29,14 @@ def library_path() -> str:
     Returns
     -------
     str
-        This process's; where a library is missing, folders of the links and of NIXL's libraries before it.
+        This process's value; if a library is missing, preceded by folders of links and NIXL's libraries.
 
     Raises
     ------
     ValueError
-        A library is missing, and NIXL's wheel does not have it either.
+        If a library is missing, and NIXL's wheel does not have it either.
     OSError
-        The links cannot be written.
+        If the links cannot be written.
     """
     given = os.environ.get("LD_LIBRARY_PATH", "")
     missing = [name for name in _WANTED if not _loads(name)]
@@ -47,10 +47,10 @@ def library_path() -> str:
     absent = [name for name, path in found.items() if path is None]
     if absent:
         raise ValueError(
-            f"Mooncake needs {', '.join(absent)}, which neither this machine has nor {_PACKAGE} brings; "
-            "install sgl-kvpool[distributed], or libibverbs1, libnuma1 and libcurl4 of the system"
+            f"Mooncake needs {', '.join(absent)}, which neither this machine nor {_PACKAGE} has; "
+            "install sgl-kvpool[distributed], or the system's libibverbs1, libnuma1 and libcurl4"
         )
-    # Of this environment: another one may have another NIXL, or be gone tomorrow.
+    # One folder per environment: another may have another NIXL, or be deleted.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sgl-kvpool"
     links = cache / f"libraries-{hashlib.sha256(str(libraries).encode()).hexdigest()[:16]}"
     links.mkdir(parents=True, exist_ok=True)
@@ -76,14 +76,14 @@ def _nixl_libraries() -> Path | None:
 
 
 def _in_wheel(libraries: Path | None, name: str) -> Path | None:
-    """The library that the wheel has renamed: `libnuma.so.1` is `libnuma-<hash>.so.1.0.0` there."""
+    """The library under the wheel's name: `libnuma.so.1` is `libnuma-<hash>.so.1.0.0` there."""
     stem, _, version = name.partition(".so.")
     found = [] if libraries is None else sorted(libraries.glob(f"{stem}-*.so.{version}*"))
     return found[0] if found else None
 
 
 def _link(link: Path, target: Path | None) -> None:
-    """Make a link, or let it be if it is there; safe beside other processes that do the same."""
+    """Create a link unless it exists; safe with other processes that do the same."""
     assert target is not None
     if link.is_symlink() and Path(os.readlink(link)) == target:
         return

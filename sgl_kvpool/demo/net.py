@@ -1,16 +1,16 @@
-"""The byte-level MLA language model as plain torch modules. Importing this does not import SGLang.
+"""The byte-level MLA language model as plain torch modules. Importing this module does not import SGLang.
 
 A decoder of pre-norm layers, each a multi-head latent attention and a gated MLP. Tokens are bytes,
-plus one special token. What an attention layer stores for a token is one row of ``kv_lora_rank``
-normalised latent values followed by ``qk_rope_head_dim`` rotary values, as in DeepSeek-V2.
+plus one special token. An attention layer stores one row per token: ``kv_lora_rank``
+normalised latent values followed by ``qk_rope_head_dim`` rotary values, as DeepSeek-V2 does.
 
 The same parameters run in two forms, which are equal up to rounding:
 
-* *expanded*: keys and values of each head are computed from the latent. Cheaper for whole
+* *expanded*: keys and values of each head are computed from the latent. This form is cheaper for whole
   sequences, so training uses it.
 * *absorbed*: the up-projections are folded into the query and the output, and attention runs on the
-  stored rows themselves. This is what a server does. The attention proper is a callable, so that
-  SGLang's pool and backend can take its place (``models/byte_mla.py``).
+  stored rows themselves, as in a server. The attention itself is a callable, so that
+  SGLang's pool and backend can replace it (``models/byte_mla.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 __all__ = ["SPECIAL_TOKEN_ID", "Attend", "ByteMLA", "ByteMLAConfig", "CausalRows", "initialise"]
 
-#: The one token that is not a byte: end of text, beginning of text and padding.
+#: The only token that is not a byte: end of text, beginning of text and padding.
 SPECIAL_TOKEN_ID = 256
 
-#: ``attend(layer, q [..., H, R+P], k [..., R+P]) -> [..., H, R]``: attention over the rows `k`, and
-#: whatever rows the callable remembers; the values are the first R of each row.
+#: ``attend(layer, q [..., H, R+P], k [..., R+P]) -> [..., H, R]``: attention over the rows `k` and the rows
+#: that the callable has stored; the values are the first R of each row.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -60,16 +60,16 @@ class ByteMLAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on the attention scores: set by the expanded head, not by the stored row."""
+        """Factor of the attention scores: follows from the expanded head, not from the stored row."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
     @property
     def row_width(self) -> int:
-        """Values an attention layer stores for a token."""
+        """Values that an attention layer stores per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def to_hf(self) -> dict[str, Any]:
-        """Fields of config.json that state the shape."""
+        """Fields of config.json for the shape."""
         shape = {hf: getattr(self, ours) for ours, hf in _HF_NAMES.items()}
         shape["num_key_value_heads"] = self.heads
         shape["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -106,7 +106,7 @@ def rotation(positions: Tensor, config: ByteMLAConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` ``[..., P]``: value i and value i + P/2 are a pair. In fp32 or wider."""
+    """Rotate `x` ``[..., P]``: value i and value i + P/2 are a pair. Computes in fp32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     first, second = x.to(wide).chunk(2, dim=-1)
     cos, sin = cos.to(wide), sin.to(wide)
@@ -114,7 +114,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention. Leading dimensions of inputs are free: [T] or [B, T]."""
+    """Multi-head latent attention. Leading dimensions of inputs are arbitrary: [T] or [B, T]."""
 
     def __init__(self, config: ByteMLAConfig) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class LatentAttention(nn.Module):
         return q_nope, q_rope, self.kv_a_layernorm(latent), k_rope
 
     def absorbed(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        """Attention over stored rows: queries and outputs live in the latent's space."""
+        """Attention over stored rows: queries and outputs are in the latent space."""
         c = self.config
         q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
         up = self.kv_b_proj.weight.unflatten(0, (c.heads, -1))
@@ -185,7 +185,7 @@ class Layer(nn.Module):
 
 
 class CausalRows:
-    """The plain `attend`: causal attention over ``[B, T]`` rows, remembering nothing."""
+    """The `attend` without a cache: causal attention over ``[B, T]`` rows."""
 
     def __init__(self, config: ByteMLAConfig) -> None:
         self.config = config
@@ -219,7 +219,7 @@ class ByteMLA(nn.Module):
         Parameters
         ----------
         ids, positions : Tensor
-            Integers of one shape: ``[B, T]``, or anything that `attend` understands.
+            Integers of the same shape: ``[B, T]``, or any shape that `attend` supports.
         attend : Attend or None
             The attention of the absorbed form; None for the expanded form, which needs ``[B, T]``.
         """
@@ -256,8 +256,9 @@ def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: 
             continue
         gain = {"q_proj": score_gain, "lm_head": logit_gain}.get(name.split(".")[-2], 1.0)
         std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
-        # Drawn on the CPU in fp32, so that a seed means the same weights everywhere.
+        # Drawn on the CPU in fp32, so that a seed gives the same weights on all machines.
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    # The special token gets the logit 0: greedy text never ends, as the largest of 256 is above 0.
+    # The special token gets the logit 0, so that greedy text never ends: the largest of 256 logits is above
+    # 0.
     net.lm_head.weight[SPECIAL_TOKEN_ID:] = 0
     return net

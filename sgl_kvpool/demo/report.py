@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,32 +21,32 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Result:
-    """What one layout's server did.
+    """Results of one layout's server.
 
     Attributes
     ----------
     layout : str
-        As the server reports it.
+        Layout that the server reports.
     row_bytes : int
         Bytes of one token in one layer.
     pool_bytes : int
-        Bytes all servers were given for rows.
+        Bytes for rows, the same for all servers.
     tokens : int
-        Tokens that the server says fit into them.
+        Tokens that fit into these bytes, as the server reports.
     attention_backend : str
-        As the server reports it.
+        Backend that the server reports.
     start_seconds, scoring_seconds : float
-        Until the server answered; until all held-out text was scored.
+        Time until the server answered, and time to score all held-out text.
     perplexity : float
-        Per token, over the windows.
+        Perplexity per token over the windows.
     difference : Difference or None
-        To BF16; None for BF16 itself and if BF16 was not served.
+        Difference to BF16; None for BF16 itself and if BF16 was not served.
     greedy : list of Greedy
-        What follows each of the prompts for greedy text.
+        Greedy text after each prompt.
     host_hit : HostHit or None
-        A prompt that other requests had pushed out of the pool; None on a machine without the memory.
+        Hit of a prompt that was evicted from the pool; None on a machine without enough memory.
     answer : str or None
-        To the question that a chat model is asked.
+        Answer to the question for a chat model.
     """
 
     layout: str
@@ -63,9 +64,9 @@ class Result:
 
 
 def table(results: Sequence[Result], token: str, question: str | None = None) -> str:
-    """The results as text: a table, what came back from the host tier, what was answered to a question.
+    """The results as text: a table, the hits in the host tier, and the answers to a question.
 
-    `token` is what the model's tokens are called.
+    `token` is the name of the model's tokens.
     """
     lines = [
         f"{'layout':16} {'bytes per token':>15} {'tokens in':>11} {'perplexity':>11} {'change to bf16':>18} "
@@ -87,7 +88,7 @@ def table(results: Sequence[Result], token: str, question: str | None = None) ->
         lines.append("(no differences: bf16 was not among --layouts)")
     lines += ["", *_host_lines(results)]
     if question is not None:
-        lines += ["", f"{question!r} is answered, greedily:", ""]
+        lines += ["", f"greedy answers to {question!r}:", ""]
         for result in results:
             indented = textwrap.wrap(result.answer or "", 90) or [""]
             lines += [
@@ -97,14 +98,12 @@ def table(results: Sequence[Result], token: str, question: str | None = None) ->
 
 
 def _host_lines(results: Sequence[Result]) -> list[str]:
-    """What the host tier gave back, in one line if it is the same for all layouts."""
+    """Hits in the host tier, in one line if they are the same for all layouts."""
     lines = {}
     for result in results:
         hit = result.host_hit
         if hit is None:
-            lines[result.layout] = (
-                "not shown, SGLang keeps 10 GiB of memory free and this machine has not as much"
-            )
+            lines[result.layout] = "not shown, SGLang keeps 10 GiB of memory free and this machine has less"
             continue
         verdict = "as" if hit.same_tokens else "NOT as"
         lines[result.layout] = (
@@ -123,52 +122,82 @@ def _percent(difference: Difference) -> str:
 
 
 def write_json(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Write everything that was measured; `facts` say where and on what."""
+    """Write all results, with the `facts` of the measurement."""
     fields = {"schema": SCHEMA, **facts, "results": [asdict(result) for result in results]}
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, results: Sequence[Result], title: str, token: str) -> None:
-    """Plot capacity against perplexity as PNG; ImportError without matplotlib.
+def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping[str, Any]) -> None:
+    """Draw tokens in the same memory beside perplexity as PNG; ImportError without matplotlib.
 
-    `title` is the model's; `token` is what its tokens are called.
+    Parameters
+    ----------
+    path : Path
+    results : sequence of Result
+    title : str
+        The model's.
+    facts : mapping
+        Where, when and on what the results were measured, as for `write_json`; an older file may have no
+        `cpu` and no `date`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 1.9 + 0.5 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, result in enumerate(sorted(results, key=lambda result: result.tokens)):
-        label, error = f"{result.layout}\n{result.row_bytes}-byte rows", 0.0
-        if result.difference is not None:
-            label += f"\n{_percent(result.difference)}"
-            error = result.difference.standard_error * result.perplexity
-        point, _, _ = axes.errorbar(
-            result.tokens, result.perplexity, yerr=error, fmt="o", markersize=9, capsize=5
-        )
-        # Above and below in turn: neighbours are narrower apart than their names are wide.
-        above = index % 2 == 0
-        axes.annotate(
-            label,
-            (result.tokens, result.perplexity),
-            xytext=(0, 14 if above else -14),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize="small",
-            color=point.get_color(),
-        )
-    megabytes = results[0].pool_bytes / 1e6
-    axes.set_xlabel(f"tokens in {megabytes:.1f} MB of KV cache")
-    axes.set_ylabel(f"perplexity per {token} (lower is better)")
-    # 3 % of perplexity at least, so that nothing looks like a cliff that is none.
-    middle = sum(result.perplexity for result in results) / len(results)
-    low = min(min(result.perplexity for result in results), middle * 0.985)
-    high = max(max(result.perplexity for result in results), middle * 1.015)
-    axes.set_ylim(low - 0.2 * (high - low), high + 0.2 * (high - low))
-    axes.set_xlim(0, 1.15 * max(result.tokens for result in results))
-    axes.grid(alpha=0.3)
-    figure.suptitle(f"Tokens that fit, and what they cost:\n{title}", fontsize="medium")
-    axes.set_title("percent: change of the perplexity to bf16; bars: its standard error", fontsize="small")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(results))
+    bars = left.barh(places, [result.tokens for result in results], color="tab:blue")
+    left.bar_label(bars, [f"{result.tokens}" for result in results], padding=3)
+    left.set_xlabel(f"tokens in {results[0].pool_bytes / 1e6:.1f} MB of KV cache")
+    left.set_yticks(places, [f"{result.layout}\n{result.row_bytes}-byte rows" for result in results])
+    left.invert_yaxis()
+    if any(result.difference is not None for result in results):
+        _draw_changes(right, results)
+        right.set_xlabel("change of perplexity to bf16, %")
+        right.set_title("lower is better; lines: standard error", fontsize="small")
+    else:
+        right.barh(places, [result.perplexity for result in results], color="tab:orange")
+        right.set_xlabel(f"perplexity per {facts['token']}, lower is better")
+    # Room for the numbers behind the bars.
+    for axes, margin in ((left, 0.2), (right, 0.5)):
+        axes.margins(x=margin)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    versions = facts["versions"]
+    where = [
+        facts.get("cpu", facts["machine"]),
+        f"{facts['cores']} cores",
+        f"SGLang {versions['sglang']}",
+        f"{facts['held_out_tokens_scored']} {facts['token']}s scored",
+        facts.get("date", ""),
+    ]
+    figure.suptitle(f"{title}, served once per layout\n{', '.join(filter(None, where))}", fontsize="medium")
     figure.savefig(path, dpi=120)
+
+
+def _draw_changes(axes: Any, results: Sequence[Result]) -> None:
+    """A bar per layout with its standard error and both numbers; bf16, which has no change, gets 0."""
+    changes = [result.difference or Difference(0.0, 0.0, 1.0) for result in results]
+    percent = [100 * change.perplexity_change for change in changes]
+    errors = [100 * change.standard_error for change in changes]
+    axes.barh(range(len(results)), percent, color="tab:orange", xerr=errors, capsize=4)
+    for place, (result, value, error) in enumerate(zip(results, percent, errors, strict=True)):
+        text = "reference" if result.difference is None else f"{_percent(result.difference)} ({error:.2f})"
+        axes.annotate(text, (max(value, 0) + error, place), (6, 0), textcoords="offset points", va="center")
+
+
+def main() -> int:
+    """Draw a committed JSON again: `python -m sgl_kvpool.demo.report demo.json demo.png TITLE`."""
+    source, path, title = sys.argv[1:]
+    facts = json.loads(Path(source).read_text(encoding="utf-8"))
+    results = []
+    for fields in facts["results"]:
+        difference = fields["difference"] and Difference(**fields["difference"])
+        results.append(Result(**{**fields, "difference": difference}))
+    write_plot(Path(path), results, title, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

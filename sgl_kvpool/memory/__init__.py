@@ -1,1 +1,1 @@
-"""Where the bytes of rows lie. Imports neither torch kernels nor SGLang."""
+"""Memory layout of rows. This package imports neither kernels nor SGLang."""

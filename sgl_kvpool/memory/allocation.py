@@ -1,4 +1,4 @@
-"""Allocators of cross-layer buffers and of recurrent states, and the byte view of both. Needs torch alone.
+"""Allocators of cross-layer buffers and of recurrent states, and the byte view of both. Needs torch only.
 
 Our pools take their buffers from `allocate_cross_layer`; `allocate_states` and `as_canonical` are a library
 for connectors that allocate buffers of their own. docs/arrangements.md has an example with pools of SGLang.
@@ -18,7 +18,7 @@ from sgl_kvpool.memory.canonical import (
     TensorList,
     byte_pages,
 )
-from sgl_kvpool.memory.cross_layer import CrossLayerGroup, LayerPages, check_pieces, shape_of
+from sgl_kvpool.memory.cross_layer import CrossLayerGroup, LayerPages, check_chunks, shape_of
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.sizes import whole_number
 
@@ -32,30 +32,30 @@ def allocate_cross_layer(
     arrangement: KVArrangement | str,
     device: torch.device | str,
 ) -> tuple[CrossLayerGroup, ...]:
-    """Buffers for sets of layers: one per page size and backend.
+    """Allocate the buffers of sets of layers, one buffer per page size and backend.
 
     Parameters
     ----------
     sets : sequence of sequence of LayerPages
-        Layers that share their page numbers, each set in the order of the model.
+        Each set: layers that share their page numbers, in model order.
     pages : int
-        Of every buffer, SGLang's reserved page included.
+        Pages of every buffer, including SGLang's reserved page.
     arrangement : KVArrangement
-        Not `layer_major`.
+        Any arrangement but `layer_major`.
     device : torch.device
-        `meta` to see shapes and strides only.
+        Device of the buffers; `meta` gives shapes and strides only.
 
     Returns
     -------
     tuple of CrossLayerGroup
-        Zeroed, in the order in which their first layers appear. Layers of different page sizes or backends
-        are in different groups; none is padded to fit.
+        Zeroed buffers, in the order of their first layers. Layers of different page sizes or backends
+        are in different groups; pages are never padded to a common size.
 
     Raises
     ------
     ValueError
-        No layer at all, a name used twice, pages of different numbers of tokens, or a page that the
-        arrangement cannot cut.
+        For an empty list of layers, a name used twice, pages of different numbers of tokens, or a page that
+        the arrangement cannot split.
     """
     arrangement = KVArrangement.parse(arrangement)
     names = [layer.name for members in sets for layer in members]
@@ -71,7 +71,7 @@ def allocate_cross_layer(
     buckets: dict[tuple, list[list[LayerPages]]] = {}
     for number, members in enumerate(sets):
         for layer in members:
-            check_pieces(arrangement, layer)
+            check_chunks(arrangement, layer)
             buckets.setdefault(layer.key, [[] for _ in sets])[number].append(layer)
     groups = []
     for per_set in buckets.values():
@@ -91,14 +91,14 @@ def allocate_cross_layer(
 def allocate_states(
     layers: Mapping[int | str, Mapping[str, int]], *, slots: int, device: torch.device | str
 ) -> dict[tuple[int | str, str], torch.Tensor]:
-    """One tensor per layer and kind of recurrent state: kernels take those apart, and no page holds them.
+    """Allocate one tensor per layer and kind of recurrent state; kernels take these tensors separately.
 
     Parameters
     ----------
     layers : mapping of layer to mapping of kind to bytes
         Bytes of one state, for instance ``{3: {"conv": 18432, "ssm": 262144}}``.
     slots : int
-        States per layer and kind.
+        State slots per layer and kind.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def allocate_states(
     Raises
     ------
     ValueError
-        A number that is no positive integer.
+        If a number is not a positive integer.
     """
     slots = whole_number("slots", slots)
     return {
@@ -124,16 +124,16 @@ def as_canonical(
     names: Sequence[str],
     states: Mapping[tuple[int | str, str], torch.Tensor] | None = None,
 ) -> CanonicalKVCaches:
-    """Byte view of what the allocators returned.
+    """Byte view of the buffers and states that the allocators returned.
 
     Parameters
     ----------
     groups : sequence of CrossLayerGroup
-        Of `allocate_cross_layer`.
+        Result of `allocate_cross_layer`.
     names : sequence of str
-        Names of the sets, in their order.
+        Names of the sets, in the order of the sets.
     states : mapping, optional
-        Of `allocate_states`; they become a group called "state".
+        Result of `allocate_states`; becomes a group called "state".
 
     Returns
     -------
@@ -142,7 +142,7 @@ def as_canonical(
     Raises
     ------
     ValueError
-        A name for each set is not there, or groups (or states) that were not allocated together.
+        If the number of names differs from that of sets, or groups (or states) were not allocated together.
     """
     if {len(group.layers) for group in groups} != {len(names)}:
         raise ValueError(f"{len(names)} names for {[len(group.layers) for group in groups]} sets of layers")

@@ -1,4 +1,4 @@
-"""How the pages of all layers lie in memory: named arrangements, and the one function that finds a row.
+"""Memory order of the pages of all layers: named arrangements, and the one function that finds a row.
 
 Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
 axis. A leaf module: it imports neither SGLang nor torch at run time.
@@ -12,7 +12,7 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 ==============  =========  =====================================  =============================
 
 `head_major` (B H L C) is for caches with H > 1 heads, whose pages `memory.cross_layer` slices by head:
-one head of all layers is one run, which is what a rank of a tensor-parallel peer asks for.
+one head of all layers is one run, which is what a rank of a tensor-parallel peer requests.
 
 SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
 of a slot is `slot_to_row(slots)`, the same number in every layer's view.
@@ -56,7 +56,7 @@ class KVArrangement(str, enum.Enum):
 
     @classmethod
     def of_rows(cls) -> tuple[KVArrangement, ...]:
-        """Those that rows without a head axis can have."""
+        """Arrangements for rows without a head axis."""
         return tuple(member for member in cls if "H" not in member.axes)
 
     @property
@@ -65,18 +65,13 @@ class KVArrangement(str, enum.Enum):
         return _AXES[self]
 
     @property
-    def is_page_contiguous(self) -> bool:
-        """Whether a page of all layers is one run of bytes."""
-        return self.axes[0] == "B"
-
-    @property
     def is_slot_linear(self) -> bool:
-        """Whether slot times a stride is the place of a row, so that `slot_to_row` changes nothing."""
+        """Whether a row's address is its slot times a stride, so that `slot_to_row` is the identity."""
         return "BN" in self.axes
 
     @property
     def is_layer_packed(self) -> bool:
-        """Whether a layer's rows follow each other without a gap, as SGLang allocates them."""
+        """Whether a layer's rows are contiguous, as SGLang allocates them."""
         return self.axes[0] == "L"
 
 
@@ -84,14 +79,14 @@ _INT32_MAX = 2**31 - 1
 
 
 def rows_of_slots(slots: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
-    """Row numbers of slots, as `RowPlacement.slot_pages` defines them; nothing is checked.
+    """Row numbers of slots, as `RowPlacement.slot_pages` defines them, without checks.
 
     Parameters
     ----------
     slots : Tensor of int32 or int64, any shape
-        Negative values mean "none" and stay as they are.
+        Negative values mean "no slot" and are returned unchanged.
     page : (int, int) or None
-        Page size in tokens and row numbers per page; None where slots are row numbers.
+        Page size in tokens and row numbers per page; None if slots are row numbers already.
     """
     if page is None:
         return slots
@@ -110,7 +105,7 @@ _AXES = {
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Places of the rows of `layers` layers of the same row size in one buffer.
+    """Addresses of the rows of `layers` layers with the same row size in one buffer.
 
     Attributes
     ----------
@@ -121,7 +116,7 @@ class RowPlacement:
     Raises
     ------
     ValueError
-        A size that is not a positive integer, or an arrangement that is none of rows.
+        If a size is not a positive integer, or the arrangement needs a head axis.
     """
 
     arrangement: KVArrangement
@@ -137,11 +132,11 @@ class RowPlacement:
         for name in ("layers", "pages", "page_size_tokens", "row_bytes"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
 
-    # Kept once computed: pools ask at every write.
+    # Cached: pools read these at every write.
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis; that of C in bytes."""
+        """Size of each axis; the size of C is in bytes."""
         return {"L": self.layers, "B": self.pages, "N": self.page_size_tokens, "C": self.row_bytes}
 
     @cached_property
@@ -164,13 +159,13 @@ class RowPlacement:
 
     @cached_property
     def row_stride_bytes(self) -> int:
-        """Distance between row number i and row number i + 1 of a layer's view."""
-        # With one token in a page its axis has no neighbours: rows are as far apart as pages.
+        """Bytes between consecutive row numbers of a layer's view."""
+        # With one token per page, consecutive rows are consecutive pages.
         return self.strides_bytes["N" if self.page_size_tokens > 1 else "B"]
 
     @cached_property
     def rows(self) -> int:
-        """Rows of a layer's view: one more than the largest row number."""
+        """Rows of a layer's view, which is the largest row number plus one."""
         return self.row_of_slot(self.pages * self.page_size_tokens - 1) + 1
 
     def row_of_slot(self, slot: int) -> int:
@@ -184,19 +179,19 @@ class RowPlacement:
         Parameters
         ----------
         slots : Tensor of int32 or int64, any shape
-            Negative values mean "none" and stay as they are. Those that are no slots of the pool become
-            `rows`, which is no row either.
+            Negative values mean "no slot" and are returned unchanged. Slots beyond the pool become `rows`,
+            which is out of range too.
 
         Returns
         -------
         Tensor
-            Of the same shape and device; `slots` itself where slots are row numbers already. int64 if
-            a row number does not fit into int32, else of the same dtype.
+            Row numbers, same shape and device; `slots` itself if slots are row numbers already. int64 if
+            a row number does not fit into int32, else the same dtype.
 
         Raises
         ------
         TypeError
-            Slots of another dtype.
+            If the slots have another dtype.
         """
         kind = slots.dtype
         if kind.itemsize < 4 or not kind.is_signed or kind.is_floating_point or kind.is_complex:
@@ -205,25 +200,25 @@ class RowPlacement:
             return slots
         if self.rows > _INT32_MAX:
             slots = slots.long()
-        # Before the bounds check of a reader, int32 may have wrapped around for a slot far outside.
+        # A slot far beyond the pool could wrap around in int32, before a reader checks bounds.
         rows = rows_of_slots(slots, self.slot_pages)
         return rows.where(slots < self.pages * self.page_size_tokens, self.rows)
 
     @cached_property
     def slots_are_rows(self) -> bool:
-        """Whether `slot_to_row` changes nothing; true of every arrangement if a page is one token."""
+        """Whether `slot_to_row` is the identity; true for every arrangement if a page is one token."""
         return self._rows_per_page == self.page_size_tokens
 
     @cached_property
     def _rows_per_page(self) -> int:
-        """Row numbers from one page to the next: more than a page has where other layers lie between."""
+        """Row numbers from one page to the next; exceeds the page size if other layers lie between."""
         return self.strides_bytes["B"] // self.row_stride_bytes
 
     @property
     def slot_pages(self) -> tuple[int, int] | None:
-        """Page size in tokens and row numbers per page, for readers that do `slot_to_row` themselves.
+        """Page size in tokens and row numbers per page, for readers that compute `slot_to_row` themselves.
 
-        The row of a slot is `slot // page_size * rows_per_page + slot % page_size`. None where slots are row
+        The row of a slot is `slot // page_size * rows_per_page + slot % page_size`. None if slots are row
         numbers already.
         """
         return None if self.slots_are_rows else (self.page_size_tokens, self._rows_per_page)
@@ -235,20 +230,20 @@ class RowPlacement:
         ----------
         buffer : Tensor [total_bytes], uint8, contiguous
         layer : int
-            From 0.
+            Index of the layer, from 0.
 
         Returns
         -------
         Tensor [rows, row_bytes], uint8
-            With a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to other
-            layers: only those from `slot_to_row` are this layer's.
+            View with a row stride of `row_stride_bytes`. In a page-major buffer most row numbers belong to
+            other layers: only those from `slot_to_row` are this layer's.
 
         Raises
         ------
         IndexError
-            No such layer.
+            If the layer does not exist.
         ValueError
-            A buffer of another size, dtype or stride.
+            If the buffer has another size, dtype or stride.
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of {self.layers}")

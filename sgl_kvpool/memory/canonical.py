@@ -1,4 +1,4 @@
-"""What a transfer sees of any model's caches: tensors of byte pages, and where each layer lies in a page.
+"""Any model's caches as a transfer sees them: tensors of byte pages, and the place of each layer in a page.
 
 `CanonicalKVCaches.tensors` are int8 `[pages, page_bytes]` views of the live pool, each part of memory once.
 `CanonicalKVCaches.groups` say which of those bytes belong to which layer: for page p of a group, reference r
@@ -11,7 +11,7 @@ of a sliding-window model. Recurrent states are groups too, indexed by state slo
 groups may lie on the same bytes, where a page belongs to one of them at a time; inside a group references
 never overlap. What a page holds beyond its references (padding, holes) is never read, written or counted.
 
-Needs torch alone; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLang.
+Torch is its only dependency; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLang.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class LayerReference:
     Attributes
     ----------
     layer_id : int or str or None
-        SGLang's model layer id; None for state that belongs to no layer.
+        SGLang's model layer id; None for state that is not part of a layer.
     part : str
-        What the bytes are: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
+        Kind of the bytes: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
     runs : PageRuns
     content : str
-        What the bytes mean: dtype, shape and order, in words that are equal only where the bytes of a page
-        are interchangeable.
+        Meaning of the bytes: dtype, shape and order, in a text that is equal for two references only if
+        their bytes are interchangeable.
     """
 
     layer_id: int | str | None
@@ -64,18 +64,18 @@ class CanonicalGroup:
     Attributes
     ----------
     name : str
-        "kv", "full", "window", "state", or what an allocator was told.
+        "kv", "full", "window", "state", or a name given to an allocator.
     layers : tuple of LayerReference
-        In the order of the model; none for a pipeline stage without such layers.
+        Layers in model order; empty for a pipeline stage without such layers.
     num_pages : int
-        Pages, or state slots, SGLang's reserved one included.
+        Pages, or state slots, including SGLang's reserved one.
     page_size_tokens : int or None
         Tokens of a page; None for states.
 
     Raises
     ------
     ValueError
-        Numbers that are none of pages or tokens.
+        If a number of pages or tokens is not positive.
     """
 
     name: str
@@ -91,26 +91,26 @@ class CanonicalGroup:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that a transfer of one page of all layers moves: no padding, no holes."""
+        """Bytes that a transfer of one page of all layers moves, without padding and holes."""
         return sum(layer.runs.size_bytes for layer in self.layers)
 
     @cached_property
     def references(self) -> tuple[PageRuns, ...]:
-        """The bytes of all layers in as few references as there are; neighbours are one."""
+        """The bytes of all layers as the fewest references: adjacent runs are merged."""
         return merged(layer.runs for layer in self.layers)
 
     def layer(self, layer_id: int | str | None, part: str | None = None) -> LayerReference:
-        """The reference of a layer; `part` where a layer has several. KeyError if there is not one."""
+        """The reference of a layer; `part` selects one of several. KeyError unless exactly one matches."""
         found = [r for r in self.layers if r.layer_id == layer_id and part in (None, r.part)]
         if len(found) != 1:
             parts = [r.part for r in self.layers if r.layer_id == layer_id]
-            raise KeyError(f"group {self.name} has parts {parts} of layer {layer_id!r}, asked for {part!r}")
+            raise KeyError(f"group {self.name} has parts {parts} of layer {layer_id!r}, requested {part!r}")
         return found[0]
 
 
 @dataclass(frozen=True)
 class CanonicalKVCaches:
-    """Caches of a model as byte pages; see the module.
+    """Caches of a model as byte pages; see the module's docstring.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class CanonicalKVCaches:
     Raises
     ------
     ValueError
-        What `validate` finds.
+        If `validate` finds an error.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -138,7 +138,7 @@ class CanonicalKVCaches:
         raise KeyError(f"no group {name!r}; there are: {', '.join(g.name for g in self.groups)}")
 
     def only(self, part: str) -> CanonicalKVCaches:
-        """The same groups with one part of each layer alone, for a transfer that leaves out the others."""
+        """The same groups reduced to one part of each layer, for a transfer of that part alone."""
         groups = (
             replace(group, layers=tuple(layer for layer in group.layers if layer.part == part))
             for group in self.groups
@@ -155,12 +155,12 @@ class CanonicalKVCaches:
         )
 
     def validate(self) -> None:
-        """Prove that every reference lies in its tensor and that none of a group overlaps another.
+        """Check that every reference lies in its tensor and that references of a group do not overlap.
 
         Raises
         ------
         ValueError
-            Names the tensor or the group and what is wrong with it.
+            If the check fails; the message names the tensor or the group and the error.
         """
         for index, tensor in enumerate(self.tensors):
             if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
@@ -189,7 +189,9 @@ class CanonicalKVCaches:
         for layer in group.layers:
             runs = layer.runs
             if runs.tensor_index >= len(self.tensors):
-                raise ValueError(f"{where}: {layer} refers to one of {len(self.tensors)} tensors")
+                raise ValueError(
+                    f"{where}: {layer} refers to tensor {runs.tensor_index}, of {len(self.tensors)}"
+                )
             tensor = self.tensors[runs.tensor_index]
             if runs.end_bytes > tensor.shape[1] or group.num_pages > len(tensor):
                 raise ValueError(
@@ -209,32 +211,32 @@ class CanonicalKVCaches:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[str, int]:
-    """Identity of the memory a tensor lies in."""
+    """Identity of the storage of a tensor."""
     storage = tensor.untyped_storage()
-    # Meta tensors have no address; their storage object is all there is.
+    # Meta tensors have no address, only a storage object.
     return str(tensor.device), storage.data_ptr() if tensor.device.type != "meta" else storage._cdata
 
 
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
-    """Storage, first byte and end of `[pages, page_bytes]` int8."""
+    """Storage, first byte and end of an int8 `[pages, page_bytes]` tensor."""
     begin = tensor.storage_offset()
     return _storage(tensor), begin, begin + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """What two views of the same bytes have in common."""
+    """Key that is equal for two views of the same bytes."""
     return (*_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 class TensorList:
-    """Tensors of a view in the making: the same bytes get the same index."""
+    """Builder of `CanonicalKVCaches.tensors`: the same bytes get the same index."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._index: dict[tuple, int] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Index of an int8 `[pages, page_bytes]` view."""
+        """Index of an int8 `[pages, page_bytes]` view, which is added if it is new."""
         index = self._index.setdefault(_place(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
@@ -247,10 +249,10 @@ def byte_pages(tensor: torch.Tensor, units_per_page: int, name: str) -> torch.Te
     Parameters
     ----------
     tensor : Tensor [units, ...], any dtype
-        A unit is what the first axis counts: a token slot, a page as kernels see it, a state slot.
+        The first axis counts units: token slots, pages as kernels see them, or state slots.
     units_per_page : int
     name : str
-        For messages.
+        Name of the tensor in messages.
 
     Returns
     -------
@@ -260,25 +262,25 @@ def byte_pages(tensor: torch.Tensor, units_per_page: int, name: str) -> torch.Te
     Raises
     ------
     ValueError
-        Elements that do not lie one after the other, or units that are no whole number of pages.
+        If the elements are not contiguous, or the units are not a whole number of pages.
     """
     units = tensor.shape[0]
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and stride {tensor.stride()}: its bytes do not lie one "
-            "after the other, and where other layers lie between them is not known here"
+            f"{name} has shape {tuple(tensor.shape)} and stride {tensor.stride()}: its bytes are not "
+            "contiguous, and the place of other layers between them is unknown; pass a contiguous tensor"
         )
     if units % units_per_page:
         raise ValueError(
-            f"{name} has {units} units along its first axis, which are no whole number of pages of "
-            f"{units_per_page}; choose a pool size and a page size that divide"
+            f"{name} has {units} units along its first axis, not a multiple of "
+            f"{units_per_page} per page; choose a pool size that is a multiple of the page size"
         )
     page_bytes = tensor.nbytes // units * units_per_page if units else 0
     return tensor.view(-1).view(torch.int8).view(units // units_per_page, page_bytes)
 
 
 def check_interchangeable(ours: CanonicalGroup, theirs: CanonicalGroup) -> None:
-    """ValueError if a page of one group is not, byte for byte of content, a page of the other."""
+    """Raise ValueError if the pages of two groups do not have the same content."""
 
     def contents(group: CanonicalGroup) -> list[tuple]:
         return [(layer.layer_id, layer.part, layer.content, layer.runs.size_bytes) for layer in group.layers]
@@ -287,6 +289,7 @@ def check_interchangeable(ours: CanonicalGroup, theirs: CanonicalGroup) -> None:
     if mine != other or ours.page_size_tokens != theirs.page_size_tokens:
         differing = next((pair for pair in zip(mine, other, strict=False) if pair[0] != pair[1]), None)
         raise ValueError(
-            f"the layers of group {ours.name} differ, or what their bytes mean: {len(mine)} and {len(other)} "
-            f"parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, first {differing}"
+            f"the layers of group {ours.name} differ, or the meaning of their bytes: {len(mine)} and "
+            f"{len(other)} parts, pages of {ours.page_size_tokens} and {theirs.page_size_tokens} tokens, "
+            f"first {differing}"
         )

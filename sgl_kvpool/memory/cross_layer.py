@@ -1,6 +1,6 @@
-"""Pages of several layers in one buffer, so that a page of all of them is one run of bytes.
+"""Pages of several layers in one buffer, so that a page of all layers is one run of bytes.
 
-A `CrossLayerGroup` holds layers with pages of the same size that are read by the same backend, one position
+A `CrossLayerGroup` holds layers with the same page size that the same backend reads, one position
 each::
 
     page_major     [pages,         positions, page_bytes]
@@ -12,7 +12,7 @@ one set at a time. So sets lie on the same bytes: position i of the buffer is th
 set with fewer layers than the longest leaves holes, which are listed and never read, written or counted.
 
 `sgl_kvpool.memory.allocation` makes such groups. Our pools are groups of one set, page_major or token_major;
-head_major and holes are a library for connectors that allocate buffers of their own. Needs torch alone.
+head_major and holes are for connectors that allocate their own buffers. Torch is the only dependency.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from sgl_kvpool.memory.canonical import LayerReference
 from sgl_kvpool.memory.runs import PageRuns
 from sgl_kvpool.sizes import whole_number
 
-__all__ = ["CrossLayerGroup", "LayerPages", "check_pieces", "shape_of"]
+__all__ = ["CrossLayerGroup", "LayerPages", "check_chunks", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPages:
-    """What an allocator is told of a layer.
+    """Description of a layer for an allocator.
 
     Attributes
     ----------
     name : int or str
         Model layer id, or a name.
     page_bytes : int
-        Bytes that the layer keeps of a page.
+        Bytes of the layer in a page.
     backend : object
-        What reads the pages. Layers share a buffer only if this is one and the same object: two backends
-        whose pages have equal sizes may still read them differently.
+        Reader of the pages. Layers share a buffer only if this is the same object: two backends may read
+        pages of equal size differently.
     page_size_tokens : int
         Tokens of a page as the backend's kernels see it.
     heads : int
-        KV heads, for `head_major`.
+        Number of KV heads, for `head_major`.
     padded_page_bytes : int, optional
         Distance to the next position; `page_bytes` unless given. Only `page_major` can pad.
     content : str
-        What the bytes of a page mean, for `LayerReference`.
+        Meaning of the bytes of a page, for `LayerReference`.
 
     Raises
     ------
     ValueError
-        A size that is not a positive integer, a padded page smaller than the page, or no backend.
+        If a size is not a positive integer, the padded page is smaller than the page, or no backend is given.
     """
 
     name: int | str
@@ -74,13 +74,11 @@ class LayerPages:
                 object.__setattr__(self, field, value)
         if self.span_bytes < self.page_bytes:
             raise ValueError(
-                f"layer {self.name}: padded_page_bytes={self.padded_page_bytes} holds no page of "
+                f"layer {self.name}: padded_page_bytes={self.padded_page_bytes} is less than the page's "
                 f"{self.page_bytes} bytes"
             )
         if self.backend is None:
-            raise ValueError(
-                f"layer {self.name} names no backend; pages nobody is known to read are not shared"
-            )
+            raise ValueError(f"layer {self.name} names no backend; give the backend that reads its pages")
 
     @property
     def span_bytes(self) -> int:
@@ -89,13 +87,13 @@ class LayerPages:
 
     @property
     def key(self) -> tuple:
-        """Layers with equal keys may share a buffer."""
+        """Key that is equal for layers that may share a buffer."""
         return (self.span_bytes, id(self.backend), self.page_size_tokens, self.heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossLayerGroup:
-    """Layers with the same pages and the same backend in one int8 tensor; see the module.
+    """Layers with the same pages and the same backend in one int8 tensor; see the module's docstring.
 
     Attributes
     ----------
@@ -108,7 +106,7 @@ class CrossLayerGroup:
     Raises
     ------
     ValueError
-        What `validate` finds.
+        If `validate` finds an error.
     """
 
     arrangement: KVArrangement
@@ -122,7 +120,7 @@ class CrossLayerGroup:
 
     @property
     def first(self) -> LayerPages:
-        """Some layer; the others have the same geometry."""
+        """One layer of the group; the others have the same geometry."""
         return next(layer for members in self.layers for layer in members if layer is not None)
 
     @property
@@ -141,9 +139,9 @@ class CrossLayerGroup:
         return self.first.span_bytes
 
     @property
-    def pieces(self) -> int:
-        """Pieces a layer's page is cut into: its tokens, its heads, or one."""
-        return _pieces(self.arrangement, self.first)
+    def chunks(self) -> int:
+        """Chunks of a layer's page: its tokens, its heads, or 1."""
+        return _chunks(self.arrangement, self.first)
 
     @property
     def page_bytes(self) -> int:
@@ -161,7 +159,7 @@ class CrossLayerGroup:
         )
 
     def position(self, name: int | str) -> int:
-        """Position of a layer; KeyError for one that is not here."""
+        """Position of a layer; KeyError if the layer is not in this group."""
         for members in self.layers:
             for position, layer in enumerate(members):
                 if layer is not None and layer.name == name:
@@ -180,16 +178,16 @@ class CrossLayerGroup:
         Returns
         -------
         Tensor, int8
-            `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes of one]`, strided.
+            `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes per one]`, strided.
             View it with the layer's dtype and split its last axis; never copy it.
         """
         view = self.tensor.select(-2, self.position(name))
         layer = self._layer(name)
-        return view[..., : layer.page_bytes] if self.pieces == 1 else view
+        return view[..., : layer.page_bytes] if self.chunks == 1 else view
 
     def references(self, number: int, tensor_index: int, part: str = "kv") -> tuple[LayerReference, ...]:
         """Where the layers of set `number` lie in a page of `canonical_tensor()`; holes are left out."""
-        step = self.span_bytes // self.pieces
+        step = self.span_bytes // self.chunks
         return tuple(
             LayerReference(
                 layer_id=layer.name,
@@ -197,8 +195,8 @@ class CrossLayerGroup:
                 runs=PageRuns(
                     tensor_index=tensor_index,
                     offset_bytes=position * step,
-                    run_bytes=layer.page_bytes // self.pieces,
-                    run_count=self.pieces,
+                    run_bytes=layer.page_bytes // self.chunks,
+                    run_count=self.chunks,
                     run_stride_bytes=self.positions * step,
                 ).simplified(),
                 content=layer.content + (" by head" if "H" in self.arrangement.axes else ""),
@@ -211,19 +209,19 @@ class CrossLayerGroup:
         """The buffer as `[pages, page_bytes]` int8, without a copy."""
         return self.tensor.view(self.pages, self.page_bytes)
 
-    # ---------------------------------------------------------------- proof
+    # ---------------------------------------------------------------- validation
 
     def validate(self) -> None:
-        """Prove that the tensor is what the layers need and that they may share it.
+        """Check that the tensor has the size that the layers need and that they may share it.
 
         Raises
         ------
         ValueError
-            Names the layer or the tensor and what is wrong with it.
+            If the check fails; the message names the layer or the tensor and the error.
         """
         if len({len(members) for members in self.layers}) != 1 or not self.layers[0]:
             raise ValueError(
-                f"sets of {[len(m) for m in self.layers]} positions; give each the same, and one"
+                f"sets of {[len(m) for m in self.layers]} positions; give each the same number, at least 1"
             )
         present = [layer for members in self.layers for layer in members if layer is not None]
         if not present:
@@ -244,7 +242,7 @@ class CrossLayerGroup:
                     f"{layer.span_bytes} bytes, {first.page_size_tokens} and {layer.page_size_tokens} "
                     f"tokens, {first.heads} and {layer.heads} heads; give them buffers of their own"
                 )
-            check_pieces(self.arrangement, layer)
+            check_chunks(self.arrangement, layer)
         expected = shape_of(self.arrangement, first, self.tensor.shape[0], self.positions)
         if tuple(self.tensor.shape) != expected or self.tensor.dtype != torch.int8:
             raise ValueError(
@@ -255,30 +253,30 @@ class CrossLayerGroup:
             raise ValueError(f"the tensor has stride {self.tensor.stride()}; it has to be contiguous")
 
 
-def _pieces(arrangement: KVArrangement, layer: LayerPages) -> int:
-    """Axes between page and layer: the tokens of a token-major page, the heads of a head-major one."""
+def _chunks(arrangement: KVArrangement, layer: LayerPages) -> int:
+    """Size of the axis between page and layer: tokens if token-major, heads if head-major, else 1."""
     between = arrangement.axes[1 : arrangement.axes.index("L")]
     return {"": 1, "N": layer.page_size_tokens, "H": layer.heads}[between]
 
 
-def check_pieces(arrangement: KVArrangement, layer: LayerPages) -> None:
-    """ValueError, with the reason, for a page that an arrangement cannot cut."""
+def check_chunks(arrangement: KVArrangement, layer: LayerPages) -> None:
+    """Raise ValueError, with the reason, for a page that an arrangement cannot split."""
     if arrangement.is_layer_packed:
         raise ValueError(f"{arrangement} keeps layers apart and has no page of all layers")
-    pieces = _pieces(arrangement, layer)
-    if pieces > 1 and layer.span_bytes != layer.page_bytes:
-        # Padding would lie between the pieces, where a kernel's stride cannot leave it out.
+    chunks = _chunks(arrangement, layer)
+    if chunks > 1 and layer.span_bytes != layer.page_bytes:
+        # Padding would lie between the chunks, where a kernel's stride cannot skip it.
         raise ValueError(f"layer {layer.name}: a {arrangement} page cannot be padded; use page_major")
-    if layer.span_bytes % pieces:
+    if layer.span_bytes % chunks:
         raise ValueError(
-            f"layer {layer.name}: a page of {layer.span_bytes} bytes cannot be cut into {pieces} pieces of "
+            f"layer {layer.name}: a page of {layer.span_bytes} bytes cannot be split into {chunks} chunks of "
             f"the same size for {arrangement}; use page_major"
         )
 
 
 def shape_of(arrangement: KVArrangement, layer: LayerPages, pages: int, positions: int) -> tuple[int, ...]:
-    """Shape of the tensor of a group whose layers are like `layer`."""
-    pieces = _pieces(arrangement, layer)
+    """Shape of the tensor of a group whose layers have the geometry of `layer`."""
+    chunks = _chunks(arrangement, layer)
     if arrangement.axes[1] == "L":
         return (pages, positions, layer.span_bytes)
-    return (pages, pieces, positions, layer.span_bytes // pieces)
+    return (pages, chunks, positions, layer.span_bytes // chunks)

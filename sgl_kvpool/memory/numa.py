@@ -1,4 +1,4 @@
-"""NUMA nodes of the machine, and memory whose pages alternate between them. Needs ctypes alone."""
+"""NUMA nodes of the machine, and memory whose pages alternate between them. ctypes is its only dependency."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 __all__ = ["interleave", "numa_nodes"]
 
-#: Of <linux/mempolicy.h>.
+#: MPOL_INTERLEAVE of <linux/mempolicy.h>.
 _MPOL_INTERLEAVE = 3
-#: Numbers of the system call, which the C library has no function for.
+#: Numbers of the mbind system call by machine; the C library has no function for it.
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
-#: Bits of a word of mbind's mask of nodes, and words that it gets here: Linux has at most 1024 nodes.
+#: Bits per word of mbind's node mask, and words of the mask: Linux has at most 1024 nodes.
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MASK_WORDS = 1024 // _WORD_BITS
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[int]:
-    """Numbers of the nodes that have memory; empty where the system does not say."""
+    """Numbers of the nodes that have memory; empty if the system does not list them."""
     try:
         text = (folder / "has_memory").read_text().strip()
     except OSError:
@@ -33,23 +33,23 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[int]:
 
 
 def interleave(address: int, size_bytes: int, nodes: Sequence[int]) -> str | None:
-    """Let pages of a mapping that are not in memory yet alternate between nodes.
+    """Make pages of a mapping that are not in memory yet alternate between nodes.
 
     Parameters
     ----------
     address, size_bytes : int
-        Of the mapping; the address of a page of the system.
+        Address and size of the mapping; the address is a multiple of the system's page size.
     nodes : sequence of int
         From `numa_nodes`.
 
     Returns
     -------
     str or None
-        Why the system did not; containers often forbid it. None if it did.
+        Reason of a failure (containers often forbid the call); None on success.
     """
     number = _SYS_MBIND.get(os.uname().machine)
     if number is None:
-        return f"not known on {os.uname().machine}"
+        return f"mbind is not known on {os.uname().machine}"
     mask = (ctypes.c_ulong * _MASK_WORDS)()
     for node in nodes:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
@@ -60,7 +60,7 @@ def interleave(address: int, size_bytes: int, nodes: Sequence[int]) -> str | Non
         ctypes.c_ulong(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE),
         ctypes.c_long(_MPOL_INTERLEAVE),
         mask,
-        # The kernel takes one bit less than it is told.
+        # The kernel reads one bit less than this count.
         ctypes.c_ulong(_MASK_WORDS * _WORD_BITS + 1),
         ctypes.c_ulong(0),
     )

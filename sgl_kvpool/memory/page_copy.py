@@ -1,4 +1,4 @@
-"""Pages from one set of caches to another with torch alone: for tests, and where no engine can be used."""
+"""Copies of pages between two sets of caches with torch alone: for tests, and as the fallback engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def copy_pages(
 ) -> None:
     """Copy pages of one group from one set of caches to another, with torch alone.
 
-    Two copies per layer. Arrangements may differ, the bytes
-    of each layer may not. Bytes that no layer of the group owns stay as they are.
+    Each layer takes two copies. Arrangements may differ; the content of each layer may not. Bytes outside the
+    layers of the group stay as they are.
 
     Parameters
     ----------
@@ -29,15 +29,15 @@ def copy_pages(
     group : str
         Name of a group in both.
     source_pages, target_pages : Tensor [pages], int32 or int64
-        On the device of their caches.
+        Page numbers, on the device of their caches.
 
     Raises
     ------
     ValueError
-        Lists of different lengths, a page outside of the group or twice in the target, or layers whose
-        bytes do not mean the same.
+        If the lists have different lengths, a page is outside of the group or listed twice for the target,
+        or the layers have different content.
     TypeError
-        Lists that are no tensors of integers.
+        If a list is not an integer tensor.
     """
     ours, theirs = source.group(group), target.group(group)
     for pages in (source_pages, target_pages):
@@ -51,7 +51,7 @@ def copy_pages(
     for pages, count in ((source_pages, ours.num_pages), (target_pages, theirs.num_pages)):
         if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < count):
             raise ValueError(
-                f"pages {int(pages.min())} to {int(pages.max())} asked for, the group has {count}"
+                f"pages {int(pages.min())} to {int(pages.max())} requested, the group has {count}"
             )
     if len(target_pages.unique()) != len(target_pages):
         raise ValueError("a page of the target is listed twice")
@@ -68,10 +68,10 @@ def copy_checked_pages(
     parts: Iterable[int],
     convert: Callable[[torch.Tensor, int], torch.Tensor] = lambda moved, part: moved,
 ) -> None:
-    """`copy_pages` of some layers, by their places in the group, for lists that have been checked.
+    """`copy_pages` for some layers, given by their index in the group, with lists that have been checked.
 
-    `convert(moved, part)` makes the target's bytes of the source's, `[pages, runs, run_bytes]` int8, on the
-    source's device. Page lists may be on any.
+    `convert(moved, part)` makes the target's bytes from the source's, `[pages, runs, run_bytes]` int8, on the
+    source's device. Page lists may be on any device.
     """
     ours, theirs = source.group(group), target.group(group)
     source_pages, target_pages = source_pages.long(), target_pages.long()

@@ -1,4 +1,4 @@
-"""Places of bytes inside a page, as equal runs at equal distances. A leaf module."""
+"""Runs of bytes inside a page, of equal size at equal distances. A leaf module."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["PageRuns", "merged"]
 
 @dataclass(frozen=True, kw_only=True)
 class PageRuns:
-    """Equal runs of bytes inside a page, run i at `offset_bytes + i * run_stride_bytes`.
+    """Runs of equal size inside a page, run i at `offset_bytes + i * run_stride_bytes`.
 
     Attributes
     ----------
     tensor_index : int
-        Of `CanonicalKVCaches.tensors`.
+        Index into `CanonicalKVCaches.tensors`.
     offset_bytes, run_bytes, run_count, run_stride_bytes : int
-        The stride of a single run is its size.
+        Place of the runs; the stride of a single run is its size.
 
     Raises
     ------
     ValueError
-        Numbers that are no sizes, runs without bytes, or on top of each other.
+        If a number is not a size, or the runs are empty or overlap.
     """
 
     tensor_index: int
@@ -44,27 +44,27 @@ class PageRuns:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all runs, what a transfer of the page moves."""
+        """Bytes of all runs, which a transfer of the page moves."""
         return self.run_bytes * self.run_count
 
     @property
     def end_bytes(self) -> int:
-        """First byte of the page behind the last run."""
+        """Offset of the first byte behind the last run."""
         return self.offset_bytes + (self.run_count - 1) * self.run_stride_bytes + self.run_bytes
 
     def simplified(self) -> PageRuns:
-        """The same bytes; one run if there is no gap between them."""
+        """The same bytes, as one run if the runs are adjacent."""
         if self.run_stride_bytes != self.run_bytes:
             return self
         return replace(self, run_bytes=self.size_bytes, run_count=1)
 
     def folded(self, pages: int, page_bytes: int) -> PageRuns:
-        """The runs of `pages` pages of `page_bytes` each, taken as one page.
+        """The runs of `pages` pages of `page_bytes` each, seen as one page.
 
         Raises
         ------
         ValueError
-            The runs of several pages are not equally far apart.
+            If the runs of consecutive pages are not at equal distances.
         """
         if pages == 1:
             return self
@@ -82,7 +82,7 @@ class PageRuns:
 
 
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
-    """References with neighbours joined: the next begins where runs of the same stride pattern end.
+    """References with neighbours joined: each begins where another of the same stride pattern ends.
 
     References that overlap stay apart.
     """

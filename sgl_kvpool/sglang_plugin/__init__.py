@@ -76,10 +76,10 @@ def _install() -> None:
     if told is not None:
         hook_groups.apply(hook_groups.named(told))
     elif _exported(LAYOUT):
-        # No launcher has told. If this is a scheduler, its arguments were resolved before the plugin was
-        # loaded, which the hooks of the pools refuse.
+        # No launcher named the groups. If this is a scheduler, its arguments were resolved before the plugin
+        # was loaded, which the hooks of the pools refuse.
         hook_groups.apply((hook_groups.POOLS,))
-    elif env.is_asked(env.FIX_TOPK):
+    elif env.is_requested(env.FIX_TOPK):
         hook_groups.apply((hook_groups.SPARSE_ATTENTION,))
 
 
@@ -100,7 +100,7 @@ def _asked_for() -> str | None:
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
     # Another SGLang is put up with for the sake of what else was asked for, if anything.
-    wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_asked(name))
+    wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_requested(name))
     return next((f"{name}={env.text(name)}" for name in wishes), None)
 
 

@@ -158,9 +158,12 @@ POOLS = HookGroup(
     point_lists.POOLS,
     ("pools", "budget", "sglang_plugin.startup"),
     (
+        "sglang_plugin.hooks.self_check",
         "sglang_plugin.hooks.workspaces",
+        "srt.attention.layers",
         "srt.pool.arranged",
         "srt.pool.mla",
+        "srt.self_check.rows",
     ),
     is_used=lambda view, model_config: True,
 )
@@ -184,7 +187,7 @@ GROUPS = (
         _LAYOUT,
         point_lists.ATTENTION,
         ("attention",),
-        ("srt.attention.cpu", "srt.attention.layers", "srt.attention.write_rows"),
+        ("srt.attention.cpu", "srt.self_check.attention"),
         is_used=_kvpool_attends_on_cpu,
     ),
     HookGroup(
@@ -195,9 +198,8 @@ GROUPS = (
         (
             "srt.attention.cuda",
             "srt.attention.extend",
-            "srt.attention.layers",
             "srt.attention.mha_form",
-            "srt.attention.write_rows",
+            "srt.self_check.attention",
         ),
         is_used=_kvpool_attends_on_cuda,
     ),
@@ -271,6 +273,7 @@ GROUPS = (
         modules=(
             "commands.bench.attention.peers",
             "commands.bench.transfer_gpu",
+            "commands.doctor.self_check",
             "commands.plan.child",
             "commands.plan.gpu",
             "commands.plan.plannable",

@@ -34,11 +34,14 @@ def install() -> None:
 
 
 def _init_scheduler(original, self, *args, **kwargs):
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+
     handlers = logging.getLogger().handlers[:]
     for handler in handlers:
         handler.addFilter(_without_traceback)
     try:
         original(self, *args, **kwargs)
+        self_check.run(self)
     except Refusal as refusal:
         leave(str(refusal))
         with suppress(OSError):

@@ -71,6 +71,10 @@ HOST_TIER = (
     ),
     HookPoint("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.flush_pending_backups", ("self",)),
     HookPoint(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        ("self", "storage_backend", "hicache_write_policy"),
+    ),
+    HookPoint(
         "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", ("requested_bytes",), hooked=False
     ),
     HookPoint(

@@ -1,1 +1,1 @@
-"""What moves pages between a pool and host memory. Without SGLang."""
+"""Transfers of pages between a pool and host memory, independent of SGLang."""

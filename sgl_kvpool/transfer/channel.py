@@ -1,4 +1,4 @@
-"""One direction of transfers: the engine that was fixed at start, one retry by torch, and the metrics."""
+"""One direction of transfers: the engine chosen at start, one retry with torch, and the metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sgl_kvpool import metrics
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 from sgl_kvpool.transfer.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,12 @@ class TransferChannel:
     plan : TransferPlan
     direction : "to_host" or "to_device"
     engine : callable
-        Makes the engine of a plan.
+        Factory that makes the engine of a plan.
 
     Attributes
     ----------
     engine
-        Of the plan. One whose `is_asynchronous` is set enqueues its steps on the current CUDA stream.
+        Engine of the plan. With `is_asynchronous` set, it enqueues its steps on the current CUDA stream.
     """
 
     def __init__(
@@ -49,33 +49,33 @@ class TransferChannel:
         self._under_way: list[_OnStream] = []
 
     def run(self, source_pages: Pages, target_pages: Pages, part: int | None = None) -> None:
-        """Move pages of all layers, or of one by its place in the group.
+        """Move pages of all layers, or of the layer at index `part` of the group.
 
-        Returns when they are there, or, on a GPU, when everything is enqueued on the current stream. A failed
-        engine is followed by torch, once, with the same plan: both write the same bytes to the same places,
-        so whatever the first has left behind is overwritten.
+        Returns when the pages are there or, on a GPU, when everything is enqueued on the current stream. If
+        the engine fails, torch repeats the transfer once with the same plan: both write the same bytes to the
+        same addresses, so whatever the engine left behind is overwritten.
 
         Raises
         ------
         TypeError, ValueError
-            As `TransferPlan.check_pages`; nothing was moved.
+            Errors of `TransferPlan.check_pages`; nothing was moved.
         Exception
-            Torch failed too. What the target pages hold is not known.
+            If torch fails too. The contents of the target pages are undefined then.
         """
         self._count_what_is_over()
         try:
             self._timed(self.engine, source_pages, target_pages, part)
-        except Exception as error:  # whatever it is, torch may still do it
+        except Exception as error:  # torch may succeed, whatever the error
             if isinstance(self.engine, TorchEngine):
                 raise
-            source, target = page_numbers(source_pages), page_numbers(target_pages)
-            # A bad list is nobody's failure but the caller's.
+            source, target = page_indices(source_pages), page_indices(target_pages)
+            # A bad list is the caller's error and no failure of the engine.
             self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source)} pages, engine {self.engine.name}", error=error)
             try:
                 self._timed(self._torch, source, target, part)
-            except Exception:  # logged here: on the way out SGLang puts an error of its own on top
+            except Exception:  # logged here, because SGLang replaces it by an error of its own
                 logger.exception("sgl-kvpool: transfer of %d pages %s failed", len(source), self.direction)
                 raise
 
@@ -91,18 +91,18 @@ class TransferChannel:
     def _on_stream(
         self, engine: Any, source_pages: Pages, target_pages: Pages, part: int | None, size_bytes: int
     ) -> None:
-        """One more step of the transfer at hand, or the first of another."""
+        """Enqueue the next step of the current transfer, or the first step of a new one."""
         last = self._under_way[-1] if self._under_way else None
         if last is None or not last.goes_on(source_pages, target_pages, part):
             last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
         engine.copy(source_pages, target_pages, part)
         last.end(size_bytes, part)
-        # Not before: an event that was never recorded says that it is over, and has no time.
+        # Only now: an event that was never recorded counts as reached and has no time.
         if not self._under_way or self._under_way[-1] is not last:
             self._under_way.append(last)
 
     def _count_what_is_over(self) -> None:
-        """Metrics of transfers before the last one whose events have been reached; waits for none."""
+        """Count finished transfers, except the latest, in the metrics, without waiting for any."""
         while len(self._under_way) > 1:
             seconds = self._under_way[0].seconds()
             if seconds is None:
@@ -121,18 +121,18 @@ class _OnStream:
         self._began.record()
 
     def goes_on(self, source_pages: Pages, target_pages: Pages, part: int | None) -> bool:
-        """Whether a call is one more part of this transfer."""
+        """Whether a call continues this transfer with another part."""
         same = source_pages is self._lists[0] and target_pages is self._lists[1]
         return same and part is not None and part not in self._parts
 
     def end(self, size_bytes: int, part: int | None) -> None:
-        """What was enqueued so far belongs to it."""
+        """Mark everything that was enqueued so far as part of this transfer."""
         self.size_bytes += size_bytes
         self._parts.add(part)
         self._ended.record()
 
     def seconds(self) -> float | None:
-        """How long it took; None while it goes on."""
+        """Duration of the transfer; None while it is under way."""
         if not self._ended.query():
             return None
         return self._began.elapsed_time(self._ended) / 1e3

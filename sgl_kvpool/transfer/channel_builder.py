@@ -1,4 +1,4 @@
-"""The channels of a host tier: plans and engines both ways, for the target's pool and each packed draft's."""
+"""Transfer channels of a host tier: plans and engines of both directions, for target and drafts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.cpu_engine import engine_class
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools, StagedEngine
+from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 from sgl_kvpool.transfer.host_options import CPU_ENGINE
-from sgl_kvpool.transfer.jobs import RegisteredPieces
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -34,29 +34,29 @@ Engine = Callable[[TransferPlan], Any]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What decides which engine moves the pages of a host tier.
+    """Inputs to the choice of the engine that moves the pages of a host tier.
 
     Attributes
     ----------
     engine : str
-        Of --kv-host-engine.
+        Value of --kv-host-engine.
     io_backend : str
-        Of --hicache-io-backend.
-    pieces : RegisteredPieces or None
-        Of the host pages; None if they are not pinned.
+        Value of --hicache-io-backend.
+    chunks : RegisteredChunks or None
+        Chunks of the host pages; None if they are not pinned.
     gpu_calls : callable
-        Loads the compiled side of the GPU engines, csrc/engine_calls.h; called for pools on a GPU only.
+        Loader of the compiled side of the GPU engines, csrc/engine_calls.h; called for GPU pools only.
     """
 
     engine: str
     io_backend: str
-    pieces: RegisteredPieces | None
+    chunks: RegisteredChunks | None
     gpu_calls: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class TransferChannels:
-    """Transfer channels of the target's pool, then of packed drafts'.
+    """Transfer channels of a host tier: the target's pool first, then the packed drafts' pools.
 
     Attributes
     ----------
@@ -67,20 +67,20 @@ class TransferChannels:
     to_device: list[TransferChannel]
 
     @functools.cached_property
-    def needs_page_numbers(self) -> bool:
-        """Whether an engine wants lists of device pages on the CPU."""
-        return any(channel.engine.wants_page_numbers for channel in (*self.to_host, *self.to_device))
+    def needs_page_indices(self) -> bool:
+        """Whether an engine needs the indices of device pages on the CPU."""
+        return any(channel.engine.wants_page_indices for channel in (*self.to_host, *self.to_device))
 
     @property
     def engines(self) -> str:
-        """Names for a log line."""
+        """Engine names for a log line."""
         return " and ".join(
             dict.fromkeys(channel.engine.name for channel in (*self.to_host, *self.to_device))
         )
 
     @property
     def run_bytes(self) -> list[int]:
-        """Sizes of the runs that the device's side of a page is made of."""
+        """Sizes of the runs of a page on the device."""
         return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
 
 
@@ -99,22 +99,22 @@ def build_channels(
     Parameters
     ----------
     pages : Tensor [pages, bytes], uint8, contiguous
-        Of the host, page-major: the rows of all layers, then whatever the tier keeps behind them.
+        Host pages, page-major: the rows of all layers, then whatever the tier keeps behind them.
     views : sequence of CanonicalKVCaches
-        Of the pools, with one group each.
+        Byte views of the pools, with one group each.
     places : sequence of sequences of int
-        For each pool, the places of its layers among those of a host page.
+        For each pool, the positions of its layers among the layers of a host page.
     page_size : int
-        Tokens.
+        Tokens of a page.
     device_rows, host_rows : RowFormat
     k_scales : sequence of sequences of float
-        For each pool, by its layers.
+        For each pool, the k_scales of its layers.
     request : EngineRequest
 
     Raises
     ------
     Exception
-        The engine that was asked for by name cannot be built.
+        If the engine that was requested by name cannot be built.
     """
     conversions = [
         None
@@ -141,16 +141,16 @@ def channels_of(
     staged_bytes: int,
     request: EngineRequest,
 ) -> TransferChannels:
-    """Transfer channels of plans, with the engines that suit the first of them.
+    """Transfer channels of plans; the first plan decides which engines they use.
 
     Parameters
     ----------
     plans : sequence of (TransferPlan, TransferPlan)
-        To the host, and back.
+        For each pool, the plans to the host and back.
     pages : Tensor [pages, bytes], uint8, contiguous
-        The host's memory, which holds nothing yet.
+        Host memory, still unused.
     staged_bytes : int
-        What a slot of a page buffer takes at least: a page of rows, of states `staged_state_bytes`.
+        Minimum bytes of a buffer slot: a page of rows, or `staged_state_bytes` for states.
     request : EngineRequest
     """
     tensors = plans[0][0].source.tensors
@@ -173,7 +173,7 @@ def _gpu_engines(
     device: torch.device,
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
-    """What makes the engines of both directions, which is fixed here."""
+    """Engine factories of both directions; those of torch if no GPU engine can be built for "auto"."""
     try:
         return _built_engines(plan, pages, staged_bytes, device, request)
     except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
@@ -190,12 +190,12 @@ def _built_engines(
     device: torch.device,
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
-    """The same, or whatever an engine fails with."""
-    calls, pieces = request.gpu_calls(), request.pieces
+    """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
+    calls, chunks = request.gpu_calls(), request.chunks
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
-    converts, is_pinned = plan.conversion is not None, pieces is not None
+    converts, is_pinned = plan.conversion is not None, chunks is not None
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
-    rates = engine_choice.measure(calls, pages, pieces, device) if wants_rates and pieces is not None else {}
+    rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
     made = []
     for direction in ("to_host", "to_device"):
         name, reason = engine_choice.choose(
@@ -208,7 +208,7 @@ def _built_engines(
         )
         link = f", link {rates[direction].link_gb_per_s:.1f} GB/s" if rates else ""
         logger.info("sgl-kvpool: engine %s %s: %s%s", name, direction.replace("_", " "), reason, link)
-        made.append(_maker(name, calls, staged_bytes, device, pieces, direction == "to_host"))
+        made.append(_maker(name, calls, staged_bytes, device, chunks, direction == "to_host"))
     return made[0], made[1]
 
 
@@ -217,12 +217,12 @@ def _maker(
     calls: Any,
     staged_bytes: int,
     device: torch.device,
-    pieces: RegisteredPieces | None,
+    chunks: RegisteredChunks | None,
     to_host: bool,
 ) -> Engine:
-    """Maker of one direction's engines, which share a page buffer: channels take turns on one stream."""
-    if name == TorchEngine.name or pieces is None:
+    """Factory of one direction's engines, which can share a page buffer because channels use one stream."""
+    if name == TorchEngine.name or chunks is None:
         return TorchEngine
     engine = GPU_ENGINES[name]
     buffer = PageBuffer(staged_bytes, device, calls) if engine is StagedEngine else None
-    return functools.partial(engine, tools=EngineTools(calls, device, buffer, pieces), to_host=to_host)
+    return functools.partial(engine, tools=EngineTools(calls, device, buffer, chunks), to_host=to_host)

@@ -1,8 +1,8 @@
-"""Rows that have another format on the host than on the device, and what compiled code is told of it.
+"""Conversion of rows whose format on the host differs from the device's.
 
-A row in the other format is what the codec makes of it: `encode_rows(decode_rows(row))`, through bf16. A
-latent that both formats store alike keeps its bytes instead: encoded again, a block might get another of its
-scales. `convert` is the codec's way, `codec/csrc/row_conversion.h` the engines'.
+The converted row is `encode_rows(decode_rows(row))`, through bf16, except that a latent that both formats
+store alike keeps its bytes: encoding it again might choose another candidate scale for a block. `convert`
+does this with the codec, and the engines with `codec/csrc/row_conversion.h`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
 
-#: Bytes that conversions load and store at once, so rows have to begin at multiples of it. Those of a dense
-#: pool are padded to it; of those of DSA pools, 264 bytes are no such multiple.
+#: Conversions load and store this many bytes at once, so rows have to begin at multiples of it. Rows of a
+#: dense pool are padded to it; rows of DSA pools are not, and 264 bytes are not such a multiple.
 CONVERTED_ALIGNMENT_BYTES = 16
 
 
 def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
-    """Layouts that rows of the device can be stored in on the host, of fewer bytes, the widest first."""
+    """Narrower layouts to which rows of the device can be converted for the host, the widest first."""
     found = [
         layout
         for layout in map(MLAKVCacheLayout, HOST_LAYOUTS[1:])
@@ -35,23 +35,23 @@ def narrower_layouts(device: RowFormat) -> tuple[MLAKVCacheLayout, ...]:
 
 
 def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None:
-    """Why rows of the device cannot be stored in a layout on the host; None if they can.
+    """Reason why rows of the device cannot be stored on the host in a layout; None if they can.
 
     Parameters
     ----------
     device : RowFormat
-        Of the device pool.
+        Row format of the device pool.
     host : MLAKVCacheLayout
-        Of the host tier; the device's own is "same" and no conversion.
+        Layout of the host tier; the device's own ("same") needs no conversion.
     """
     able = narrower_layouts(device)
     if host is device.layout or host in able:
         return None
     if _bytes(host, device) < device.row_bytes and _odd_sizes(host, device):
-        reason = f"conversions need rows of a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes"
+        reason = f"conversions need rows whose size is a multiple of {CONVERTED_ALIGNMENT_BYTES} bytes"
     else:
         tokens = "as many" if _bytes(host, device) == device.row_bytes else "fewer"
-        reason = f"the host tier would hold {tokens} tokens, and none better"
+        reason = f"the host tier would hold {tokens} tokens, at no higher accuracy"
     return (
         f"its rows have {_bytes(host, device)} bytes, those of layout {device.layout} on the device "
         f"{device.row_bytes}: {reason}; {use(['same', *map(str, able)])}"
@@ -59,7 +59,7 @@ def host_layout_problem(device: RowFormat, host: MLAKVCacheLayout) -> str | None
 
 
 def _odd_sizes(host: MLAKVCacheLayout, device: RowFormat) -> bool:
-    """Whether rows of the device, or those of a layout on the host, cannot be converted."""
+    """Whether the row size of either side rules out a conversion."""
     return any(n % CONVERTED_ALIGNMENT_BYTES for n in (_bytes(host, device), device.row_bytes))
 
 
@@ -69,14 +69,14 @@ def _bytes(layout: MLAKVCacheLayout, like: RowFormat) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RowConversion:
-    """Rows of `source` are to become rows of `target`.
+    """Conversion of rows of `source` into rows of `target`.
 
     Attributes
     ----------
     source, target : RowFormat
-        Of one geometry.
+        Row formats of the same geometry.
     k_scales : tuple of float
-        By the layers of the group; for formats that use them.
+        k_scale of each layer of the group, for formats that use one.
     """
 
     source: RowFormat
@@ -84,17 +84,17 @@ class RowConversion:
     k_scales: tuple[float, ...]
 
     def reversed(self) -> RowConversion:
-        """The way back."""
+        """The conversion in the opposite direction."""
         return replace(self, source=self.target, target=self.source)
 
     def convert(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
-        """Rows of a layer with torch, on their device.
+        """Convert rows of a layer with torch, on their device.
 
         Parameters
         ----------
         rows : Tensor [tokens, source.row_bytes], uint8
         layer : int
-            Its place in the group.
+            Index of the layer in the group.
 
         Returns
         -------
@@ -103,8 +103,8 @@ class RowConversion:
         k_scale, rank = self.k_scales[layer], self.source.kv_lora_rank
         values = decode_rows(rows, self.source, k_scale=k_scale)
         nope, rope = values[:, :rank], values[:, rank:]
-        # What encoders make of NaN and infinities, before they look for them (KVPOOL_CHECK_FINITE): rows
-        # were looked at when they were first stored, and slots that nobody filled may hold anything.
+        # Replace NaN and infinities as encoders do, but before the encoder's check (KVPOOL_CHECK_FINITE):
+        # rows were checked when they were first stored, and unused slots may hold anything.
         if self.target.nope.encoding is not Encoding.BF16:
             nope = _finite(nope)
         if self.target.rope is not None and self.target.rope.encoding is not Encoding.BF16:

@@ -1,6 +1,6 @@
 """The `cpu` engine: transfers between two places in host memory, with streaming stores and threads.
 
-Compiled by g++ through tvm-ffi, which SGLang brings, when first used (4 s); tvm-ffi keeps what it compiled.
+tvm-ffi, a dependency of SGLang, compiles it with g++ on first use (4 s) and caches the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCES = Path(__file__).resolve().parent / "csrc"
 def _module() -> Any:
     from tvm_ffi import cpp
 
-    # A damaged file in its cache ends the process without a word, so there is one before.
+    # A damaged file in the cache ends the process without a message, so this is logged before.
     logger.info("sgl-kvpool: loading engine cpu, which tvm-ffi compiles and keeps in its cache folder")
     with ninja_on_path():
         return cpp.load(
@@ -42,12 +42,12 @@ def _module() -> Any:
 
 
 def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngine]:
-    """`CpuEngine`, or `TorchEngine` where that cannot be built, which is logged and counted.
+    """`CpuEngine`, or `TorchEngine` if that cannot be built; the failure is logged and counted.
 
     Parameters
     ----------
     required : bool
-        Raise what it fails with instead.
+        Whether to raise the error instead.
     """
     try:
         _module()
@@ -66,18 +66,18 @@ class CpuEngine:
     ----------
     plan : TransferPlan
     threads : int, optional
-        torch's number of threads unless given. Each copies a share of the (layer, page) pairs.
+        Number of threads; torch's by default. Each copies a share of the (layer, page) pairs.
 
     Raises
     ------
     RuntimeError
-        The engine cannot be compiled here.
+        If the engine cannot be compiled here.
     """
 
     name = "cpu"
     is_asynchronous = False
-    #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
-    wants_page_numbers = True
+    #: Whether `copy` needs the indices of device pages on the CPU; otherwise it takes slot lists as they are.
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan, threads: int | None = None) -> None:
         self.plan = plan
@@ -95,7 +95,7 @@ class CpuEngine:
 
     @staticmethod
     def _prepared(copy_runs: Sequence[CopyRun]) -> torch.Tensor:
-        """`[runs, 8]` int64 as the compiled side takes them."""
+        """Copy runs as the compiled side takes them, `[runs, 8]` int64."""
         return torch.tensor([run.row for run in copy_runs], dtype=torch.int64).view(-1, 8)
 
     def copy(self, source_pages: np.ndarray, target_pages: np.ndarray, part: int | None = None) -> None:
@@ -104,14 +104,14 @@ class CpuEngine:
         Parameters
         ----------
         source_pages, target_pages : ndarray [pages], integers
-            Page i of the one goes to page i of the other.
+            Page indices; page `source_pages[i]` is copied to page `target_pages[i]`.
         part : int, optional
-            A layer, by its place in the group; all of them unless given.
+            Index of a layer in the group; all layers by default.
 
         Raises
         ------
         TypeError, ValueError
-            As `TransferPlan.check_pages`, before anything is copied.
+            Errors of `TransferPlan.check_pages`, before anything is copied.
         """
         self.plan.check_pages(source_pages, target_pages)
         runs = self._all_layers if part is None else self._one_layer[part]

@@ -1,4 +1,4 @@
-"""Which engine carries out the transfers of a host tier: asked for, or measured when it starts."""
+"""Choice of a host tier's transfer engine: as requested, or by rates that are measured at start."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import CopyRun
 
 __all__ = ["LinkRates", "choose", "measure"]
 
-#: What the copy engine has to reach of the link with a server's runs to be chosen.
+#: Share of the link's rate that the copy engine has to reach with a server's runs to be chosen.
 _WORTH = 0.95
-#: Bytes of runs that are tried, and of the longest copy, which stands for the link.
+#: Run sizes that are measured, and the size of the long copy whose rate stands for the link's.
 _RUN_BYTES = tuple(1 << n for n in range(13, 21))
 _LONGEST_BYTES = 64 << 20
 _COPIES = 2048
@@ -27,14 +27,14 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What the copy engine does between a GPU and pinned memory, in one direction.
+    """Rates of the copy engine between a GPU and pinned memory in one direction.
 
     Attributes
     ----------
     link_gb_per_s : float
-        Of one long copy, 1e9 bytes.
+        Rate of one long copy, in 1e9 bytes per second.
     gb_per_s : mapping of int to float
-        Of scattered runs, by their bytes.
+        Rates of scattered runs, by run size in bytes.
     submit_us : float
         CPU time per run.
     """
@@ -45,7 +45,7 @@ class LinkRates:
 
     @property
     def crossover_bytes(self) -> int | None:
-        """Shortest of the tried runs from which on all reach 95 % of the link; None if none does."""
+        """Smallest measured run size from which on every size reaches 95 % of the link; None without one."""
         shortest = None
         for run_bytes in sorted(self.gb_per_s, reverse=True):
             if self.gb_per_s[run_bytes] < _WORTH * self.link_gb_per_s:
@@ -63,21 +63,21 @@ def choose(
     is_pinned: bool,
     rates: LinkRates | None,
 ) -> tuple[str, str]:
-    """Engine of one direction, and why.
+    """Engine of one direction, and the reason for it.
 
     Parameters
     ----------
     requested : str
-        Of --kv-host-engine.
+        Value of --kv-host-engine.
     run_bytes : int
-        Shortest run of a page.
+        Bytes of the shortest run of a page.
     converts : bool
-        Whether the host tier has another layout.
+        Whether the host tier has another layout than the device.
     io_backend : str
-        Of --hicache-io-backend.
+        Value of --hicache-io-backend.
     is_pinned : bool
     rates : LinkRates or None
-        Of the direction; None if they were not needed.
+        Rates of the direction; None if they were not measured.
 
     Returns
     -------
@@ -86,43 +86,43 @@ def choose(
     if not is_pinned:
         return "torch", "the host tier is not pinned"
     if requested != "auto":
-        return requested, "asked for"
+        return requested, "requested"
     if converts:
         return "staged", "rows change their layout on the way"
     if io_backend != "direct":
-        # The copy engine wants page numbers on the CPU. With `direct` SGLang has waited for them anyway.
-        return "staged", f"page numbers stay on the GPU with io backend {io_backend}"
+        # The copy engine needs page indices on the CPU; with `direct`, SGLang has already waited for them.
+        return "staged", f"page indices stay on the GPU with io backend {io_backend}"
     crossover = None if rates is None else rates.crossover_bytes
     if crossover is not None and run_bytes >= crossover:
-        return "copy_engine", f"runs of {run_bytes} bytes, and {crossover} are enough for the link"
+        return "copy_engine", f"runs of {run_bytes} bytes; the link is saturated from {crossover} on"
     if crossover is None:
-        return "staged", f"runs of {run_bytes} bytes, and none that was tried reaches 95 % of the link"
-    return "staged", f"runs of {run_bytes} bytes, the link wants {crossover}"
+        return "staged", f"runs of {run_bytes} bytes; no measured run size reaches 95 % of the link"
+    return "staged", f"runs of {run_bytes} bytes; the link needs at least {crossover}"
 
 
 def measure(
-    calls: Any, host: torch.Tensor, pieces: RegisteredPieces, device: torch.device
+    calls: Any, host: torch.Tensor, chunks: RegisteredChunks, device: torch.device
 ) -> dict[str, LinkRates]:
-    """Rates of the copy engine in both directions; 0.3 s.
+    """Measure the rates of the copy engine in both directions (0.3 s).
 
     Parameters
     ----------
     calls : module
-        Of `gpu_calls`.
+        Module that `gpu_calls` returns.
     host : Tensor, uint8, pinned
-        A host tier that holds nothing yet: its beginning is written.
-    pieces : RegisteredPieces
+        Memory of a host tier that is still unused; its beginning is overwritten.
+    chunks : RegisteredChunks
     device : torch.device
 
     Returns
     -------
     dict of str to LinkRates
-        By "to_host" and "to_device".
+        Rates by direction, "to_host" and "to_device".
     """
     flat = host.view(-1)
     size_bytes = min(_LONGEST_BYTES, flat.nbytes)
-    if pieces.piece_bytes:
-        size_bytes = min(size_bytes, pieces.piece_bytes)
+    if chunks.chunk_bytes:
+        size_bytes = min(size_bytes, chunks.chunk_bytes)
     scratch = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     stream = torch.cuda.Stream(device)
     found = {}
@@ -136,21 +136,21 @@ def measure(
                 source_address=ends[0].data_ptr(), target_address=ends[1].data_ptr(),
                 source_page_stride=run_bytes, target_page_stride=run_bytes, run_bytes=run_bytes,
             )  # fmt: skip
-            return _timed(calls, CopyJob([run], pieces), copies, run_bytes, direction == "to_device", stream)
+            return _timed(calls, CopyJob([run], chunks), copies, run_bytes, direction == "to_device", stream)
 
         link, _ = rate(size_bytes, 1)
         tried = {n: rate(n, min(_COPIES, size_bytes // n)) for n in _RUN_BYTES if n <= size_bytes}
         submit_us = min((us for _, us in tried.values()), default=0.0)
         found[direction] = LinkRates(link, {n: gb_per_s for n, (gb_per_s, _) in tried.items()}, submit_us)
     del scratch
-    torch.cuda.empty_cache()  # nobody else has a use for 64 MB in one piece
+    torch.cuda.empty_cache()  # return the 64 MB block to the device
     return found
 
 
 def _timed(
     calls: Any, job: CopyJob, copies: int, run_bytes: int, to_device: bool, stream: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Rate in 1e9 bytes per second and microseconds of CPU time per copy, medians."""
+    """Medians of the rate in 1e9 bytes per second and of the CPU time per copy in microseconds."""
     pages = np.random.default_rng(0).permutation(copies).astype(np.int64)
     rates, submits = [], []
     for _ in range(_ROUNDS + 1):

@@ -1,8 +1,8 @@
 """Engines between a GPU pool and the host tier: `staged`, `copy_engine` and `kernel`.
 
-Each carries out one plan, in one direction, on torch's current stream, and returns when its steps are
-enqueued. SGLang makes that stream wait before it calls, and takes an event recorded behind the call for the
-end, layer by layer for loads; csrc/staging.h has the argument for the streams of our own.
+Each engine carries out one plan in one direction on torch's current stream and returns when its steps are
+enqueued. SGLang makes that stream wait before the call, and takes an event recorded behind the call as its
+end, layer by layer for loads; csrc/staging.h explains the order of the engines' own streams.
 
 ======================  =========================================  ====================================
 engine                  device to host                             host to device
@@ -10,7 +10,7 @@ engine                  device to host                             host to devic
 ``staged``              a kernel gathers (and encodes) pages into  the copy engine fills the page buffer
                         the page buffer, the copy engine takes     with groups of layers, a kernel
                         whole pages from there                     scatters (and decodes)
-``copy_engine``         one batch of copies per call, neighbours joined; page numbers on the CPU
+``copy_engine``         one batch of copies per call, neighbours joined; page indices on the CPU
 ``kernel``              a kernel reads and writes pinned host memory itself
 ======================  =========================================  ====================================
 """
@@ -21,37 +21,36 @@ from typing import Any
 
 import numpy as np
 
-from sgl_kvpool.transfer.gpu_engine import EngineTools, GpuEngine, contiguous
-from sgl_kvpool.transfer.jobs import CopyJob, KernelJob
+from sgl_kvpool.transfer.gpu_engine import CopyJob, EngineTools, GpuEngine, KernelJob, contiguous
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 from sgl_kvpool.transfer.staged_engine import StagedEngine
 
 __all__ = ["GPU_ENGINES", "CopyEngine", "EngineTools", "KernelEngine", "StagedEngine"]
 
 
 class CopyEngine(GpuEngine):
-    """Pages by the copy engine alone; see the module.
+    """Moves pages with the copy engine alone; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        Without a conversion.
+        Plan without a conversion.
     tools : EngineTools
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "copy_engine"
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
         if plan.conversion is not None:
             raise ValueError("the copy engine cannot encode or decode rows; use engine staged or kernel")
-        self._all = CopyJob(plan.copy_runs, tools.pieces)
+        self._all = CopyJob(plan.copy_runs, tools.chunks)
         self._one = [
-            CopyJob(plan.copy_runs_of([part]), tools.pieces) for part in range(len(plan.source_group.layers))
+            CopyJob(plan.copy_runs_of([part]), tools.chunks) for part in range(len(plan.source_group.layers))
         ]
 
     def copy(
@@ -60,8 +59,8 @@ class CopyEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue copies of pages, of all parts or of one. Waits for the GPU if a list is there."""
-        source, target = (contiguous(page_numbers(pages)) for pages in (source_pages, target_pages))
+        """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is there."""
+        source, target = (contiguous(page_indices(pages)) for pages in (source_pages, target_pages))
         self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]
         self.tools.calls.copy_pages(
@@ -75,19 +74,19 @@ class CopyEngine(GpuEngine):
 
 
 class KernelEngine(GpuEngine):
-    """Pages by a kernel that reaches into pinned host memory; see the module.
+    """Moves pages with a kernel that accesses pinned host memory; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        With or without a conversion.
+        Plan with or without a conversion.
     tools : EngineTools
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "kernel"
-    wants_page_numbers = False
+    wants_page_indices = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
@@ -104,7 +103,7 @@ class KernelEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue a kernel that moves pages, of all parts or of one."""
+        """Enqueue a kernel that moves pages, all parts or one."""
         kept = self._uploaded
         if part is None or kept is None or kept[0] is not source_pages or kept[1] is not target_pages:
             self._check(source_pages, target_pages)
@@ -124,5 +123,5 @@ class KernelEngine(GpuEngine):
         )
 
 
-#: By name.
+#: GPU engines by name.
 GPU_ENGINES: dict[str, type] = {engine.name: engine for engine in (StagedEngine, CopyEngine, KernelEngine)}

@@ -1,6 +1,6 @@
 """The compiled side of the GPU engines, csrc/engine_calls.h: built when first used (10 s), then kept.
 
-By torch; beside SGLang its own loader compiles the same sources, `sgl_kvpool.srt.host.gpu_calls`.
+Built by torch here; with SGLang, by SGLang's loader from the same sources (`sgl_kvpool.srt.host.gpu_calls`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def gpu_calls() -> Any:
     Raises
     ------
     Exception
-        Whatever the loader raises: no CUDA compiler, a folder that cannot be written.
+        Errors of the loader, such as a missing CUDA compiler or a folder that cannot be written.
     """
-    logger.info("sgl-kvpool: loading the GPU transfer engines, compiling them if this is their first time")
+    logger.info("sgl-kvpool: loading the GPU transfer engines, which are compiled on first use")
     from torch.utils.cpp_extension import load
 
     with ninja_on_path():

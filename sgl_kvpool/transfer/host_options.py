@@ -1,4 +1,4 @@
-"""What a host tier can be asked for, and what it takes of SGLang's choices. A leaf module."""
+"""Options of a host tier, and the values of SGLang's options that it supports. A leaf module."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = [
 HOST_LABELS = ("page_first", "page_first_direct")
 #: Values of --hicache-io-backend.
 HOST_IO_BACKENDS = ("kernel", "direct")
-#: Host memory that SGLang keeps free when it makes a host tier: its HICACHE_HOST_MEMORY_RESERVE_BYTES, for
-#: those who do not import SGLang.
+#: Host memory that SGLang keeps free when it makes a host tier: its HICACHE_HOST_MEMORY_RESERVE_BYTES,
+#: repeated for modules that do not import SGLang.
 KEPT_FREE_BYTES = 10 << 30
 
-#: The device's layout.
+#: Value of --kv-host-layout for the device's layout.
 SAME = "same"
-#: Values of --kv-host-layout: layouts narrower than 16-bit rows. Not one that uses k_scale: a scale
-#: of the layer would be one more thing that stored bytes depend on.
+#: Values of --kv-host-layout: layouts narrower than 16-bit rows that do not use k_scale, because stored bytes
+#: would then depend on the layer's scale too.
 HOST_LAYOUTS = (SAME, *(x.value for x in MLAKVCacheLayout if x.is_narrow and not x.uses_k_scale))
-#: The narrowest of them, with rows of DeepSeek's models.
+#: The narrowest host layout for rows of DeepSeek's models.
 NARROWEST_HOST_LAYOUT = min(HOST_LAYOUTS[1:], key=lambda x: MLAKVCacheLayout(x).row_format(512, 64).row_bytes)
 #: Values of --kv-host-engine besides "auto", by where the pool is.
 GPU_ENGINE_NAMES = ("staged", "copy_engine", "kernel")
@@ -47,14 +47,14 @@ NODE, RANK = "node", "rank"
 
 @dataclass(frozen=True)
 class HostTierOptions:
-    """What was asked for of a host tier.
+    """Options of a host tier.
 
     Attributes
     ----------
     layout : str
-        Of `HOST_LAYOUTS`.
+        One of `HOST_LAYOUTS`.
     engine : str
-        Of `HOST_ENGINES`, or "auto".
+        One of `HOST_ENGINES`, or "auto".
     sharing : str
         `NODE` or `RANK`.
     """
@@ -65,7 +65,7 @@ class HostTierOptions:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was asked for."""
+        """Whether all options have their defaults."""
         return self == HostTierOptions()
 
     @property
@@ -74,10 +74,10 @@ class HostTierOptions:
         return self.engine in ("auto", "staged")
 
     def takes(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
-        """Whether the host tier of such a pool is ours.
+        """Whether sgl-kvpool provides the host tier of such a pool.
 
-        On a GPU SGLang's own host pool moves the rows of its own tensors and has been run there: ours is for
-        the others, and for whom it was asked for.
+        On a GPU, SGLang's own host pool moves the rows of SGLang's own tensors and has been run there. Ours
+        serves the other layouts and arrangements, or any when requested.
         """
         stock = not layout.is_packed and arrangement.is_layer_packed
         return device == "cpu" or not stock or not self.is_default

@@ -1,4 +1,4 @@
-"""The page buffer of the `staged` engine: device memory that pages go through."""
+"""The page buffer of the `staged` engine: device memory through which pages are moved."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["PageBuffer", "buffer_bytes", "staged_state_bytes"]
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
-#: Bytes of a slot, if a page is not longer. Long enough that a wait between two slots costs less than 1 % of
-#: the 300 us that a link needs for it; the first slot of a store, which nothing overlaps, stays short.
+#: Bytes of a slot unless a page is longer: a wait between two slots costs less than 1 % of the 300 us that
+#: the link needs for a slot, and the first slot of a store, which overlaps with nothing, takes no longer.
 _SLOT_BYTES = 16 << 20
-#: What slots begin at multiples of, so that kernels find pages where they were told.
+#: Alignment of slots; kernels choose their word size by addresses relative to a slot.
 _ALIGNMENT_BYTES = 256
-#: Pages of a slot at most.
+#: Maximum number of pages in a slot.
 _SLOT_PAGES = 16
 
 
@@ -31,45 +31,46 @@ def buffer_bytes(page_bytes: int) -> int:
     Parameters
     ----------
     page_bytes : int
-        Of a host page of all layers.
+        Bytes of a host page of all layers.
 
     Returns
     -------
     int
-        At most 128 MiB, or, if pages are longer than 16 MiB, 8 of them.
+        At most 128 MiB, or 8 pages if a page is longer than 16 MiB.
     """
     return 2 * _SLOTS * _slot_bytes(page_bytes)
 
 
 def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
-    """What a slot takes at least of a host slot of states, whose parts travel in groups.
+    """Minimum bytes of a buffer slot for states, whose parts are moved in groups.
 
     Parameters
     ----------
     state_bytes : int
-        Of all layers: tens of megabytes, of which several would be a good part of a GPU's memory.
+        Bytes of the states of all layers in a host slot: tens of megabytes, a multiple of which would take a
+        large part of a GPU's memory.
     largest_part_bytes : int
-        Of one state of one layer, which is not taken apart.
+        Bytes of the largest state of one layer, which is moved whole.
     """
     return min(state_bytes, max(largest_part_bytes, _SLOT_BYTES))
 
 
 class PageBuffer:
-    """Device memory for the pages of one direction, and the streams and events that keep them apart.
+    """Device memory for the pages of one direction, with the streams and events that order its use.
 
     Parameters
     ----------
     page_bytes : int
-        Of a host page of all layers.
+        Bytes of a host page of all layers.
     device : torch.device
     calls : module
-        Of `gpu_calls`.
+        Module that `gpu_calls` returns.
 
     Attributes
     ----------
     slot_bytes : int
     handle : int
-        Of csrc/staging.h's `Staging`.
+        Address of the `Staging` object of csrc/staging.h.
     """
 
     def __init__(self, page_bytes: int, device: torch.device, calls: Any) -> None:

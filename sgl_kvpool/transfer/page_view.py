@@ -1,4 +1,4 @@
-"""Byte view of pages that hold the parts of a group one after the other. Needs torch alone."""
+"""Byte views of pages that hold the parts of a group one after the other. Torch is the only dependency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["host_view", "packed_view"]
 
 
 def packed_view(pages: torch.Tensor, group: CanonicalGroup, offset_bytes: int = 0) -> CanonicalKVCaches:
-    """View of pages as the counterpart of a group, its parts one after the other in their order.
+    """View of pages that hold the parts of a group one after the other, in the group's order.
 
     Parameters
     ----------
@@ -23,12 +23,12 @@ def packed_view(pages: torch.Tensor, group: CanonicalGroup, offset_bytes: int = 
     group : CanonicalGroup
         Parts may have different sizes.
     offset_bytes : int
-        Place of the first in a page.
+        Offset of the first part in a page.
 
     Returns
     -------
     CanonicalKVCaches
-        With one group of the same name.
+        View with one group of the same name.
     """
     references = []
     for layer in group.layers:
@@ -47,27 +47,27 @@ def host_view(
     rows: RowFormat,
     content: str | None = None,
 ) -> CanonicalKVCaches:
-    """View of page-major host pages as the counterpart of a group of device pages.
+    """View of page-major host pages that corresponds to a group of device pages.
 
     Parameters
     ----------
     pages : Tensor [pages, bytes], uint8
-        Longer than the rows, where something follows them.
+        Host pages; longer than their rows if other data follows.
     group : CanonicalGroup
-        Of the device; its layers are those of the view.
+        Group of the device; the view has the same layers.
     layers : sequence of int
-        Place of each of them among the layers of a host page.
+        Position of each layer among the layers of a host page.
     page_size : int
-        Tokens.
+        Tokens of a page.
     rows : RowFormat
-        On the host.
+        Row format on the host.
     content : str, optional
-        What its bytes mean, if that is not what the device's do.
+        Meaning of the host's bytes, if it differs from the device's.
 
     Returns
     -------
     CanonicalKVCaches
-        With one group of the same name.
+        View with one group of the same name.
     """
     layer_bytes = page_size * rows.row_bytes
     references = tuple(

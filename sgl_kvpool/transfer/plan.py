@@ -1,18 +1,18 @@
-"""Which bytes of which pages go where, in a transfer between two sets of caches.
+"""Plan of a transfer between two sets of caches: which bytes of a page are copied where.
 
-What does not depend on the pages is worked out once, when both sides are known: for each layer a `CopyRun`,
-whose page p moves, for i in range(run_count), the bytes ::
+Everything that does not depend on page indices is computed once, when both sides are known: one `CopyRun` per
+layer. For pages p_source and p_target it moves, for i in range(run_count), the bytes ::
 
     source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
-Layers whose runs continue each other on both sides are one `CopyRun`. Engines get them as numbers
-(:mod:`.jobs`) and join neighbouring pages themselves.
+Layers whose runs are adjacent on both sides share one `CopyRun`. Engines get the runs as integers
+(:mod:`.gpu_engine`) and join adjacent pages themselves.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.
 
-Addresses are byte addresses as integers; whether a device or the host owns them is the engines' business.
+Addresses are byte addresses as integers, in host or device memory; only the engines distinguish the two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CopyRun", "TransferPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRun:
-    """Bytes of one page, or of several layers of it, as equal runs on both sides; see the module."""
+    """Equal runs of bytes of one layer of a page, or of adjacent layers; see the module's docstring."""
 
     source_address: int
     target_address: int
@@ -54,11 +54,11 @@ class CopyRun:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that one page moves."""
+        """Bytes moved per page."""
         return self.run_bytes * self.run_count
 
     def simplified(self) -> CopyRun:
-        """One run, if on neither side there is a gap between runs."""
+        """The same bytes as one run if neither side has gaps between its runs."""
         if self.run_count == 1:
             return replace(self, source_run_stride=self.run_bytes, target_run_stride=self.run_bytes)
         if self.source_run_stride == self.target_run_stride == self.run_bytes:
@@ -66,7 +66,7 @@ class CopyRun:
         return self
 
     def joined(self, other: CopyRun) -> CopyRun | None:
-        """This and `other` as one, if `other` continues it on both sides; None otherwise."""
+        """This run and `other` as one if `other` follows on both sides, else None."""
         pattern = ["source_page_stride", "target_page_stride", "run_count"]
         if self.run_count > 1:
             pattern += ["source_run_stride", "target_run_stride"]
@@ -85,18 +85,18 @@ class TransferPlan:
     ----------
     source, target : CanonicalKVCaches
     group : str
-        Name of a group in both. Its layers, and what their bytes mean, have to be the same on both sides;
-        their arrangement need not.
+        Name of a group of both sides. Its layers and the meaning of their bytes have to be the same on both
+        sides; their arrangement may differ.
     conversion : RowConversion, optional
-        What becomes of rows on the way, if their formats differ.
+        Conversion of the rows, if their formats differ.
 
     Raises
     ------
     KeyError
-        No such group.
+        If a side has no such group.
     ValueError
-        Layers that differ, or whose runs cannot be paired; rows to convert that are none of the conversion's,
-        or do not begin at a multiple of 16 bytes.
+        If layers differ or their runs cannot be paired, or if rows to convert have other formats than the
+        conversion or do not begin at multiples of 16 bytes.
 
     Attributes
     ----------
@@ -127,13 +127,13 @@ class TransferPlan:
 
     @cached_property
     def copy_runs(self) -> tuple[CopyRun, ...]:
-        """Of all layers."""
+        """Copy runs of all layers."""
         return self.copy_runs_of(range(len(self._per_layer)))
 
     def copy_runs_of(self, parts: Sequence[int]) -> tuple[CopyRun, ...]:
-        """Of some of the group's `layers`, by index; call at setup only."""
+        """Copy runs of some of the group's `layers`, by index; call at setup only."""
         if self.conversion is not None:
-            return tuple(self._per_layer[i] for i in parts)  # neighbours have k_scales of their own
+            return tuple(self._per_layer[i] for i in parts)  # every layer has its own k_scale
         joined: list[CopyRun] = []
         for run in sorted((self._per_layer[i] for i in parts), key=lambda r: r.source_address):
             both = joined[-1].joined(run) if joined else None
@@ -144,9 +144,9 @@ class TransferPlan:
         return tuple(run.simplified() for run in joined)
 
     def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
-        """Bytes that a transfer of one page moves, of all layers or of some.
+        """Bytes that a transfer of one page moves, for all layers or for some.
 
-        Of converted rows the narrower: they are what crosses the link.
+        For converted rows these are the bytes of the narrower ones, which cross the link.
         """
         chosen = range(len(self._per_layer)) if parts is None else parts
         sides = (self.source_group.layers, self.target_group.layers)
@@ -158,9 +158,9 @@ class TransferPlan:
         Raises
         ------
         TypeError
-            Lists that are no arrays of integers.
+            If a list is not an array of integers.
         ValueError
-            Lists of unequal lengths, a page outside of its group, or a target page listed twice.
+            If the lists differ in length, a page is outside of its group, or a target page is listed twice.
         """
         for name, pages, group in (
             ("source", source_pages, self.source_group),
@@ -170,7 +170,7 @@ class TransferPlan:
                 raise TypeError(f"{name} pages are {type(pages).__name__}, expected a 1-d array of integers")
             if len(pages) and not (pages.min() >= 0 and pages.max() < group.num_pages):
                 raise ValueError(
-                    f"{name} pages {pages.min()} to {pages.max()} asked for; group {group.name} has "
+                    f"{name} pages {pages.min()} to {pages.max()} requested; group {group.name} has "
                     f"{group.num_pages}"
                 )
         if len(source_pages) != len(target_pages):
@@ -188,8 +188,8 @@ def _paired(
     a, b = ours.runs, theirs.runs
     if a.run_bytes != b.run_bytes and 1 not in (a.run_count, b.run_count):
         raise ValueError(
-            f"{ours.part} of layer {ours.layer_id} is {a.run_count} runs of {a.run_bytes} bytes on one side "
-            f"and {b.run_count} of {b.run_bytes} on the other, which no equal runs make up"
+            f"{ours.part} of layer {ours.layer_id} has {a.run_count} runs of {a.run_bytes} bytes on one side "
+            f"and {b.run_count} of {b.run_bytes} on the other, which cannot be paired"
         )
     run_bytes = min(a.run_bytes, b.run_bytes)
     from_tensor, to_tensor = source.tensors[a.tensor_index], target.tensors[b.tensor_index]
@@ -200,14 +200,14 @@ def _paired(
         target_page_stride=to_tensor.stride(0),
         run_bytes=run_bytes,
         run_count=max(a.run_count, b.run_count),
-        # A side that is one run is cut into as many as the other has.
+        # A side with a single run is split into as many runs as the other side has.
         source_run_stride=a.run_stride_bytes if a.run_count > 1 else run_bytes,
         target_run_stride=b.run_stride_bytes if b.run_count > 1 else run_bytes,
     ).simplified()
 
 
 def _check_convertible(ours: CanonicalGroup, theirs: CanonicalGroup, conversion: RowConversion) -> None:
-    """ValueError if the pages of two groups are not the same layers' rows before and after a conversion."""
+    """Raise ValueError unless both groups hold the same layers, as rows of the conversion's two formats."""
     mine, other = ([(layer.layer_id, layer.part) for layer in group.layers] for group in (ours, theirs))
     if mine != other or ours.page_size_tokens != theirs.page_size_tokens or ours.page_size_tokens is None:
         raise ValueError(
@@ -221,7 +221,7 @@ def _check_convertible(ours: CanonicalGroup, theirs: CanonicalGroup, conversion:
             if layer.runs.size_bytes != ours.page_size_tokens * fmt.row_bytes:
                 raise ValueError(
                     f"{layer.part} of layer {layer.layer_id} has {layer.runs.size_bytes} bytes in a page of "
-                    f"{ours.page_size_tokens} tokens, which are no rows {fmt.tag}"
+                    f"{ours.page_size_tokens} tokens, which are not rows of format {fmt.tag}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The `staged` engine: pages through a buffer on the GPU; `engines.py` says how, csrc/staging.h why so."""
+"""The `staged` engine: pages are moved through a buffer on the GPU; see `engines.py` and csrc/staging.h."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ import numpy as np
 import torch
 
 from sgl_kvpool.memory.canonical import CanonicalGroup, CanonicalKVCaches
-from sgl_kvpool.transfer.gpu_engine import EngineTools, GpuEngine, contiguous
-from sgl_kvpool.transfer.jobs import CopyJob, KernelJob, counted_from
+from sgl_kvpool.transfer.gpu_engine import (
+    CopyJob,
+    EngineTools,
+    GpuEngine,
+    KernelJob,
+    contiguous,
+    counted_from,
+)
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
-from sgl_kvpool.transfer.slots import DevicePages, page_numbers
+from sgl_kvpool.transfer.slots import DevicePages, page_indices
 
 __all__ = ["StagedEngine"]
 
-#: Bytes of a page that go to the device at once: enough that a copy costs the link more (5 us) than asking
-#: for it costs the CPU (0.6 us), few enough that the first layers are there early.
+#: Bytes of a page that a load copies at once: enough that the copy takes the link longer (5 us) than its
+#: submission takes the CPU (0.6 us), few enough that the first layers arrive early.
 _GROUP_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
 class _Hops:
-    """Both hops of some parts of a page, and how many pages a slot of the page buffer holds of them."""
+    """Kernel and copies for some parts of a page, and how many pages of these parts a buffer slot holds."""
 
     kernel: KernelJob
     copy: CopyJob
@@ -33,20 +39,21 @@ class _Hops:
 
 
 class StagedEngine(GpuEngine):
-    """Pages through the page buffer; see the module.
+    """Moves pages through the page buffer; see the module's docstring.
 
     Parameters
     ----------
     plan : TransferPlan
-        With or without a conversion. Parts may have different sizes.
+        Plan with or without a conversion. Parts may have different sizes.
     tools : EngineTools
-        With a page buffer. Parts that are longer together than its slots go to the host in groups, too.
+        Tools with a page buffer. Parts that do not fit into one of its slots together are stored in groups,
+        too.
     to_host : bool
-        Direction.
+        Whether the direction is device to host.
     """
 
     name = "staged"
-    wants_page_numbers = False
+    wants_page_indices = False
 
     def __init__(self, plan: TransferPlan, tools: EngineTools, to_host: bool) -> None:
         super().__init__(plan, tools, to_host)
@@ -86,7 +93,7 @@ class StagedEngine(GpuEngine):
             copied = counted_from(TransferPlan(source, slot, name).copy_runs, target_base=base)
             hop = TransferPlan(slot, target, name, conversion).copy_runs
             kernel = KernelJob(counted_from(hop, source_base=base), self.tools.device, conversion, places)
-        return _Hops(kernel, CopyJob(copied, self.tools.pieces), len(pages))
+        return _Hops(kernel, CopyJob(copied, self.tools.chunks), len(pages))
 
     def copy(
         self,
@@ -94,25 +101,25 @@ class StagedEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue the steps that move pages, of all parts, or of the group of parts that one is of.
+        """Enqueue the steps that move pages: all parts, or the group of parts that contains `part`.
 
-        A load asks for one part after the other, with the same lists. Its first part of a group brings all of
-        the group.
+        SGLang loads one part after the other, with the same lists. The first part of a group loads the whole
+        group.
         """
         device_pages, host_pages = self._sides(source_pages, target_pages)
         stream = self.tools.current_stream()
         if self.to_host:
             self._check(source_pages, target_pages)
-            self._store(device_pages, page_numbers(host_pages), stream)
+            self._store(device_pages, page_indices(host_pages), stream)
             return
         load = self._load
         if part is None or load is None or not load.goes_on(device_pages, host_pages, part):
             self._load = None
             self._check(source_pages, target_pages)
             slots, stride = self._on_device(device_pages)
-            load = _Load(device_pages, host_pages, slots, stride, contiguous(page_numbers(host_pages)))
+            load = _Load(device_pages, host_pages, slots, stride, contiguous(page_indices(host_pages)))
             self.tools.calls.begin(self._buffer.handle, stream)
-        self._load = None  # if the following fails, what is asked for next begins anew
+        self._load = None  # if the following fails, the next request starts a new load
         for group in range(len(self._groups)) if part is None else [self._group_of[part]]:
             if group not in load.groups:
                 self._load_group(load, group, stream)
@@ -122,7 +129,7 @@ class StagedEngine(GpuEngine):
 
     def _store(self, device_pages: np.ndarray | DevicePages, host_pages: np.ndarray, stream: int) -> None:
         slots, stride = self._on_device(device_pages)
-        numbers = contiguous(host_pages)
+        host_pages = contiguous(host_pages)
         self.tools.calls.begin(self._buffer.handle, stream)
         for hops in self._hops:
             self.tools.calls.staged_store(
@@ -131,8 +138,8 @@ class StagedEngine(GpuEngine):
                 hops.copy.address,
                 slots.data_ptr(),
                 stride,
-                numbers.ctypes.data,
-                len(numbers),
+                host_pages.ctypes.data,
+                len(host_pages),
                 hops.slot_pages,
                 stream,
             )
@@ -143,28 +150,33 @@ class StagedEngine(GpuEngine):
             self._buffer.handle,
             hops.copy.address,
             hops.kernel.address,
-            load.numbers.ctypes.data,
+            load.host_page_indices.ctypes.data,
             load.slots.data_ptr(),
             load.stride,
-            len(load.numbers),
+            len(load.host_page_indices),
             hops.slot_pages,
             stream,
         )
 
 
 class _Load:
-    """A load that is under way: its lists, where compiled code finds them, and what has been asked for."""
+    """A load that is under way: its lists, their copies for compiled code, and the parts requested so far."""
 
     def __init__(
-        self, device_pages: Any, host_pages: Any, slots: torch.Tensor, stride: int, numbers: np.ndarray
+        self,
+        device_pages: Any,
+        host_pages: Any,
+        slots: torch.Tensor,
+        stride: int,
+        host_page_indices: np.ndarray,
     ):
         self._lists = (device_pages, host_pages)
-        self.slots, self.stride, self.numbers = slots, stride, numbers
+        self.slots, self.stride, self.host_page_indices = slots, stride, host_page_indices
         self.groups: set[int] = set()
         self.parts: set[int] = set()
 
     def goes_on(self, device_pages: Any, host_pages: Any, part: int) -> bool:
-        """Whether a request is one more part of this load: the same lists, a part not asked for yet."""
+        """Whether a request continues this load: the same lists, and a part not requested yet."""
         same = device_pages is self._lists[0] and host_pages is self._lists[1]
         return same and part not in self.parts
 
@@ -174,7 +186,7 @@ def _some(group: CanonicalGroup, parts: Sequence[int]) -> CanonicalGroup:
 
 
 def _groups(host: CanonicalGroup, wanted_bytes: int, most_bytes: int) -> list[range]:
-    """Parts in their order, as many together as make up so much of a host page and fit into a slot."""
+    """Consecutive parts, grouped until they reach `wanted_bytes` without exceeding `most_bytes`."""
     groups: list[range] = []
     first, size_bytes = 0, 0
     for part, layer in enumerate(host.layers):

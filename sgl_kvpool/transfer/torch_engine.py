@@ -1,4 +1,4 @@
-"""The `torch` engine: torch's own copies, for where no other engine can be had, or has failed."""
+"""The `torch` engine: torch's own copies, if no other engine can be built or another one has failed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TorchEngine:
 
     name = "torch"
     is_asynchronous = False
-    #: Of the device's pages, on the CPU; else lists of slots are taken as they are.
-    wants_page_numbers = True
+    #: Whether `copy` needs the indices of device pages on the CPU; otherwise it takes slot lists as they are.
+    wants_page_indices = True
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
@@ -40,7 +40,7 @@ class TorchEngine:
         )
 
     def _converted(self, moved: torch.Tensor, part: int) -> torch.Tensor:
-        """Bytes of some pages of a layer, `[pages, ...]` int8, as the target keeps them."""
+        """Bytes of some pages of a layer in the target's format, `[pages, ...]` int8."""
         conversion = self.plan.conversion
         if conversion is None:
             return moved

@@ -20,20 +20,21 @@ import compile_kernels
 def compile_decode(
     layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, kernel="triton", tile=None
 ):
-    """The decode kernel with a tile, by default that of the table for `kernel`."""
+    """The decode kernel with a tile, or its fields, by default that of the table for `kernel`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sgl_kvpool import MLAKVCacheLayout
-    from sgl_kvpool.attention.decode_config import DecodeConfig, tile_config
+    from sgl_kvpool.attention.decode_config import DecodeConfig, TileConfig, tile_config
     from sgl_kvpool.attention.decode_launch import decode_constants, gluon_constants
     from sgl_kvpool.attention.gluon_decode import gluon_decode_kernel
     from sgl_kvpool.attention.triton_decode import decode_kernel
 
     fmt = MLAKVCacheLayout(layout).row_format(rank, rope)
     tile = tile or tile_config(fmt.layout, heads * queries, kernel)
-    config = DecodeConfig(tile, -(-heads * queries // tile.pairs), splits, tile.min_blocks)
+    tile = TileConfig(*tile) if isinstance(tile, list) else tile
+    config = DecodeConfig(tile, -(-heads * queries // tile.query_heads), splits, tile.min_blocks)
     key = fmt, config, heads, queries, tuple(page) if page else None
     if tile.kernel == "gluon":
         fn, source, constants = gluon_decode_kernel, GluonASTSource, dict(gluon_constants(*key))

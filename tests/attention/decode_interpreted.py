@@ -26,7 +26,7 @@ def run(
     decode_checks.kernel_limits(case.pool, case.fmt)
     tokens, heads, rank = q.shape
     tile = tile or tile_config(case.fmt.layout, heads * case.queries_per_list, "triton")
-    tiles = -(-heads * case.queries_per_list // tile.pairs)
+    tiles = -(-heads * case.queries_per_list // tile.query_heads)
     config = DecodeConfig(tile, tiles, splits, min_blocks)
     if partial is None:
         partial = torch.empty(partial_elements(case.fmt, tokens, heads, splits))

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from sgl_kvpool.attention.decode_config import (
     partial_elements,
     tiles_of_both_kernels,
 )
-from sgl_kvpool.attention.decode_launch import decode_constants
 from sgl_kvpool.refusal import Refusal
 
 FP4 = MLAKVCacheLayout.FP4.row_format(512, 64)
@@ -151,8 +149,8 @@ def test_every_shape_has_a_configuration(layout):
                 for rows in (0, 1, 64, 1000, 163840):
                     config = decode_config(fmt, heads, queries, lists, rows)
                     assert (layout, config.tile) in tiles
-                    assert config.tiles * config.tile.pairs >= heads * queries
-                    assert (config.tiles - 1) * config.tile.pairs < heads * queries
+                    assert config.tiles * config.tile.query_heads >= heads * queries
+                    assert (config.tiles - 1) * config.tile.query_heads < heads * queries
                     assert 1 <= config.splits <= MAX_SPLITS
                     assert config.splits <= max(1, -(-rows // config.tile.block_rows))
                     programs = config.splits * config.tiles * lists
@@ -219,25 +217,16 @@ def test_the_device_is_kept_busy():
     for lists, splits, min_blocks in ((32, 4, 2), (33, 2, 4), (64, 2, 4)):
         config = decode_config(FP4, 16, 1, lists, 500)
         assert (config.splits, config.min_blocks) == (splits, min_blocks)
-    # One program of 32 pairs per multiprocessor, 4 tiles of 128 heads: 4 blocks of 128 rows, 1 at least each
+    # One program per SM and 4 tiles of 32 for 128 heads: 4 blocks of 128 rows, 1 at least each
     assert decode_config(FP4, 128, 1, 16, 100_000).splits == 2
     assert decode_config(FP4, 128, 1, 1, 500).splits == 4
 
 
 def test_another_tile():
     """What `decode_config` computes for a tile, for one that is not in the table."""
-    tile = TileConfig(pairs=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
+    tile = TileConfig(query_heads=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
     config = config_of_tile(tile, 30, 11, 100_000, 132)
     assert (config.tile, config.tiles, config.splits, config.min_blocks) == (tile, 2, 18, 4)
-
-
-def test_k_scale_divides_both_parts_of_a_row_or_none():
-    """The kernel multiplies sums of both; a layout that divides one of them needs another."""
-    config = decode_config(FP8, 16, 1, 1, 100)
-    assert decode_constants(FP8, config, 16, 1, None)["ROPE"] == "e4m3"
-    one = replace(FP8, rope=replace(FP8.rope, uses_k_scale=False))
-    with pytest.raises(ValueError, match="k_scale divides one part of rows fp8-r512-p64-b576-v1 alone"):
-        decode_constants(one, config, 16, 1, None)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

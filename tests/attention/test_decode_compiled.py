@@ -3,11 +3,13 @@
 Every configuration of the table, for the geometry of DeepSeek's models, and a few other shapes.
 """
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import astuple
 
 import pytest
 
@@ -15,19 +17,27 @@ pytest.importorskip("triton")
 
 from ptxrun_builds import cache_folder
 
-from sgl_kvpool.attention.decode_config import table, tile_config
+from sgl_kvpool.attention.decode_config import TileConfig, table, tile_config
+from sgl_kvpool.commands.bench.tiles.cases import HEADS, tiles
 from sgl_kvpool.layout import MLAKVCacheLayout
 
-TABLE = [{"layout": layout.value, "heads": tile.pairs} for layout, tile in table("triton")]
+TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
 #: Of `gluon_decode`, the tiles and what a batch may ask of them.
 GLUON = [
-    {"layout": layout.value, "heads": tile.pairs, "kernel": "gluon"}
+    {"layout": layout.value, "heads": tile.query_heads, "kernel": "gluon"}
     for layout, tile in table("gluon")
     if tile.kernel == "gluon"
 ]
 GLUON_OTHERS = [
     {"layout": "fp4", "heads": 8, "queries": 2, "ids": "*i64", "page": [64, 3904], "kernel": "gluon"},
     {"layout": "fp8_block_scale", "heads": 8, "queries": 2, "splits": 1, "kernel": "gluon"},
+]
+#: Those that `bench tiles` compares with them.
+SWEPT = [
+    {"layout": layout.value, "heads": tile.query_heads, "tile": list(astuple(tile))}
+    for layout in map(MLAKVCacheLayout, ("fp8", "fp8_block_scale", "fp4"))
+    for tile in dict.fromkeys(tile for heads in HEADS for tile in tiles(layout, heads))
+    if tile.kernel == "gluon" and (layout, tile) not in set(table("gluon"))
 ]
 OTHERS = [
     # MTP verify with three queries, page-major slots, int64 ids
@@ -137,14 +147,31 @@ def test_two_values_at_a_time(compiled, job):
 
 @pytest.mark.parametrize("job", GLUON, ids=lambda job: "-".join(map(str, job.values())))
 def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
-    """Every byte of a row by copies of 16, before the loop and in it; scores' operands are not loaded."""
+    """Every byte of a row by copies of 16, before the loop and in it, late parts by loads of 16 in the loop;
+    scores' operands are not loaded from shared memory.
+    """
     found, tile = compiled[str(job)], tile_config(MLAKVCacheLayout(job["layout"]), job["heads"], "gluon")
     fmt = MLAKVCacheLayout(job["layout"]).row_format(512, 64)
-    per_thread = -(-fmt.row_bytes // 16) * tile.block_rows / (32 * tile.warps)
+    late_bytes = fmt.rope.size_bytes + 64 * (tile.late_parts - 1) if tile.late_parts else 0
+    threads_per_row = 32 * tile.warps / tile.block_rows
+    per_thread = -(-(fmt.row_bytes - late_bytes) // 16) / threads_per_row
     # Half of the lanes, or more, are idle where scales are copied.
     assert 2 * per_thread <= found["copies_16_bytes"] <= 2 * (per_thread + 1)
+    # Queries are loaded so, too, the latent and the rope of 16 bytes and more for each thread.
+    of_queries = -(-tile.query_heads * 1024 // (16 * 32 * tile.warps)) + 1
+    assert found["loads_16_bytes"] == late_bytes // 16 / threads_per_row + of_queries
     # Four matrices at a time: a first operand that went through shared memory would come so.
     assert found["ldmatrix_4"] == 0
+
+
+@pytest.mark.skipif(not ON_CI, reason="ten more compilations: CI=true")
+def test_swept_tiles_fit():
+    """As many programs per SM as they say, which have 233472 bytes and 65536 registers."""
+    for job, found in compile_jobs(SWEPT).items():
+        programs = TileConfig(*ast.literal_eval(job)["tile"]).programs_per_sm
+        assert programs * (found["shared_bytes"] + 1024) <= 233472, job
+        assert found["shared_bytes"] <= SHARED_BYTES, job
+        assert found["stack_bytes"] <= SPILLED_BYTES, job
 
 
 @pytest.mark.skipif(not ON_CI, reason="downloads 190 MB: CI=true")

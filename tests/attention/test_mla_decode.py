@@ -55,7 +55,7 @@ def test_layouts_and_arrangements(layout, arrangement):
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_heads(layout, heads):
-    """One pair in a tile of 16, a full tile, two tiles of 64; other bytes in unused rows."""
+    """One query head in a tile of 16, a full tile, two tiles of 64; other bytes in unused rows."""
     check_everything(make_case(layout, heads=heads, counts=((67,),), fill=0x7F))
 
 

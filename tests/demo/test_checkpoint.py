@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from random_checkpoint import write_random_model
 from safetensors.torch import load_file
 
 from sgl_kvpool.demo.checkpoint import (
@@ -18,7 +19,6 @@ from sgl_kvpool.demo.checkpoint import (
     read_model,
     write_config,
     write_model,
-    write_random_model,
     write_tokenizer,
 )
 from sgl_kvpool.demo.net import SPECIAL_TOKEN_ID, ByteMLA, ByteMLAConfig, initialise

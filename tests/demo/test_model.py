@@ -104,7 +104,7 @@ def test_an_answer_is_shown_per_layout():
     )
     text = report.table([result], "token", "Why?")
     assert "top token" in text.splitlines()[0]
-    assert text.splitlines()[-4].startswith("'Why?'")
+    assert text.splitlines()[-4].startswith("greedy answers to 'Why?'")
     first, second = text.splitlines()[-2:]
     assert first.startswith("bf16             It is blue")
     assert second.startswith(17 * " " + "blue")

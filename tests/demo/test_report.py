@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -177,10 +178,72 @@ def test_json_round_trip(tmp_path, results):
     assert second["perplexity"] == 3.012
 
 
-def test_plot_is_a_picture(tmp_path, results):
+FACTS = {
+    "machine": "x86_64",
+    "cpu": "a processor",
+    "cores": 2,
+    "versions": {"sglang": "0.5.23"},
+    "held_out_tokens_scored": 1024,
+    "token": "byte",
+    "date": "2026-11-24",
+}
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """`texts(results)`: every text of the plot; the pixels go to the folder of the test."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, path, dpi: drawn.append((self, self.canvas.print_png(path)))
+    )
+
+    def draw(path, results):
+        from matplotlib.text import Text
+
+        report.write_plot(path, results, "a model", FACTS)
+        return drawn[-1][0], [text.get_text() for text in drawn[-1][0].findobj(Text)]
+
+    return draw
+
+
+def test_plot_names_what_was_measured_where_and_when(tmp_path, results, texts):
     image = pytest.importorskip("matplotlib.image")
-    report.write_plot(tmp_path / "demo.png", results, "a model", "byte")
+    _figure, shown = texts(tmp_path / "demo.png", results)
+    title = (
+        "a model, served once per layout\na processor, 2 cores, SGLang 0.5.23, 1024 bytes scored, 2026-11-24"
+    )
+    assert title in shown
+    for result in results:
+        assert f"{result.layout}\n{result.row_bytes}-byte rows" in shown
+        assert f"{result.tokens}" in shown
+    assert {"reference", "+0.40 % (0.12)"} <= set(shown)
     pixels = image.imread(tmp_path / "demo.png")
-    assert pixels.shape[:2] == (540, 840)
     # Something is drawn, on a background.
     assert 0.5 < (pixels[..., :3].min(axis=-1) > 0.99).mean() < 0.99
+
+
+def test_plot_has_a_visible_standard_error(tmp_path, results, texts):
+    figure, _ = texts(tmp_path / "demo.png", results)
+    _, right = figure.axes
+    (lines,) = (one for one in right.containers if hasattr(one, "has_xerr"))
+    (bars,) = lines.lines[2]
+    error = 100 * results[1].difference.standard_error
+    (begin, _), (end, _) = bars.get_segments()[1]
+    assert end - begin == pytest.approx(2 * error)
+
+
+def test_plot_without_bf16_shows_perplexities(tmp_path, results, texts):
+    _, shown = texts(tmp_path / "demo.png", [dataclasses.replace(results[1], difference=None)])
+    assert "perplexity per byte, lower is better" in shown
+    assert "reference" not in shown
+
+
+def test_a_committed_json_is_drawn_again(tmp_path, results, monkeypatch):
+    pytest.importorskip("matplotlib")
+    report.write_json(tmp_path / "demo.json", results, FACTS)
+    files = [str(tmp_path / name) for name in ("demo.json", "again.png")]
+    monkeypatch.setattr(sys, "argv", ["report", *files, "a model"])
+    assert report.main() == 0
+    report.write_plot(tmp_path / "demo.png", results, "a model", FACTS)
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "demo.png").read_bytes()

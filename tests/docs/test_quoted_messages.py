@@ -14,6 +14,7 @@ from fences import blocks
 
 from sgl_kvpool import env
 from sgl_kvpool.attention.readers import DSA_BACKEND, KVPOOL_BACKEND
+from sgl_kvpool.metrics import FAILURES
 from sgl_kvpool.sglang_plugin import options as record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,8 +99,15 @@ def test_quoted_messages_are_in_the_source(page, quotation, texts):
 
 def test_there_are_quotations():
     pages = [page for page, _ in QUOTATIONS]
-    assert pages.count("troubleshooting.md") > 20
+    assert pages.count("operating.md") > 20
     assert {"upgrading.md", "scaling.md"} <= set(pages)
+
+
+def test_every_kind_of_failure_is_explained():
+    """In the table of operating.md, once."""
+    section = (ROOT / "docs" / "operating.md").read_text().split("\n## Warnings\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(FAILURES)
 
 
 def test_what_is_not_in_the_source_is_noticed(texts):

@@ -37,7 +37,7 @@ def test_offsets_of_512_and_64(layout):
 @pytest.mark.parametrize("layout", MLAKVCacheLayout)
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_offsets_of_any_geometry(layout, rank, rope):
-    rows, _ = table_after("where each part begins (none of the parts has padding before it):\n")
+    rows, _ = table_after("where each part begins (no part has padding before it):\n")
     cells = [re.sub(r"(\d+)([RP])", r"\1*\2", cell) for cell in rows[layout.value]]
     assert all(re.fullmatch(r"[\dRP+*/ ]*", cell) for cell in cells)
     latent, scales, rotary, end = (eval(cell, {"R": rank, "P": rope}) if cell else None for cell in cells)

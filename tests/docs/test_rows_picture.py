@@ -23,7 +23,7 @@ def test_the_picture_is_what_the_script_draws():
     assert draw_rows.PICTURE.read_text() == draw_rows.picture(), "run scripts/draw_rows.py --write"
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(len(OFFSETS)))
 def test_bars_are_to_scale_and_numbered(number):
     drawing = ET.fromstring(draw_rows.PICTURE.read_text())
     bars = [rect for rect in drawing.iter(f"{SVG}rect") if rect.get("fill") != "#ffffff"]

@@ -43,6 +43,8 @@ STORE_ARGUMENTS = [
     *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
     *("--served-model-name", "tiny"),
 ]
+#: The server that takes SGLang for a version that is not tested, and checks itself when it starts.
+SELF_CHECKED = FIRST["fp4"]
 #: A server without a store whose backups all fail.
 LOSSY = "fp4-lossy"
 #: Each of SGLang's choices once.

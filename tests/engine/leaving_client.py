@@ -3,8 +3,7 @@
 import http.client
 import json
 
-from sgl_kvpool.demo.cluster.asking import metric_sum
-from sgl_kvpool.demo.cluster.servers import until
+from sgl_kvpool.demo.cluster.servers import metric_sum, until
 
 #: More than are read before the client goes.
 NEW_TOKENS = 900

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 
 from cluster_questions import PROMPTS, failures, server
 
-from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
-from sgl_kvpool.demo.cluster.servers import until
+from sgl_kvpool.demo.cluster.servers import ask, metric_sum, until
 from sgl_kvpool.demo.local_server import running
 from sgl_kvpool.demo.loopback import free_port
 

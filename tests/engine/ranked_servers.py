@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import foreign_version
 import host_tier_servers as host_tier
 import psutil
 from tiny_model import NEW_TOKENS, PROMPTS
@@ -24,9 +25,12 @@ ALL_RANKS = "TEST_ALL_RANKS"
 
 
 def environment(folder, cores):
+    # Taken for a version that is not tested, so that ranks check themselves when they start.
+    found_first = [str(foreign_version.write(folder / "foreign")), str(HERE)]
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "ranked_models",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([*found_first, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "KVPOOL_ALLOW_UNTESTED": "1",
         "OMP_NUM_THREADS": "1",
         "KVPOOL_PREFILL_READS_ROWS": "1",
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "store"),

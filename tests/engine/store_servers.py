@@ -9,9 +9,8 @@ from pathlib import Path
 from cluster_questions import PAGE_SIZE, PAGES, PROMPTS, failures, with_store
 from leaving_client import leave
 
-from sgl_kvpool.demo.cluster.asking import ask
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.servers import until
+from sgl_kvpool.demo.cluster.servers import ask, until
 
 HERE = Path(__file__).resolve().parent
 #: Of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.

@@ -63,7 +63,7 @@ def test_perplexity_through_the_server(results):
 def test_a_prompt_comes_back_from_host_memory(record, results):
     """Layer-major pools of every layout; on a machine with the memory that SGLang wants to keep."""
     if any(results[name]["host_hit"] is None for name in LAYOUTS):
-        pytest.skip("SGLang keeps 10 GiB of memory free for a host tier, and this machine has not as much")
+        pytest.skip("SGLang keeps 10 GiB of memory free for a host tier, and this machine has less")
     for name in LAYOUTS:
         assert results[name]["host_hit"] == {
             "prompt_tokens": 1000,

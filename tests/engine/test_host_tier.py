@@ -13,6 +13,7 @@ from host_tier_servers import (
     LAYOUTS,
     LOSSY,
     PAGE_SIZE,
+    SELF_CHECKED,
     SHARED,
 )
 from tiny_model import PROMPTS
@@ -120,7 +121,7 @@ def test_a_damaged_file_costs_what_follows_it(record, layout, name):
     kind = "page_read" if layout == "bf16" else "page_checksum"
     assert metric(after, "sgl_kvpool_failures_total", kind=kind) == 1
     assert metric(before, "sgl_kvpool_failures_total", kind=kind) == 0
-    reason = {"bf16": "Short read"}.get(layout, "its checksum is not that of its bytes, format and key")
+    reason = {"bf16": "Short read"}.get(layout, "its checksum does not match its bytes, format and key")
     assert reason in after["log"]
     # The others came from the store whole.
     for answer in after["host_tier"]["fillers"][1:]:
@@ -165,6 +166,7 @@ def test_metrics(record, layout, name):
         assert metric(answers, "sgl_kvpool_transfer_gigabytes_per_second", **engine) > 0
     # What SGLang counts of the same transfers, with padding and checksum, which stay on the host.
     pages = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host") / page_bytes
+    pages -= 2 if name == SELF_CHECKED else 0  # those of the self-check
     assert pages * stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout]) == sum(
         float(line.rpartition(" ")[2])
         for line in answers["host_tier"]["metrics"].splitlines()
@@ -189,3 +191,18 @@ def test_the_log_says_what_the_tier_is(record, layout, name):
         f"{run_bytes[arrangement_of(layout, name)]} bytes"
     )
     assert record(name)["log"].count(line) == 1
+
+
+@pytest.mark.engine(SELF_CHECKED)
+def test_a_server_on_an_untested_sglang_checks_itself(record):
+    """Once, before it serves, in a time that nobody notices; what it answers is tested above."""
+    (line,) = [line for line in record(SELF_CHECKED)["log"].splitlines() if "self-check" in line]
+    found = re.search(
+        r"sgl-kvpool: self-check passed in (\S+) s \(this SGLang is not a tested one\): (.*)", line
+    )
+    assert float(found[1]) < 5
+    rows, *attention, tier = found[2].split(", ")
+    assert rows == f"rows of {LAYERS} of {LAYERS} layers"
+    assert len(attention) == 2
+    assert all(re.match(r"attention of 3 requests with a largest error of \d", one) for one in attention)
+    assert tier == "2 pages to the host tier and back"

@@ -16,6 +16,8 @@ from tiny_model import KNOWN
 #: Ranks that share one host tier, as they do unless told otherwise, and ranks with one each.
 TWO_RANKS, APART = "two-ranks", "two-ranks-apart"
 STAGES, REPLICAS = "two-stages", "two-replicas"
+#: Pages that the self-check at start moves there and back.
+SELF_CHECK_PAGES = {TWO_RANKS: 3, APART: 2}
 #: Pages of a rank's own tier, and of one that two ranks share; the last is SGLang's padding.
 PAGES_OF_ONE, PAGES_OF_TWO = 513, 1025
 #: The server of one process that the answers are compared with.
@@ -78,13 +80,15 @@ def test_pages_are_stored_once_or_by_each_rank(record, name):
         lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
         pages = PAGES_OF_TWO if shared else PAGES_OF_ONE
         assert sum(f"sgl-kvpool: host tier of {pages} pages" in line for line in lines) == 1
-        assert sum("one copy for the 2 ranks of this machine" in line for line in lines) == shared
+        held = f"one copy for the 2 ranks of this machine: {PAGES_OF_TWO * PAGE_SIZE} tokens, 2 times those"
+        assert sum(held in line for line in lines) == shared
         assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
     backed_up = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host", engine="cpu")
-    assert backed_up == (1 if shared else 2) * answers["stored"] * page_bytes
+    copies, checked = 1 if shared else 2, SELF_CHECK_PAGES[name]
+    assert backed_up == copies * (answers["stored"] + checked) * page_bytes
     assert metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu") == (
-        2 * LONG // PAGE_SIZE * page_bytes
+        2 * (LONG // PAGE_SIZE + checked) * page_bytes
     )
 
 
@@ -149,7 +153,9 @@ def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wro
     assert ids(answers["at_last"]) == ids(answers["first"])
     after = {"host_tier": {"metrics": answers["last_metrics"]}}
     assert metric(after, "sgl_kvpool_failures_total", kind="tier_disagreement") == 2
-    lines = [line for line in answers["log"].splitlines() if "gave out different pages" in line]
+    log = answers["log"].splitlines()
+    assert any("the ranks have ended the tier" in line for line in log)
+    lines = [line for line in log if "gave out different pages" in line]
     assert len(lines) == 2
     assert all("rank 0: alloc of" in line and "rank 1: alloc of 16 slots" in line for line in lines)
 
@@ -190,3 +196,13 @@ def test_replicas_share_a_store(record, name):
         lines = [line for line in answers["log"].splitlines() if f" DP{replica}" in line]
         assert sum("sgl-kvpool: host tier of 513 pages" in line for line in lines) == 1
         assert any("Prefill batch" in line for line in lines)
+
+
+@both
+def test_ranks_check_themselves_before_they_serve(record, name):
+    """The pages of a shared tier are stored by all of its ranks, so that they go through it together."""
+    lines = [line for line in record(name)["log"].splitlines() if "self-check" in line]
+    assert len(lines) == 2
+    assert all("self-check passed in " in line for line in lines)
+    ending = f", {SELF_CHECK_PAGES[name]} pages to the host tier and back"
+    assert all(line.endswith(ending) for line in lines)

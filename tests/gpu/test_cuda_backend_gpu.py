@@ -62,30 +62,30 @@ class Case:
         self.backend = self._backend(most_queries)
 
     def _backend(self, most_queries):
-        """As its constructor makes it, without a model runner."""
-        from flashinfer import BatchMLAPagedAttentionWrapper
+        """By its constructor, of what it looks at of SGLang's ModelRunner."""
+        from sglang.srt.layers.attention import flashinfer_mla_backend
+        from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
         from sgl_kvpool.srt.attention import cuda as module
 
-        backend = object.__new__(module.KVPoolMLACudaBackend)
-        backend.token_to_kv_pool, backend.device, backend.skip_prefill = self.pool, DEVICE, False
-        backend.enable_chunk_kv, backend.max_context_len, backend.draft_step = False, 1024, 0
-        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
-        backend.prefill_wrapper_paged = BatchMLAPagedAttentionWrapper(workspace, backend="auto")
-        backend.kv_indptr = torch.zeros(9, dtype=torch.int32, device=DEVICE)
-        backend.indices_updater_prefill = SimpleNamespace(update=lambda *a, **k: None)
+        self.translator = KVIndexTranslator(
+            req_to_token=self.table.req_to_token, token_to_kv_pool_allocator=None,
+            token_to_kv_pool=self.pool, page_size=self.pool.page_size, device=DEVICE,
+        )  # fmt: skip
         runner = SimpleNamespace(
-            token_to_kv_pool=self.pool,
-            req_to_token_pool=self.table,
-            model_config=SimpleNamespace(num_attention_heads=HEADS),
-            dtype=torch.bfloat16,
-            is_draft_worker=False,
-        )
+            token_to_kv_pool=self.pool, req_to_token_pool=self.table, device=DEVICE, dtype=torch.bfloat16,
+            model=torch.nn.ModuleList([self.layer]), page_size=self.pool.page_size, is_draft_worker=False,
+            model_config=SimpleNamespace(
+                num_attention_heads=HEADS, context_len=1024, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
+                qk_nope_head_dim=128, v_head_dim=128, scaling=self.layer.scaling,
+            ),
+            kv_index_translator=self.translator,
+        )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "get_buffer", lambda name, make: make())
+            for owner in (flashinfer_mla_backend, module):
+                patch.setattr(owner, "get_buffer", lambda name, make: make())
             patch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
-            backend._attach(runner, self.pool)
-        return backend
+            return module.KVPoolMLACudaBackend(runner)
 
     def batch(self, mode):
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -103,6 +103,8 @@ class Case:
         )
         batch.spec_info = SimpleNamespace(draft_token_num=4, num_tokens_per_req=4)
         if mode == "EXTEND":
+            batch.extend_prefix_lens = torch.tensor(self.prefixes, device=DEVICE)
+            batch.kv_loc_plan = self.translator.own_plan(batch)
             batch.extend_prefix_lens_cpu = list(self.prefixes)
             batch.extend_seq_lens_cpu = list(map(len, fresh))
         return batch
@@ -159,7 +161,7 @@ def test_decode_and_verify(layout, mode):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("workspace_tokens", [65536, 64, 100])
 @pytest.mark.parametrize("arrangement", PLACED)
-def test_absorbed_prefill_in_one_call_and_in_pieces(layout, workspace_tokens, arrangement):
+def test_absorbed_prefill_in_one_call_and_in_chunks(layout, workspace_tokens, arrangement):
     case = Case(layout, [9, 340, 5, 133], [0, 230, 4, 0], arrangement)
     case.backend._reader.workspace_tokens = workspace_tokens
     found = case.run("EXTEND")

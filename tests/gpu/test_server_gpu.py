@@ -168,7 +168,7 @@ def test_graphs_and_eager_give_the_same_tokens(layout, answers):
 
 @pytest.mark.parametrize(("arrangement", "plain"), [("token_major", "fp4"), ("page_major", "fp4-page64")])
 def test_arrangements_give_the_same_tokens(arrangement, plain, answers):
-    """With pages of the same size: others cut prompts into other pieces, whose sums are rounded otherwise."""
+    """With pages of the same size: others cut prompts into other chunks, whose sums are rounded otherwise."""
     packed, other = answers(plain), answers(f"fp4-{arrangement}")
     assert [generated(a) for a in packed["one"]] == [generated(a) for a in other["one"]]
 

@@ -11,7 +11,7 @@ from sgl_kvpool.srt.host.gpu_calls import gpu_calls
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 from sgl_kvpool.transfer.page_buffer import PageBuffer
 from sgl_kvpool.transfer.page_view import packed_view
 from sgl_kvpool.transfer.plan import TransferPlan
@@ -85,12 +85,12 @@ def test_warps_with_idle_lanes(device, stream, own, other, geometry, engine):
 
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
 def test_copies_keep_to_one_registration(device, stream, engine):
-    """Host memory in pieces of three pages, each registered by itself, and lists of more pages in a row."""
+    """Host memory in chunks of three pages, each registered by itself, and lists of more pages in a row."""
     cudart = torch.cuda.cudart()
     registered, kept = [], []
 
-    def registered_in_pieces(pages, page_bytes):
-        assert page_bytes % 4096 == 0  # or two pieces would share a page of the system's
+    def registered_in_chunks(pages, page_bytes):
+        assert page_bytes % 4096 == 0  # or two chunks would share a page of the system's
         memory = torch.empty((pages + 1) * page_bytes, dtype=torch.uint8)
         kept.append(memory)
         memory = memory[-memory.data_ptr() % 4096 :][: pages * page_bytes]
@@ -102,14 +102,14 @@ def test_copies_keep_to_one_registration(device, stream, engine):
         return memory.view(pages, page_bytes)
 
     def make(page_bytes, host):
-        pieces = RegisteredPieces(host.data_ptr(), 3 * page_bytes)
-        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()), pieces)
+        chunks = RegisteredChunks(host.data_ptr(), 3 * page_bytes)
+        return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()), chunks)
 
     try:
         # 128 rows of fp4 in 7 layers: 91 pages of the system's.
         round_trip(
             engine, "fp4", "fp4", "page_major", 128, lists=ADJACENT,
-            device=device, make_tools=make, finish=torch.cuda.synchronize, make_host=registered_in_pieces,
+            device=device, make_tools=make, finish=torch.cuda.synchronize, make_host=registered_in_chunks,
         )  # fmt: skip
     finally:
         torch.cuda.synchronize()
@@ -280,7 +280,7 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
 
 def test_rates_of_the_link(device):
     host = pinned(64, 1 << 20)
-    rates = engine_choice.measure(gpu_calls(), host, RegisteredPieces(), device)
+    rates = engine_choice.measure(gpu_calls(), host, RegisteredChunks(), device)
     for found in rates.values():
         assert 1 < found.link_gb_per_s < 1000
         assert found.submit_us > 0

@@ -104,18 +104,17 @@ def test_slots_are_rows_where_the_arrangement_is_linear_in_the_slot():
 
 
 @pytest.mark.parametrize(
-    ("name", "page", "linear", "packed"),
+    ("name", "linear", "packed"),
     [
-        ("layer_major", False, True, True),
-        ("token_major", True, True, False),
-        ("page_major", True, False, False),
+        ("layer_major", True, True),
+        ("token_major", True, False),
+        ("page_major", False, False),
     ],
 )
-def test_predicates(name, page, linear, packed):
+def test_predicates(name, linear, packed):
     arrangement = KVArrangement(name)
     assert str(arrangement) == name
     assert arrangement.axes == ORDER[name]
-    assert arrangement.is_page_contiguous is page
     assert arrangement.is_slot_linear is linear
     assert arrangement.is_layer_packed is packed
 

@@ -21,18 +21,18 @@ def layers(names, page_bytes, **extra):
     return [LayerPages(name=name, page_bytes=page_bytes, **extra) for name in names]
 
 
-def one_group(order, count, pages, pieces, piece_bytes, device="cpu"):
-    """`count` layers of `pieces` tokens or heads."""
+def one_group(order, count, pages, chunks, chunk_bytes, device="cpu"):
+    """`count` layers of `chunks` tokens or heads."""
     axis = {"head_major": "heads", "token_major": "page_size_tokens", "page_major": "page_size_tokens"}[order]
-    members = layers(range(count), pieces * piece_bytes, **{axis: pieces})
+    members = layers(range(count), chunks * chunk_bytes, **{axis: chunks})
     (group,) = allocate_cross_layer([members], pages=pages, arrangement=order, device=device)
     return group
 
 
-def addresses(order, count, pages, pieces, piece_bytes):
-    """Address of byte [layer, page, piece, byte] as an array, by numpy alone."""
-    sizes = {"L": count, "B": pages, "X": pieces, "C": piece_bytes}
-    in_memory = np.arange(count * pages * pieces * piece_bytes).reshape([sizes[a] for a in ORDER[order]])
+def addresses(order, count, pages, chunks, chunk_bytes):
+    """Address of byte [layer, page, chunk, byte] as an array, by numpy alone."""
+    sizes = {"L": count, "B": pages, "X": chunks, "C": chunk_bytes}
+    in_memory = np.arange(count * pages * chunks * chunk_bytes).reshape([sizes[a] for a in ORDER[order]])
     return in_memory.transpose([ORDER[order].index(axis) for axis in "LBXC"])
 
 
@@ -47,14 +47,14 @@ def filled(group):
 def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order):
     """B1, B3, B4: all sizes from {1, 2, 3}; views both ways, references, every byte once."""
     for sizes in SIZES:
-        count, pages, pieces, _ = sizes
+        count, pages, chunks, _ = sizes
         group = one_group(order, *sizes)
         where = addresses(order, *sizes)
         raw = filled(group)
         caches = as_canonical([group], ["kv"])
         covered = []
         for layer in range(count):
-            expected = raw[where[layer]]  # [pages, pieces, piece_bytes]
+            expected = raw[where[layer]]  # [pages, chunks, chunk_bytes]
             view = group.layer_view(layer)
             assert view.data_ptr() - group.tensor.data_ptr() == where[layer].min()
             assert np.array_equal(view.numpy().reshape(expected.shape), expected), sizes
@@ -70,7 +70,7 @@ def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order)
             assert set(changed) <= set(where[layer].ravel())  # A5
             assert (raw[where[layer]] == -1).all()
             raw[:] = before
-        assert group.pieces == (1 if order == "page_major" else pieces)
+        assert group.chunks == (1 if order == "page_major" else chunks)
 
 
 @pytest.mark.parametrize("order", ORDER)
@@ -213,7 +213,7 @@ def test_c2_a_hole_is_listed_and_never_read_written_or_counted(arrangement):
     # The longest sets still are one run, the one with a hole as few as possible.
     assert [len(caches.group(name).references) for name in "abcd"] == [1, 1, 1, 1]
     assert caches.group("a").references[0].run_count == 1
-    assert last.references[0].run_count == group.pieces
+    assert last.references[0].run_count == group.chunks
 
 
 def test_c3_equal_shapes_of_two_backends_do_not_share():
@@ -311,8 +311,8 @@ def test_kernel_pages_of_different_sizes_are_refused():
 @pytest.mark.parametrize(
     ("extra", "arrangement", "message"),
     [
-        ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be cut into 3 pieces"),
-        ({"heads": 5}, "head_major", "64 bytes cannot be cut into 5 pieces"),
+        ({"page_size_tokens": 3}, "token_major", "64 bytes cannot be split into 3 chunks"),
+        ({"heads": 5}, "head_major", "64 bytes cannot be split into 5 chunks"),
         ({"heads": 2, "padded_page_bytes": 128}, "head_major", "head_major page cannot be padded"),
         ({}, "layer_major", "layer_major keeps layers apart"),
         ({}, "nhd", "unknown KV cache arrangement 'nhd'"),
@@ -331,7 +331,7 @@ def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
         ({"page_bytes": True}, "page_bytes=True is not"),
         ({"padded_page_bytes": float("nan")}, "padded_page_bytes=nan is not"),
         ({"heads": -1}, "heads=-1 is not"),
-        ({"padded_page_bytes": 63}, "padded_page_bytes=63 holds no page of 64 bytes"),
+        ({"padded_page_bytes": 63}, "padded_page_bytes=63 is less than the page.s 64 bytes"),
         ({"backend": None}, "layer a names no backend"),
     ],
 )

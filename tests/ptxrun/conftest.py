@@ -1,4 +1,4 @@
-"""Tests of compiled kernels on an emulated sm_90a; ``docs/ptxrun.md``.
+"""Tests of compiled kernels on an emulated sm_90a; ``docs/developing.md``.
 
 They run in processes of their own (`ptxrun_workers`), without Triton's interpreter, and are reported here.
 With ``TEST_PTXRUN_HERE=1`` they run in this process, as a debugger wants it.
@@ -93,6 +93,30 @@ def runs():
     found.launched.clear()
     codec_triton._is_native = lambda device: True
     return found
+
+
+@pytest.fixture
+def on_ptxrun(runs, monkeypatch):
+    """The public functions take CPU tensors to the kernels, as they take those of CUDA."""
+    import torch
+
+    from sgl_kvpool import codec
+    from sgl_kvpool.attention import decode
+    from sgl_kvpool.attention.decode_config import decode_config, partial_elements
+    from sgl_kvpool.attention.decode_launch import launch
+    from sgl_kvpool.codec import triton as codec_triton
+
+    def by_kernels(params):
+        tokens, heads, _ = params.out.shape
+        config = decode_config(
+            params.fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1]
+        )
+        partial = torch.full((partial_elements(params.fmt, tokens, heads, config.splits),), float("nan"))
+        launch(params, partial, config)
+
+    monkeypatch.setattr(codec, "_backend", lambda rows: codec_triton)
+    monkeypatch.setattr(decode, "_decode_on_cpu", by_kernels)
+    return runs
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Executes NVIDIA PTX (sm_90a) on a CPU, with strict checks: see ``docs/ptxrun.md``.
+"""Executes NVIDIA PTX (sm_90a) on a CPU, with strict checks: see ``docs/developing.md``.
 
     module = Module(ptx_text)
     result = module.launch("kernel", grid=(4,), block=(128,), args=[tensor, 7, 0.5, None])

@@ -1,4 +1,7 @@
-"""`mla_decode`'s kernels as compiled for sm_90a, on ptxrun, against float64: every tile of the table."""
+"""`mla_decode`'s kernels as compiled for sm_90a, on ptxrun, against float64: every tile of the table.
+
+`test_ptx_tiles` has lists of several blocks of each tile, `test_ptx_gluon` what only that kernel is asked.
+"""
 
 import codec_oracle as oracle
 import pytest
@@ -9,11 +12,23 @@ from decode_interpreted import run
 from sgl_kvpool.attention.decode_config import DecodeConfig, table, tile_config, tiles_of_both_kernels
 from sgl_kvpool.attention.decode_launch import MERGE_WARPS, merge_constants
 from sgl_kvpool.attention.triton_merge import merge_kernel
+from sgl_kvpool.layout import MLAKVCacheLayout
 
 TILES = tiles_of_both_kernels()
-#: Of every layout and kernel, the tile for the fewest pairs.
+#: Of every layout and kernel, the tile for the fewest query heads.
 SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1, tile.kernel)]
 KERNELS = {"gluon": "gluon_decode_kernel", "triton": "decode_kernel"}
+#: (layout, kernel, rank): every layout by every kernel that serves it. Gluon's has one rank.
+RANKS = {"triton": 128, "gluon": 512}
+LAYOUTS = [
+    (layout, kernel, rank)
+    for kernel, rank in RANKS.items()
+    for layout in oracle.LAYOUTS
+    if tile_config(MLAKVCacheLayout(layout), 1, kernel).kernel == kernel
+]
+OF_GLUON = [of for of in LAYOUTS if of[1] == "gluon"]
+of_layouts = pytest.mark.parametrize(("layout", "kernel", "rank"), LAYOUTS)
+of_kernels = pytest.mark.parametrize(("kernel", "rank"), RANKS.items())
 #: The machine's arithmetic: sums of products are truncated, approximate functions off by what PTX allows.
 HOPPER = {"mma": 1, "approx": 1}
 #: Lists of several blocks and an odd rest, of one row, of none.
@@ -22,7 +37,11 @@ VERIFY = ((66, 67), (129, 2), (0, 1))
 
 
 def _name(value):
-    return str(value) if not hasattr(value, "pairs") else f"{value.kernel}-{value.pairs}-{value.warps}-warps"
+    return (
+        str(value)
+        if not hasattr(value, "query_heads")
+        else f"{value.kernel}-{value.query_heads}-{value.warps}-warps"
+    )
 
 
 def with_seeds(tiles, seeds):
@@ -52,10 +71,17 @@ def decode(case, splits=1, **arguments):
     return found
 
 
+def tile_of(kernel, case):
+    """A kernel's smallest tile that takes all query heads of a list, else its largest."""
+    query_heads = case.q.shape[1] * case.queries_per_list
+    tiles = [tile for layout, tile in table(kernel) if layout == case.layout and tile.kernel == kernel]
+    return next((tile for tile in tiles if query_heads <= tile.query_heads), tiles[-1])
+
+
 @_tiles(quick=SMALLEST)
 def test_every_tile(runs, layout, tile):
     """Two splits and the merge; holes in the lists, and entries beyond the pool."""
-    case = make_case(layout.value, heads=tile.pairs, counts=COUNTS)
+    case = make_case(layout.value, heads=tile.query_heads, counts=COUNTS)
     decode(with_strangers(case), 2, tile=tile)
     assert [name for name, _ in runs.launched] == [KERNELS[tile.kernel], "merge_kernel"]
     assert runs.launched[0][1].stats["wgmma_operations"] > 0
@@ -63,7 +89,7 @@ def test_every_tile(runs, layout, tile):
 
 @_tiles(quick=[])
 def test_every_tile_with_hoppers_arithmetic(runs, layout, tile):
-    case = make_case(layout.value, heads=tile.pairs, counts=COUNTS, seed=1)
+    case = make_case(layout.value, heads=tile.query_heads, counts=COUNTS, seed=1)
     with runs.using(**HOPPER, seed=1):
         decode(case.but(q=case.q * 4), 2, tile=tile)
 
@@ -71,7 +97,7 @@ def test_every_tile_with_hoppers_arithmetic(runs, layout, tile):
 @pytest.mark.parametrize(("layout", "tile", "seed"), with_seeds(TILES, [2, 3, 4]), ids=_name)
 def test_schedules_of_every_tile(runs, layout, tile, seed):
     """Turns of warps from one instruction to hundreds."""
-    case = make_case(layout.value, heads=tile.pairs, counts=((200,),), width=200, seed=seed)
+    case = make_case(layout.value, heads=tile.query_heads, counts=((200,),), width=200, seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed - 2]):
         decode(case, 2, tile=tile)
 
@@ -80,20 +106,13 @@ def test_schedules_of_every_tile(runs, layout, tile, seed):
 def test_verification_in_every_tile(runs, layout, tile):
     """Two float16 queries per list that do not fill the tile; int64 slots of pages; lists out of order."""
     case = make_case(
-        layout.value, rank=512 if tile.kernel == "gluon" else 128, heads=tile.pairs * 3 // 8, counts=VERIFY,
-        ids=torch.int64, arrangement="page_major", dtype=torch.float16,
+        layout.value, rank=512 if tile.kernel == "gluon" else 128, heads=tile.query_heads * 3 // 8,
+        counts=VERIFY, ids=torch.int64, arrangement="page_major", dtype=torch.float16,
     )  # fmt: skip
     case.q = case.q.bfloat16().half()  # which the kernel rounds to
     assert case.page is not None
     case = case.but(list_index=torch.tensor([1, 0, 2]), kv_lens=case.kv_lens[[2, 3, 0, 1, 4, 5]])
     decode(case, tile=tile)
-
-
-@pytest.mark.parametrize("heads", [1, 40])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_heads(runs, layout, heads):
-    """One pair in a tile, and several tiles of which the last is not full."""
-    decode(make_case(layout, rank=128, heads=heads, counts=((67,),), fill=0x7F), 1)
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(128, 0), (256, 64), (384, 64)])
@@ -102,98 +121,124 @@ def test_geometries(runs, layout, rank, rope):
     decode(make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3), 3)
 
 
+# What a batch may ask of either kernel; Gluon's has one geometry.
+
+
+@of_layouts
+@pytest.mark.parametrize("heads", [1, 12, 40])
+def test_heads(runs, layout, kernel, rank, heads):
+    """One query head in a tile, a tile that is not full, and several tiles of which the last is not."""
+    case = make_case(layout, rank=rank, heads=heads, counts=((67,),), fill=0x7F)
+    decode(case, tile=tile_of(kernel, case))
+    assert runs.launched[0][0] == KERNELS[kernel]
+
+
+@of_layouts
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_arrangements(runs, layout, arrangement):
-    case = make_case(layout, rank=128, arrangement=arrangement, heads=5, counts=COUNTS, seed=4)
-    decode(with_strangers(case), 2)
+def test_arrangements(runs, layout, kernel, rank, arrangement):
+    """Rows of other layers between those of a layer; entries beyond the pool."""
+    case = make_case(layout, rank=rank, arrangement=arrangement, heads=5, counts=COUNTS, seed=4)
+    decode(with_strangers(case), 2, tile=tile_of(kernel, case))
 
 
-@pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_splits_give_the_same(runs, layout):
-    """1, 2 and 7 splits of lists of 5, 0, 3 and 1 blocks: most splits of the short ones are empty."""
+@of_layouts
+@pytest.mark.parametrize(("splits", "min_blocks"), [(1, 1), (3, 1), (7, 1), (7, 2)])
+def test_splits(runs, layout, kernel, rank, splits, min_blocks):
+    """Lists of five blocks of 64, none, three and one: most splits of the short ones are empty."""
     counts = ((319,), (0,), (129,), (1,))
-    case = make_case(layout, rank=128, counts=counts, width=319, heads=3)
-    for splits in (1, 2, 7):
-        decode(case, splits)
-    decode(case, 7, min_blocks=2)
+    case = make_case(layout, rank=rank, counts=counts, width=319, heads=3)
+    decode(case, splits, min_blocks=min_blocks, tile=tile_of(kernel, case))
 
 
-@pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
-def test_every_code_and_every_scale(runs, layout):
+@pytest.mark.parametrize(
+    ("layout", "kernel"), [(layout, kernel) for layout, kernel, _ in LAYOUTS if layout != "bf16"]
+)
+def test_every_code_and_every_scale(runs, layout, kernel):
     """A list of one row has that row's latent as its result: the machine's decoding, code by code."""
-    fmt, pool, values = every_code(layout)
+    _, pool, values = every_code(layout)
+    fmt = oracle.row_format(layout, 512, 64)
+    rows = torch.zeros(len(pool), fmt.row_bytes, dtype=torch.uint8)
+    rows[:, : pool.shape[1]] = pool[:, : fmt.rope.offset_bytes]
     ids = torch.arange(0, 36, 4)[:, None]  # together, these hold every scale of FP4, and each every code
-    q = torch.zeros(len(ids), 1, 512, dtype=torch.bfloat16)
-    out, lse = run(Case(layout, fmt, q, pool, ids, torch.ones_like(ids[:, 0]), values.numpy()))
+    q = torch.zeros(len(ids), 1, 576, dtype=torch.bfloat16)
+    case = Case(layout, fmt, q, rows, ids, torch.ones_like(ids[:, 0]), values.numpy())
+    out, lse = run(case, tile=tile_of(kernel, case))
     torch.testing.assert_close(out[:, 0], values[ids[:, 0]], rtol=0, atol=0)
     assert not lse.any()
 
 
+@of_kernels
 @pytest.mark.parametrize("k_scale", [0.37, 24.0])
-def test_k_scale(runs, k_scale):
-    case = make_case("fp8", k_scale=k_scale, heads=16)
-    decode(case, 2)
+def test_k_scale(runs, kernel, rank, k_scale):
+    case = make_case("fp8", rank=rank, k_scale=k_scale, heads=16)
+    decode(case, 2, tile=tile_of(kernel, case))
     with pytest.raises(AssertionError):
-        decode(case.but(k_scale=1.0), 2)
+        decode(case.but(k_scale=1.0), 2, tile=tile_of(kernel, case))
 
 
-def test_strides(runs):
+@of_kernels
+def test_strides(runs, kernel, rank):
     """Queries, lists and results in the middle of wider tensors; queries in two parts."""
-    case = make_case("fp4", rank=128, heads=6, counts=((70,), (3,), (131,)))
-    wide = torch.randn(4, 9, 2, 400).bfloat16()
+    case = make_case("fp4", rank=rank, heads=6, counts=((70,), (3,), (131,)))
+    wide = torch.randn(4, 9, 2, rank + 188).bfloat16()
     apart = torch.stack([case.kv_indices, torch.full_like(case.kv_indices, -3)], -1).flatten(1)[:, ::2]
     case = case.but(
-        q=wide[:, 2:8, 1, 40:232],
+        q=wide[:, 2:8, 1, 40 : rank + 104],
         kv_indices=apart,
         list_index=torch.tensor([2, 0, 2, 1], dtype=torch.int32),
         kv_lens=torch.tensor([131, 44, 70, 3], dtype=torch.int32),
     )
+    tile, end = tile_of(kernel, case), 11 + rank
     for splits in (1, 2):
-        base = torch.full((7, 5, 300), -9.0)
-        out = base[:6, :4, 11:139].transpose(0, 1)
-        check(run(case, splits, out=out), case)
-        assert bool((base[6] == -9).all() and (base[:, 4] == -9).all() and (base[..., 139:] == -9).all())
-    parts = case.but(q=case.q[..., :128].contiguous(), options={"q_rope": case.q[..., 128:]})
-    assert torch.equal(run(parts)[0], run(case)[0])
+        base = torch.full((7, 5, rank + 288), -9.0)
+        check(run(case, splits, out=base[:6, :4, 11:end].transpose(0, 1), tile=tile), case)
+        assert bool((base[6] == -9).all() and (base[:, 4] == -9).all() and (base[..., end:] == -9).all())
+    parts = case.but(q=case.q[..., :rank].contiguous(), options={"q_rope": case.q[..., rank:]})
+    assert torch.equal(run(parts, tile=tile)[0], run(case, tile=tile)[0])
 
 
-def test_counts_and_lists_that_mean_nothing(runs):
+@of_kernels
+@pytest.mark.parametrize("splits", [1, 2])
+def test_counts_and_lists_that_mean_nothing(runs, kernel, rank, splits):
     """Negative counts, counts beyond the list, lists that do not exist: none, all, none."""
-    case = make_case("fp4", rank=128, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
-    for splits in (1, 2):
-        decode(case, splits)
-        strange = case.but(list_index=torch.tensor([0, 1, 5, -1, 2**31 - 1], dtype=torch.int32))
-        out, lse = decode(strange, splits)
-        assert bool((lse[[0, 2, 3, 4]] == float("-inf")).all())
-        assert not out[[0, 2, 3, 4]].any()
+    case = make_case("fp4", rank=rank, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
+    decode(case, splits, tile=tile_of(kernel, case))
+    strange = case.but(list_index=torch.tensor([0, 1, 5, -1, 2**31 - 1], dtype=torch.int32))
+    out, lse = decode(strange, splits, tile=tile_of(kernel, case))
+    assert bool((lse[[0, 2, 3, 4]] == float("-inf")).all())
+    assert not out[[0, 2, 3, 4]].any()
 
 
-def test_entries_that_wrap_around_are_none(runs):
+@of_kernels
+def test_entries_that_wrap_around_are_none(runs, kernel, rank):
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
-    case = make_case("bf16", rank=128, arrangement="page_major", counts=((9,),))
+    case = make_case("fp4", rank=rank, arrangement="page_major", counts=((9,),))
     ids = case.kv_indices.long()
     plain = case.but(kv_indices=ids.clone())
     plain.kv_indices[0, :2] = -1
     ids[0, :2] = torch.tensor([4611686018427387904, 6148914691236517206])
-    found, wanted = run(case.but(kv_indices=ids)), run(plain)
+    tile = tile_of(kernel, case)
+    found, wanted = run(case.but(kv_indices=ids), tile=tile), run(plain, tile=tile)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 
 
-def test_a_query_of_nans(runs):
+@of_kernels
+def test_a_query_of_nans(runs, kernel, rank):
     """It is NaN where it sees rows; the others of its tile are not."""
-    case = make_case("fp4", rank=128, heads=2, counts=((200,), (150,)))
+    case = make_case("fp4", rank=rank, heads=2, counts=((200,), (150,)))
     case.q[0, 1] = float("nan")
-    out, lse = run(case, 2)
+    out, lse = run(case, 2, tile=tile_of(kernel, case))
     assert bool(out[0, 1].isnan().all())
     assert bool(lse[0, 1].isnan())
     assert bool(out[1].isfinite().all())
+    assert bool(out[0, 0].isfinite().all())
 
 
-def test_a_pool_beyond_31_bits(runs):
+@pytest.mark.parametrize(("layout", "kernel", "rank"), [("fp4", "triton", 128), *OF_GLUON])
+def test_a_pool_beyond_31_bits(runs, layout, kernel, rank):
     """Rows a gigabyte apart; only the touched pages take memory."""
-    case = make_case("fp4", rank=128, heads=4, counts=((3,),), width=3, holes=False, slots=4)
+    case = make_case(layout, rank=rank, heads=4, counts=((3,),), width=3, holes=False, slots=4)
     stride = 2**30 + 4096
     try:
         pool = torch.empty(4 * stride, dtype=torch.uint8).as_strided(case.pool.shape, (stride, 1))
@@ -201,7 +246,7 @@ def test_a_pool_beyond_31_bits(runs):
         pytest.skip("the system refuses 4 GiB of unused address space")
     pool.copy_(case.pool)
     with runs.using(global_races=0):  # which would take 4 bytes for each byte
-        decode(case.but(pool=pool))
+        decode(case.but(pool=pool), tile=tile_of(kernel, case))
 
 
 @pytest.mark.parametrize("splits", [2, 33, pytest.param(128, marks=pytest.mark.quick)])

@@ -122,9 +122,9 @@ def test_value_a_bit_of_a_code_is_lost(runs):
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 def test_every_barrier_is_needed(runs, layout):
     """One at a time; a compiler may emit some that are not."""
-    pairs = tile_config(MLAKVCacheLayout(layout), 1, "triton").pairs
+    query_heads = tile_config(MLAKVCacheLayout(layout), 1, "triton").query_heads
     # A list of two parts and one of a single part, whose results are written by different branches.
-    case = test_ptx_decode.make_case(layout, heads=pairs, counts=((150,), (60,)))
+    case = test_ptx_decode.make_case(layout, heads=query_heads, counts=((150,), (60,)))
     noticed, which, count = 0, 0, 1
     while which < count:
         change = Change("decode_kernel", instruction(r"bar\.sync"), which=(which,))

@@ -52,9 +52,9 @@ class Device(CpuDevice):
 
 
 def swizzled(tile):
-    """[rows, 64] as it is in memory -> as it is meant: 16-byte piece p of row r lies at p xor r mod 8."""
-    rows, pieces = torch.arange(len(tile))[:, None], torch.arange(8)[None]
-    return tile.view(-1, 8, 8)[rows, pieces ^ rows % 8].reshape(len(tile), 64)
+    """[rows, 64] as it is in memory -> as it is meant: 16-byte chunk p of row r lies at p xor r mod 8."""
+    rows, chunks = torch.arange(len(tile))[:, None], torch.arange(8)[None]
+    return tile.view(-1, 8, 8)[rows, chunks ^ rows % 8].reshape(len(tile), 64)
 
 
 def first_operand(data, group, groups, kind):

@@ -11,30 +11,10 @@ from decode_cases import check, expected, make_case
 
 import sgl_kvpool
 from sgl_kvpool import codec
-from sgl_kvpool.attention import DecodeWorkspace, decode
-from sgl_kvpool.attention.decode_config import decode_config, partial_elements
+from sgl_kvpool.attention import DecodeWorkspace
 from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
 
 TOP_K, SCALE = 256, 0.06
-
-
-@pytest.fixture
-def on_ptxrun(runs, monkeypatch):
-    """The public functions take CPU tensors to the kernels, as they take those of CUDA."""
-    from sgl_kvpool.attention.decode_launch import launch
-    from sgl_kvpool.codec import triton as codec_triton
-
-    def by_kernels(params):
-        tokens, heads, _ = params.out.shape
-        config = decode_config(
-            params.fmt, heads, params.queries_per_list, params.lists, params.kv_indices.shape[1]
-        )
-        partial = torch.full((partial_elements(params.fmt, tokens, heads, config.splits),), float("nan"))
-        launch(params, partial, config)
-
-    monkeypatch.setattr(codec, "_backend", lambda rows: codec_triton)
-    monkeypatch.setattr(decode, "_decode_on_cpu", by_kernels)
-    return runs
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -8,7 +8,7 @@ from decode_interpreted import run
 from sgl_kvpool.attention.decode_config import tiles_of_both_kernels
 
 TILES = [
-    pytest.param(layout, tile, seed, id=f"{layout}-{tile.kernel}-{tile.pairs}-pairs-{seed}")
+    pytest.param(layout, tile, seed, id=f"{layout}-{tile.kernel}-{tile.query_heads}-heads-{seed}")
     for layout, tile, seed in test_ptx_decode.with_seeds(tiles_of_both_kernels(), [0, 1, 2])
 ]
 
@@ -23,7 +23,7 @@ def lists_of(tile):
 def test_several_blocks(runs, layout, tile, seed):
     """In one split; turns of warps from one instruction to hundreds, at last the machine's arithmetic."""
     counts = lists_of(tile)
-    case = make_case(layout.value, heads=tile.pairs, counts=counts, width=counts[0][0], seed=seed)
+    case = make_case(layout.value, heads=tile.query_heads, counts=counts, width=counts[0][0], seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed], mma=seed // 2, approx=seed // 2):
         check(run(case, 1, out_dtype=case.q.dtype, tile=tile), case)
     assert [name for name, _ in runs.launched] == [test_ptx_decode.KERNELS[tile.kernel]]

@@ -71,12 +71,14 @@ def test_limits_follow_from_the_counts():
 def test_programs_that_the_table_expects_fit_an_sm():
     of = {(found["layout"], found["kernel"], found["heads"]): found for found in COSTS}
     for layout, tile in tiles_of_both_kernels():
-        assert of[layout.value, tile.kernel, tile.pairs]["programs_per_sm"] >= tile.programs_per_sm
+        assert of[layout.value, tile.kernel, tile.query_heads]["programs_per_sm"] >= tile.programs_per_sm
 
 
 def test_the_page_has_these_counts():
     page = attention_facts.PAGE.read_text()
     assert attention_facts.page_of(COSTS, page) == page
+    readme = attention_facts.README.read_text()
+    assert attention_facts.readme_of(COSTS, readme) == readme
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_what_is_worse(name, change, noticed):
 #: Some; all of them on CI.
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 LAYOUTS = [layout.value for layout in MLAKVCacheLayout] if ON_CI else ["fp8_block_scale", "fp4"]
-HEADS = sorted({tile.pairs for _, tile in tiles_of_both_kernels()}) if ON_CI else [16]
+HEADS = sorted({tile.query_heads for _, tile in tiles_of_both_kernels()}) if ON_CI else [16]
 
 
 @pytest.fixture(scope="module")

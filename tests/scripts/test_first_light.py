@@ -20,7 +20,7 @@ from regression.runner import Step
 
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
-from sgl_kvpool.commands.bench.tiles import choice
+from sgl_kvpool.commands.bench.tiles import tile_table
 
 #: What a lent machine has: torch and what tests need, and nothing of SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
@@ -56,7 +56,7 @@ def test_the_tests_it_names_are_there():
 def test_without_a_gpu_what_can_be_is_rehearsed(machine):
     steps = first_light_steps(machine, on_gpu=False)
     skipped = {step.name: step.without for step in steps if step.without}
-    reason = "--device cpu was asked for" if machine.gpus else "torch sees no GPU here"
+    reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
     assert skipped == {"tests-core": reason, "rates": reason}
     for step in steps:
         assert step.without or "cuda" not in step.command
@@ -65,7 +65,7 @@ def test_without_a_gpu_what_can_be_is_rehearsed(machine):
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--first-light"], "torch sees no GPU here; --device cpu rehearses it without one"),
+        (["--first-light"], "torch sees no GPU; --device cpu rehearses it without a GPU"),
         (["--first-light", "--device", "cpu", "--core"], "has steps of its own; leave out --core"),
         (["--first-light", "--device", "cpu", "--only", "rate"], "no step has such a name"),
     ],
@@ -149,7 +149,7 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
     assert "crashes failed: killed by SIGSEGV" in text
     assert "wrong failed: wrong rows: 3 rows, limit at most 0" in text
     assert "hangs timed out: ended at its limit of 1 s" in text
-    assert "elsewhere skipped: torch sees no GPU here" in text
+    assert "elsewhere skipped: torch sees no GPU" in text
     # Again: what has a result, good or bad, stays.
     status, found = go(tmp_path, *every)
     assert (status, runs(tmp_path, "good"), runs(tmp_path, "wrong"), runs(tmp_path, "last")) == (1, 1, 1, 1)
@@ -283,7 +283,13 @@ def test_a_run_that_is_killed_is_gone_on_with(tmp_path):
 def tile_row(
     us, *, layout="fp4", heads=16, batch=64, rows=64, warps=8, programs=1, part="tile", splits=2, **more
 ):
-    tile = {"pairs": heads, "block_rows": rows, "warps": warps, "stages": 1, "programs_per_sm": programs}
+    tile = {
+        "query_heads": heads,
+        "block_rows": rows,
+        "warps": warps,
+        "stages": 1,
+        "programs_per_sm": programs,
+    }
     job = {
         "part": part, "kind": "dense", "heads": heads, "batch": batch, "context": 32768,
         "rows_per_list": 32768, "layout": layout, "tile": tile, "splits": splits,
@@ -336,7 +342,7 @@ def light(tmp_path, monkeypatch):
     """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
     present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
-    monkeypatch.setattr(choice, "table", lambda: iter(present))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(present))
     steps = [
         Step(name, name, (), 1, lines) for name in ("tests-core", "rates", "tiles-16", "attention-quick")
     ]
@@ -370,27 +376,29 @@ def light(tmp_path, monkeypatch):
 
 
 def test_the_page(light, monkeypatch):
-    own = [TileConfig(pairs, block_rows=64, warps=8, stages=1, programs_per_sm=1) for pairs in (16, 32)]
+    own = [TileConfig(heads, block_rows=64, warps=8, stages=1, programs_per_sm=1) for heads in (16, 32)]
     table = [(layout, tile) for layout in MLAKVCacheLayout for tile in own]
-    monkeypatch.setattr(choice, "table", lambda: iter(table))
+    monkeypatch.setattr(tile_table, "table", lambda: iter(table))
     text = page(light.report())
     assert "First light: NVIDIA H100 80GB HBM3" in text
     assert f"commit {'c' * 40}" in text
     assert "1 tests failed:\n    a.py::bad[fp4]: off by 3" in text
-    assert "tile: fp8, triton, 16 pairs, 64 rows" in text
+    assert "tile: fp8, triton, 16 query heads, 64 rows" in text
     assert "rates: {'what': 'gather', 'row_bytes': 576" in text
     assert "tests-core missing: it was not reached" in text
     # The table: the fastest right tile of each latent that was measured.
     table = text[text.index("_TABLE") : text.index("\n}\n")]
     latents = "E2M1_IN_BLOCKS", "E4M3_BY_K_SCALE"
     fp4, fp8 = (table.split(f"_E.{name}: (")[1].split("\n    ),")[0] for name in latents)
-    assert (
-        "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton')" in fp4
+    best = (
+        "TileConfig(query_heads=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton', "
     )
+    assert best in fp4
+    assert best in fp8
     assert (
-        "TileConfig(pairs=16, block_rows=128, warps=8, stages=1, programs_per_sm=1, kernel='triton')" in fp8
+        "fp4: 16 heads: triton, 16 query heads, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time"
+        in text
     )
-    assert "fp4: 16 heads: triton, 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM, 0.60 of the time" in text
     assert "4 splits take 0.85 of the time of the rule's 2" in text
     # Rates: each product once, and the fastest number of programs of each gather.
     assert "lop3: 63.9 instructions" in text

@@ -73,7 +73,7 @@ def test_a_metric_that_vanished():
     "new",
     [
         run(step="codec"),
-        run(status="skipped", reason="torch sees no GPU here"),
+        run(status="skipped", reason="torch sees no GPU"),
     ],
 )
 def test_a_step_that_was_not_run_is_said(new):
@@ -88,7 +88,7 @@ def test_a_layout_that_was_not_asked_for():
     before = run(one(2.0, layout="fp8"), replace(one(2.0, layout="fp4"), metric="fp4's"))
     found = compare(before, run())
     assert [line.split(": ")[1] for line in found.regressions] == ["fp4's"]
-    assert found.not_compared == {"layout fp8 was not asked for": 1}
+    assert found.not_compared == {"layout fp8 was not requested": 1}
 
 
 @pytest.mark.parametrize("note", ["not run: the 8 minutes were spent", "skipped: out of memory"])

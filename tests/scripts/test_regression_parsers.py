@@ -62,7 +62,7 @@ def test_attention_beside_peers(parsed):
         1.04,
         "lower",
     )
-    # A peer's layout is not one that was asked for.
+    # A peer's layout is not one that was requested.
     assert found[f"flashmla bf16 {WHERE}"].layout == ""
     assert found["target: fp4: best peer, at least 1.4x"].value == 1
     missing = found["target: 128 heads, at least 1.4x"]

@@ -224,7 +224,7 @@ def test_what_is_not_here_is_skipped_with_the_reason(run):
         good("compared", peers=("model",)),
     )
     said = {name: (record.status, record.reason) for name, record in found.items()}
-    assert said["needs-gpu"] == ("skipped", "torch sees no GPU here")
+    assert said["needs-gpu"] == ("skipped", "torch sees no GPU")
     assert said["needs-two"] == ("skipped", "needs 2 GPUs, torch sees 0")
     assert said["needs-sglang"] == ("skipped", "sglang is not installed")
     assert said["needs-plugin"][1].endswith("pip install -e .")

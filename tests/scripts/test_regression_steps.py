@@ -1,4 +1,4 @@
-"""Which steps there are on which machine, what their servers are asked for, and the command's refusals."""
+"""Which steps there are on which machine, what is requested of their servers, and the command's refusals."""
 
 import json
 import os
@@ -214,7 +214,7 @@ def test_without_a_gpu_the_list_says_what_it_skips():
         *("tests-canonical", "canonical", "codec-quick", "attention-quick", "transfer-quick"),
         *("arrangements-quick", "serve-demo-stock", "serve-demo-bf16", "serve-demo-fp4"),
     ]
-    skipped = {name for name, step in found.items() if step.without == "torch sees no GPU here"}
+    skipped = {name for name, step in found.items() if step.without == "torch sees no GPU"}
     assert skipped >= {
         "attention",
         "tests-mla_decode",
@@ -237,7 +237,7 @@ def test_every_step_says_how_long_it_takes(machine, options):
         # A limit is several times as long: nobody is to take one for the other.
         assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
     if options == {}:
-        assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimated)")
+        assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimate)")
 
 
 def test_an_older_run_says_it_better():
@@ -258,7 +258,7 @@ def test_the_list_shows_durations_and_no_limits(capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert " 45 s  dry run of the attention benchmark" in lines["attention-quick"]
     assert "300 s" not in "".join(lines.values())
-    assert lines["6"] == "6 steps, about 4 min in all (as on two cores); --minutes ends a run earlier"
+    assert lines["6"] == "6 steps, about 4 min in all (on two cores); --minutes ends a run earlier"
 
 
 @pytest.mark.parametrize(
@@ -312,16 +312,16 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     # The folder is not written to twice.
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 2
-    assert "is there already; name another folder" in again.stderr
+    assert "exists already; name another folder" in again.stderr
 
 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--device", "cuda"], "torch sees no GPU here"),
+        (["--device", "cuda"], "torch sees no GPU"),
         (["--core", "--model", "x"], "--core starts no servers"),
-        (["--gsm8k-data", __file__], "is for --model"),
-        (["--model", "/no/such/model"], "there is no config.json"),
+        (["--gsm8k-data", __file__], "needs --model"),
+        (["--model", "/no/such/model"], "config.json is missing"),
         (["--layouts", "fp3"], "choose from bf16, fp8, fp8_block_scale, fp4"),
         (["--minutes", "0"], "not a positive number"),
         (["--with", "x"], "needs --compare"),

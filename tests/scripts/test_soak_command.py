@@ -96,7 +96,7 @@ def test_help(capsys):
         (["--minutes=-1"], "--minutes -1 is not above 0"),
         (["--minutes", "nan"], "--minutes nan is not above 0"),
         (["--clients", "0"], "--clients 0 is below 1"),
-        (["--server-args", "--x 'y"], "--server-args is no list of words: No closing quotation"),
+        (["--server-args", "--x 'y"], "--server-args is not a list of words: No closing quotation"),
         (["--json", "/"], "/ cannot be written (Is a directory)"),
         (["--out", f"{__file__}/logs"], "/logs cannot be made (Not a directory); name another folder"),
     ],

@@ -55,7 +55,7 @@ def test_copies_of_a_window_are_all_that_lengthening_lets_prompts_share():
 
 
 def test_an_empty_text_is_refused():
-    with pytest.raises(ValueError, match="without tokens"):
+    with pytest.raises(ValueError, match="has no tokens"):
         soak_prompts.make_prompts([], 2048, 64, 2048, seed=0)
 
 
@@ -98,8 +98,8 @@ def test_tolerance(arguments, expected):
 def test_the_tolerance_reaches_every_server(monkeypatch):
     given = []
 
-    def one(leg, *_, tie_tolerance, **__):
-        given.append(tie_tolerance)
+    def one(leg, folder, options, say):
+        given.append(options.tie_tolerance)
         return {"name": leg.name, "violations": []}
 
     monkeypatch.setattr(soak, "soak", one)

@@ -92,6 +92,20 @@ def test_the_log_says_what_was_taken(arranged, capfd):
     assert "sgl-kvpool: --kv-host-sharing node (2 ranks hold the same rows)" in capfd.readouterr().err
 
 
+def test_one_rank_that_was_to_share_is_told_that_it_does_not(arranged, capfd):
+    assert sharing(arranged(None, HICACHE, "--kv-host-sharing", "node")) == "rank"
+    said = "sgl-kvpool: --kv-host-sharing rank (no two ranks hold the same rows)"
+    assert said in capfd.readouterr().err
+    arranged(None, HICACHE)
+    assert "--kv-host-sharing" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"mooncake"', "@nothing.json"])
+def test_what_is_no_configuration_of_a_store_is_left_to_the_scheduler(arranged, text):
+    store = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", text)
+    assert sharing(arranged(None, HICACHE, *TWO_RANKS, *store)) == "node"
+
+
 def test_environment_and_configuration_file(arranged, monkeypatch, tmp_path):
     monkeypatch.setenv("KVPOOL_KV_HOST_SHARING", "rank")
     assert sharing(arranged(None, HICACHE, *TWO_RANKS)) == "rank"

@@ -163,7 +163,7 @@ def test_sglangs_class_is_back_afterwards(hooked, fails):
     kvc = hooked("fp4")
     if fails:
         kvc.kv_cache_dtype = torch.float32
-        with pytest.raises(ValueError, match="is shown to SGLang as"):
+        with pytest.raises(ValueError, match="SGLang sees layout"):
             pools_of(kvc, 128)
     else:
         pools_of(kvc, 128)

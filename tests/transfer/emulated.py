@@ -43,16 +43,16 @@ class Event:
         return 1.5
 
 
-def tools(page_bytes, pieces=None, **changes):
+def tools(page_bytes, chunks=None, **changes):
     """`EngineTools` of one direction whose device is this machine's memory."""
     from sgl_kvpool.transfer.engines import EngineTools
-    from sgl_kvpool.transfer.jobs import RegisteredPieces
+    from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
     from sgl_kvpool.transfer.page_buffer import PageBuffer
 
     device = torch.device("cpu")
     given = {
         "calls": calls(), "device": device, "buffer": PageBuffer(page_bytes, device, calls()),
-        "pieces": pieces or RegisteredPieces(), "current_stream": lambda: CALLER, "make_event": Event,
+        "chunks": chunks or RegisteredChunks(), "current_stream": lambda: CALLER, "make_event": Event,
     }  # fmt: skip
     return EngineTools(**{**given, **changes})
 

@@ -1,5 +1,7 @@
 """What the GPU engines have to do, on a GPU and over emulated streams alike; needs no SGLang."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -16,12 +18,13 @@ from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages
 
 LAYERS, K_SCALES = 7, (0.5, 1.0, 3.25, 1.0, 0.125, 2.0, 1.5)
-#: Device and host layout.
+#: Device and host layout: every narrower layout that a host tier may have.
 CONVERSIONS = [
-    *(("bf16", "fp4"), ("bf16", "fp8_block_scale")),
-    *(("fp8", "fp4"), ("fp8_block_scale", "fp4")),
-    *((device, "fp4_fp8_rope") for device in ("bf16", "fp8", "fp8_block_scale", "fp4")),
+    (device.value, host.value)
+    for device, host in itertools.product(MLAKVCacheLayout, repeat=2)
+    if not host.uses_k_scale and host.row_format(512, 64).row_bytes < device.row_format(512, 64).row_bytes
 ]
+assert len(CONVERSIONS) >= 8
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 
 

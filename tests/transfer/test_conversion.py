@@ -344,13 +344,15 @@ def test_plans_that_cannot_convert():
 
     assert plan().bytes_per_page() == 3 * 4 * 416
     assert plan().bytes_per_page([1]) == 4 * 416
-    with pytest.raises(ValueError, match="or what their bytes mean"):
+    with pytest.raises(ValueError, match="or the meaning of their bytes"):
         plan(None)
     with pytest.raises(ValueError, match="2 k_scales for 3 layers of group kv"):
         plan(RowConversion(source=own, target=other, k_scales=(1.0,) * 2))
     with pytest.raises(ValueError, match="the layers of group kv differ"):
         plan(tokens=(4, 2), row=(1152, 832))
-    with pytest.raises(ValueError, match="has 4624 bytes in a page of 4 tokens, which are no rows bf16-r512"):
+    with pytest.raises(
+        ValueError, match="has 4624 bytes in a page of 4 tokens, which are not rows of format bf16-r512"
+    ):
         plan(row=(1156, 416))
 
 

@@ -36,15 +36,15 @@ def test_crossover(found, crossover):
 @pytest.mark.parametrize(
     ("changes", "engine", "reason"),
     [
-        ({}, "copy_engine", "runs of 73728 bytes, and 65536 are enough"),
-        ({"run_bytes": 26624}, "staged", "runs of 26624 bytes, the link wants 65536"),
-        ({"rates": None}, "staged", "none that was tried reaches 95 %"),
-        ({"io_backend": "kernel"}, "staged", "page numbers stay on the GPU with io backend kernel"),
+        ({}, "copy_engine", "runs of 73728 bytes; the link is saturated from 65536 on"),
+        ({"run_bytes": 26624}, "staged", "runs of 26624 bytes; the link needs at least 65536"),
+        ({"rates": None}, "staged", "no measured run size reaches 95 %"),
+        ({"io_backend": "kernel"}, "staged", "page indices stay on the GPU with io backend kernel"),
         ({"converts": True}, "staged", "rows change their layout"),
         ({"is_pinned": False}, "torch", "not pinned"),
         ({"is_pinned": False, "requested": "kernel"}, "torch", "not pinned"),
         *(
-            ({"requested": name, "io_backend": io}, name, "asked for")
+            ({"requested": name, "io_backend": io}, name, "requested")
             for name in ("staged", "copy_engine", "kernel")
             for io in ("kernel", "direct")
         ),
@@ -65,11 +65,11 @@ def plan():
     return TransferPlan(side("layer_major", 0)[0], side("page_major", 0)[0], "kv")
 
 
-def gpu_engines(plan, requested, gpu_calls, pieces=True):
-    from sgl_kvpool.transfer.jobs import RegisteredPieces
+def gpu_engines(plan, requested, gpu_calls, chunks=True):
+    from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
     pages = plan.target.tensors[0].view(torch.uint8)
-    given = RegisteredPieces() if pieces else None
+    given = RegisteredChunks() if chunks else None
     request = channel_builder.EngineRequest(requested, "kernel", given, gpu_calls)
     return channel_builder._gpu_engines(plan, pages, pages.shape[1], torch.device("cpu"), request)
 
@@ -105,4 +105,4 @@ def test_pageable_memory_is_torchs(plan):
     from emulated import calls
 
     for requested in ("auto", "kernel"):
-        assert [e(plan).name for e in gpu_engines(plan, requested, calls, pieces=False)] == ["torch", "torch"]
+        assert [e(plan).name for e in gpu_engines(plan, requested, calls, chunks=False)] == ["torch", "torch"]

@@ -16,7 +16,7 @@ from sgl_kvpool.codec import encode_rows
 from sgl_kvpool.transfer import page_buffer
 from sgl_kvpool.transfer.conversion import RowConversion
 from sgl_kvpool.transfer.engines import GPU_ENGINES, CopyEngine, StagedEngine
-from sgl_kvpool.transfer.jobs import CopyJob, RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import CopyJob, RegisteredChunks
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.staged_engine import _GROUP_BYTES, _groups
 
@@ -63,13 +63,7 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("page_size", [1, 2, 61])
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        *(("bf16", "fp4"), ("bf16", "fp8_block_scale"), ("fp8", "fp4"), ("fp8_block_scale", "fp4")),
-        *((device, "fp4_fp8_rope") for device in ("bf16", "fp8", "fp8_block_scale", "fp4")),
-    ],
-)
+@pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
 def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement, engine):
     formats = [MLAKVCacheLayout(name).row_format(256, 64) for name in (own, other)]
     sizes = {"tokens": page_size, "layers": LAYERS}
@@ -167,7 +161,7 @@ def test_layers_come_in_groups():
 
 
 @pytest.mark.parametrize(
-    ("pages", "piece_pages", "copies"),
+    ("pages", "chunk_pages", "copies"),
     [
         ([0, 1, 2, 3, 4, 5], 0, 1),
         ([0, 1, 2, 3, 4, 5], 2, 3),
@@ -180,12 +174,12 @@ def test_layers_come_in_groups():
     ],
 )
 @pytest.mark.parametrize("host_is_source", [True, False])
-def test_neighbours_are_one_copy_but_never_across_registrations(pages, piece_pages, copies, host_is_source):
+def test_neighbours_are_one_copy_but_never_across_registrations(pages, chunk_pages, copies, host_is_source):
     device, _ = side("page_major", 0)
     host, _ = side("page_major", 0)
-    pieces = RegisteredPieces(host.tensors[0].data_ptr(), piece_pages * LAYERS * TOKENS * ROW)
+    chunks = RegisteredChunks(host.tensors[0].data_ptr(), chunk_pages * LAYERS * TOKENS * ROW)
     plan = TransferPlan(host, device, "kv") if host_is_source else TransferPlan(device, host, "kv")
-    job = CopyJob(plan.copy_runs, pieces)
+    job = CopyJob(plan.copy_runs, chunks)
     numbers = np.array(pages, dtype=np.int64)
     address = numbers.ctypes.data
     found = calls().count_copies(job.address, address, address, len(numbers), int(host_is_source))
@@ -198,7 +192,7 @@ def test_neighbours_on_both_sides_are_one_copy(device, host):
     plan = TransferPlan(side(device, 0)[0], side(host, 0)[0], "kv")
     for pages in ([0, 1, 2], [1, 3, 4, 6], [5]):
         numbers = np.array(pages, dtype=np.int64)
-        job = CopyJob(plan.copy_runs, RegisteredPieces())
+        job = CopyJob(plan.copy_runs, RegisteredChunks())
         found = calls().count_copies(job.address, numbers.ctypes.data, numbers.ctypes.data, len(numbers), 0)
         expected = 0
         for run in plan.copy_runs:
@@ -224,7 +218,7 @@ def test_buffers_are_bounded():
 
 def test_bad_lists_are_refused_before_anything_is_enqueued():
     device, host = side("layer_major", 0)[0], side("page_major", 0, pages=PAGES + 2)[0]
-    text = rf"pages .* asked for; (there are|group kv has) {PAGES + 2}$"
+    text = rf"pages .* requested; (there are|group kv has) {PAGES + 2}$"
     for engine in GPU_ENGINES.values():
         made = engine(TransferPlan(device, host, "kv"), tools(LAYERS * TOKENS * ROW), True)
         for pages in ([0, PAGES + 2], [-1, 0]):
@@ -280,9 +274,9 @@ def test_what_tests_on_a_gpu_ask_for(own, other, arrangement, engine):
 
 
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
-def test_and_neighbours_in_registered_pieces(engine):
+def test_and_neighbours_in_registered_chunks(engine):
     def make(page_bytes, host):
-        return tools(page_bytes, RegisteredPieces(host.data_ptr(), 3 * page_bytes))
+        return tools(page_bytes, RegisteredChunks(host.data_ptr(), 3 * page_bytes))
 
     engine_cases.round_trip(
         engine, "fp4", "fp4", "page_major", 2, lists=engine_cases.ADJACENT, device=torch.device("cpu"),

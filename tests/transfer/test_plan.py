@@ -117,8 +117,8 @@ def test_as_few_runs_as_the_bytes_allow(device, host, copy_runs, runs_of_a_page)
 @pytest.mark.parametrize(
     ("source", "target", "error", "message"),
     [
-        ([0, 7], [0, 1], ValueError, "source pages 0 to 7 asked for; group kv has 7"),
-        ([0], [-1], ValueError, "target pages -1 to -1 asked for"),
+        ([0, 7], [0, 1], ValueError, "source pages 0 to 7 requested; group kv has 7"),
+        ([0], [-1], ValueError, "target pages -1 to -1 requested"),
         ([0, 1], [2], ValueError, "2 source pages for 1 target pages"),
         ([0, 1], [2, 2], ValueError, "a target page is listed twice"),
         ([0.0], [1.0], TypeError, "expected a 1-d array of integers"),
@@ -136,7 +136,7 @@ def test_page_lists_that_are_none(source, target, error, message):
 
 @pytest.mark.parametrize("other", [{"content": "e5m2"}, {"layers": 2}, {"tokens": 2, "row": 10}, {"row": 6}])
 def test_sides_that_differ(other):
-    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+    with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
         TransferPlan(side("page_major", 0)[0], side("layer_major", 0, **other)[0], "kv")
 
 

@@ -1,1 +1,1 @@
-"""The demo's model with the soak's census."""
+"""The demo's model together with the soak's census."""

@@ -1,4 +1,4 @@
-// Values to rows on a CPU. No checks: codec/checks.py has made them.
+// Encoder of rows on a CPU. Arguments are checked in codec/checks.py.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Calls function.template operator()<kTo>() for the latent of a layout, unless it is a copy, which torch makes.
+// Calls function.template operator()<kTo>() for a layout's latent encoding; bf16, a copy, is left to torch.
 template <typename Function>
 void for_latent(const kvpool::RowLayout& to, Function&& function) {
   switch (to.latent) {
@@ -33,7 +33,7 @@ int64_t threads_of(const kvpool::RowLayout& to, int64_t tokens, int64_t most) {
 
 int64_t address(const uint8_t* pointer) { return reinterpret_cast<intptr_t>(pointer); }
 
-// How many threads `encode_rows` takes.
+// Number of threads that `encode_rows` uses.
 int64_t encoding_threads(tvm::ffi::TensorView to, int64_t tokens, int64_t most) {
   const auto& layout = *static_cast<const kvpool::RowLayout*>(to.data_ptr());
   int64_t threads = 0;
@@ -52,7 +52,7 @@ void encode_rows(tvm::ffi::TensorView rows, tvm::ffi::TensorView nope, tvm::ffi:
   const int64_t tokens = nope.size(0);
   const float scale = static_cast<float>(k_scale);
 
-  // A token's values are a row of bf16 whose rope is somewhere else.
+  // A token's values are a bf16 row whose rope lies at another address.
   kvpool::RowLayout from_layout = {};
   from_layout.latent = kvpool::Latent::kBf16;
   from_layout.rope = kvpool::Rope::kBf16;

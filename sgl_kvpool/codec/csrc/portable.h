@@ -1,4 +1,4 @@
-// What nvcc and g++ need to compile the same arithmetic: qualifiers, bits of floats, and operations that round
+// Definitions with which nvcc and g++ compile the same arithmetic: qualifiers, bits of floats, operations that round
 // once and are never fused. g++ is called with -ffp-contract=off.
 #pragma once
 
@@ -16,7 +16,7 @@
 #define KVPOOL_HD inline __attribute__((always_inline))
 #define KVPOOL_LAMBDA __attribute__((always_inline))
 #define KVPOOL_UNROLL
-#define KVPOOL_VECTOR _Pragma("GCC unroll 1")  // g++ makes no vectors of a loop that it has unrolled before
+#define KVPOOL_VECTOR _Pragma("GCC unroll 1")  // g++ does not vectorize a loop that it has unrolled
 #endif
 
 namespace kvpool {
@@ -26,7 +26,7 @@ struct Index {
   KVPOOL_HD constexpr operator int() const { return kIndex; }
 };
 
-// function(0), function(1), ... function(kCount - 1) without a loop, so that g++ makes vectors of the loop around it.
+// Calls function(0) ... function(kCount - 1) without a loop, so that g++ vectorizes the surrounding loop.
 template <int kCount, typename Function>
 KVPOOL_HD void written_out(Function&& function) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) KVPOOL_LAMBDA {
@@ -34,7 +34,7 @@ KVPOOL_HD void written_out(Function&& function) {
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-// 16 and 8 bytes that one instruction moves. Addresses are multiples of their size: plan.py sees to it.
+// 16 and 8 bytes that one instruction moves. plan.py ensures that addresses are multiples of the size.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -74,15 +74,15 @@ KVPOOL_HD float multiply(float a, float b) { return a * b; }
 KVPOOL_HD float divide(float a, float b) { return a / b; }
 #endif
 
-// All that kernels touch is global memory, pinned host memory included; addresses come to them as numbers, of which
-// the compiler cannot tell.
+// Kernels access global memory only, pinned host memory included; addresses come as integers, from which the compiler
+// cannot infer that.
 KVPOOL_HD void assume_global([[maybe_unused]] const void* address) {
 #ifdef __CUDA_ARCH__
   __builtin_assume(__isGlobal(address));
 #endif
 }
 
-// On a CPU addresses may be any: values of the codec's callers have the stride they have.
+// On a CPU addresses may be unaligned: callers of the codec may pass values with any stride.
 template <typename T>
 KVPOOL_HD T load(const uint8_t* address) {
 #ifdef __CUDA_ARCH__
@@ -105,7 +105,7 @@ KVPOOL_HD void store(uint8_t* address, T value) {
 #endif
 }
 
-// What a GPU moves kBytes by, at addresses that are multiples of kAlignment.
+// Type by which a GPU moves kBytes at addresses that are multiples of kAlignment.
 template <int kBytes, int kAlignment>
 using WordOf = std::conditional_t<kBytes % 16 == 0 && kAlignment >= 16, Bytes16,
                                   std::conditional_t<kBytes % 8 == 0 && kAlignment >= 8, Bytes8,

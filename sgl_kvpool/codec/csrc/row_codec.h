@@ -1,16 +1,16 @@
-// Values of rows: the arithmetic of docs/rows.md for nvcc and g++ alike. The law is ../reference.py and ../scalars.py;
+// Encodings of docs/rows.md for nvcc and g++. ../reference.py and ../scalars.py define the rules;
 // tests compare every byte with those.
 //
-// Between reading and writing values are bf16, as uint16_t bits: a row in another format holds what
-// encode_rows(decode_rows(row)) of the codec holds.
+// Between reading and writing, values are bf16, as uint16_t bits: converting a row to another format gives the bytes of
+// encode_rows(decode_rows(row)) of the codec.
 #pragma once
 
 #include "portable.h"
 
 namespace kvpool {
 
-constexpr int kBlock = 16;  // values of e2m1 that share one ue5m3 scale; what a thread of a GPU handles at a time
-constexpr int kTile = 128;  // values that share one fp32 scale, and the divisor of every latent rank
+constexpr int kBlock = 16;  // e2m1 values that share one ue5m3 scale; values per thread of a GPU
+constexpr int kTile = 128;  // values that share one fp32 scale; every latent rank is a multiple of it
 
 constexpr float kE2m1Max = 6.0f;
 constexpr float kE4m3Max = 448.0f;
@@ -28,7 +28,7 @@ KVPOOL_HD uint16_t bf16_bits(float value) {
   return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// What encoders see of the fp32 bits of a bf16: NaN becomes 0, infinities the largest finite bf16.
+// Finite form of the fp32 bits of a bf16: NaN becomes 0, infinities the largest finite bf16.
 KVPOOL_HD uint32_t finite_bits(uint32_t wide) {
   const uint32_t magnitude = wide & 0x7FFFFFFFu;
   const uint32_t finite = magnitude == 0x7F800000u ? wide - 0x10000u : wide;
@@ -59,7 +59,7 @@ KVPOOL_HD uint8_t e4m3_code(float value) {
 
 // --------------------------------------------------------------------------------------- ue5m3, e2m1
 
-// Of a byte up to kUe5m3MaxByte, which is all that encoders store.
+// Value of a byte up to kUe5m3MaxByte; encoders store only these.
 KVPOOL_HD float finite_ue5m3_value(uint32_t byte) {
   const float subnormal = multiply(static_cast<float>(static_cast<int32_t>(byte)), 0x1p-17f);
   return byte < 8u ? subnormal : float_of((byte << 20) + (112u << 23));
@@ -69,7 +69,7 @@ KVPOOL_HD float ue5m3_value(uint32_t byte) {
   return byte > kUe5m3MaxByte ? float_of(0x7F800000u | ((byte & 7u) << 20)) : finite_ue5m3_value(byte);
 }
 
-// Nearest byte of a non-negative value; 0 for what rounds to 0.
+// Nearest byte of a non-negative value; 0 if the value rounds to 0.
 KVPOOL_HD uint32_t ue5m3_byte(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t subnormal = bits_of(add(value, 64.0f)) - bits_of(64.0f);
@@ -78,18 +78,18 @@ KVPOOL_HD uint32_t ue5m3_byte(float value) {
   return byte < kUe5m3MaxByte ? byte : kUe5m3MaxByte;
 }
 
-// Nearest e2m1 magnitude of a non-negative value; above 6 gives 6.
+// Nearest e2m1 magnitude of a non-negative value; values above 6 give 6.
 KVPOOL_HD float e2m1_rounded(float size) {
   size = size < kE2m1Max ? size : kE2m1Max;
-  // Steps are half of the value's power of two, 0.5 below 1: fp32 numbers 2^22 times that power apart as wide.
+  // Steps are half of the value's power of two, 0.5 below 1: the fp32 spacing at 2^22 times that power.
   const float at_least_one = size > 1.0f ? size : 1.0f;
   const float spacer = float_of((bits_of(at_least_one) & 0x7F800000u) + (22u << 23));
   return subtract(add(size, spacer), spacer);
 }
 
-// The quotient of a bf16 and a ue5m3 number from their product with the rounded reciprocal: exact where it lies halfway
-// between two e2m1 magnitudes, and on the right side of it elsewhere, where quotients keep away by 2^-10. Above 6 it
-// is 6. (tests/codec/test_codec_laws.py goes through all of them.)
+// Quotient of a bf16 and a ue5m3 number from their product with the rounded reciprocal: exact if it is halfway
+// between two e2m1 magnitudes, and on the right side of the middle otherwise, since other quotients are at least 2^-10
+// away from it. Above 6 it is 6. (tests/codec/test_codec_laws.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12
@@ -106,8 +106,8 @@ KVPOOL_HD float e2m1_value(uint32_t code) {
   return float_of(sign | (magnitude < 2u ? below_one : from_one));
 }
 
-// Bytes of the scales that an encoder tries for a block, in order: that of largest / 6, the one below and the one above
-// it, the one below that of largest / 4, and that.
+// Bytes of the scales that an encoder tries for a block, in order: the byte of largest / 6, the one below and the one
+// above it, the one below that of largest / 4, and the byte of largest / 4.
 constexpr int kCandidates = 5;
 
 KVPOOL_HD int32_t candidate_step(int number) { return number == 0 ? 0 : number < 3 ? 2 * number - 3 : number - 4; }
@@ -117,7 +117,7 @@ KVPOOL_HD uint32_t clamped_byte(int32_t byte) {
   return static_cast<uint32_t>(positive < most ? positive : most);
 }
 
-// Sum of a tree: adjacent pairs first.
+// Sum as a tree, adjacent pairs first.
 template <int kCount>
 KVPOOL_HD float pairwise_sum(const float* values) {
   if constexpr (kCount == 1) {
@@ -127,13 +127,13 @@ KVPOOL_HD float pairwise_sum(const float* values) {
   }
 }
 
-// kBlocks blocks of 16 bf16 values to 8 bytes of codes and a scale byte each. On a CPU a lane of a vector takes a block,
-// hence the order of the arrays; on a GPU a thread does.
+// Encodes kBlocks blocks of 16 bf16 values into 8 bytes of codes and a scale byte each. On a CPU one vector lane
+// encodes one block, which determines the order of the arrays; on a GPU one thread does.
 template <int kBlocks>
 KVPOOL_HD void e2m1_encode(const uint16_t values[kBlocks * kBlock], Bytes8 codes[kBlocks], uint8_t scale_bytes[kBlocks]) {
   float sizes[kBlock][kBlocks];
   uint32_t words[2][kBlocks];
-  uint32_t pairs[kBlock / 2][kBlocks];  // of values, as they lie
+  uint32_t pairs[kBlock / 2][kBlocks];  // pairs of values, as in memory
   uint32_t sixth[kBlocks], quarter[kBlocks], nonzero[kBlocks], best_byte[kBlocks];
   float best_error[kBlocks];
   for (int block = 0; block < kBlocks; ++block) {
@@ -165,13 +165,13 @@ KVPOOL_HD void e2m1_encode(const uint16_t values[kBlocks * kBlock], Bytes8 codes
       const float scale = finite_ue5m3_value(byte), reciprocal = divide(1.0f, scale);
       float squares[kBlock];
       written_out<kBlock>([&](auto i) KVPOOL_LAMBDA {
-        // Of a quotient halfway between two magnitudes this may take the other one, which is as far away.
+        // If a quotient is halfway between two magnitudes this may take the other one, with the same error.
         const float rounded = e2m1_rounded(multiply(sizes[i][block], reciprocal));
         const float difference = subtract(sizes[i][block], multiply(rounded, scale));
         squares[i] = multiply(difference, difference);
       });
       const float error = pairwise_sum<kBlock>(squares);
-      const bool better = number == 0 || error < best_error[block];  // a tie keeps the earlier one
+      const bool better = number == 0 || error < best_error[block];  // at a tie the earlier candidate stays
       best_byte[block] = better ? byte : best_byte[block];
       best_error[block] = better ? error : best_error[block];
     }
@@ -206,7 +206,7 @@ KVPOOL_HD void e2m1_decode(const Bytes8 codes[kBlocks], const uint8_t scale_byte
   }
 }
 
-// ---------------------------------------------------------------------------------- runs of the rest
+// ------------------------------------------------------------------------------------ runs of values
 
 template <int kValues>
 KVPOOL_HD void e4m3_decode(const uint8_t codes[kValues], float scale, uint16_t values[kValues]) {
@@ -220,15 +220,15 @@ KVPOOL_HD void e4m3_encode(const uint16_t values[kValues], float scale, uint8_t 
   for (int i = 0; i < kValues; ++i) codes[i] = e4m3_code(divide(float_of(finite_bits(static_cast<uint32_t>(values[i]) << 16)), scale));
 }
 
-// Largest magnitude of some values; a tile's is the largest of its blocks'. As integers bf16 magnitudes have the order of
-// their values, and NaN are beyond infinity.
+// Largest magnitude of some values; that of a tile is the largest of its blocks. As integers, bf16 magnitudes have the
+// order of their values, and NaN are above infinity.
 template <int kValues>
 KVPOOL_HD float largest_of(const uint16_t values[kValues]) {
   uint32_t largest = 0;
   KVPOOL_VECTOR
   for (int i = 0; i < kValues; ++i) {
     const uint32_t size = values[i] & 0x7FFFu;
-    const uint32_t number = size & -static_cast<uint32_t>(size <= 0x7F80u);  // a choice would keep g++ from vectors
+    const uint32_t number = size & -static_cast<uint32_t>(size <= 0x7F80u);  // a branch would keep g++ from vectorizing
     largest = number > largest ? number : largest;
   }
   return float_of(finite_bits(largest << 16));

@@ -1,6 +1,6 @@
-// Whole rows from one format into another, for nvcc and g++ alike. A row is handled in blocks of 16 values, the
-// latent's first, then the rope's; on a GPU the rope goes in pairs of values. A latent that both formats store alike is
-// copied. Where the parts of a row lie comes from layout.py: nothing here knows it.
+// Conversion of whole rows from one format into another, for nvcc and g++. A row is handled in blocks of 16 values, the
+// latent's first, then the rope's; on a GPU the rope is handled in pairs of values. A latent that both formats encode
+// alike is copied. RowLayout has all offsets, which layout.py computes.
 #pragma once
 
 #include "row_codec.h"
@@ -8,16 +8,16 @@
 namespace kvpool {
 
 constexpr int kTileBlocks = kTile / kBlock;
-// Blocks that a CPU handles together: a latent of 512, and two vectors of 16 lanes.
+// Blocks that a CPU handles together: those of a latent of 512, two vectors of 16 lanes.
 constexpr int kVectorBlocks = 32;
 
-constexpr int kRope = 64;  // rotary values of a row, if it has any
+constexpr int kRope = 64;  // rotary values of a row with rope
 
-// Ids as ../compiled.py gives them.
+// Ids, equal to those of ../compiled.py.
 enum class Latent : int64_t { kBf16 = 0, kE4m3 = 1, kE4m3Tiles = 2, kE2m1 = 3 };
 enum class Rope : int64_t { kBf16 = 0, kE4m3 = 1 };
 
-// As eleven int64, in this order.
+// Passed as eleven int64, in this order.
 struct RowLayout {
   Latent latent;
   Rope rope;
@@ -38,7 +38,7 @@ struct RowLayout {
 
 static_assert(sizeof(RowLayout) == 11 * sizeof(int64_t), "a list of eleven numbers");
 
-// kBlocks blocks of 16 values, of which `block` is the first.
+// kBlocks blocks of 16 values, starting with `block`.
 template <Latent kFrom, int kBlocks>
 KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int block, float k_scale,
                            uint16_t values[kBlocks * kBlock]) {
@@ -67,7 +67,7 @@ KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int bloc
   }
 }
 
-// `largest` holds the largest magnitude of each tile of which there are blocks; only tiles look at it.
+// `largest` holds the largest magnitude of each tile of these blocks; only encodings with tiles read it.
 template <Latent kTo, int kBlocks>
 KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, float k_scale, const float* largest,
                             const uint16_t values[kBlocks * kBlock]) {
@@ -97,17 +97,17 @@ KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, fl
   }
 }
 
-// A block that both sides store alike keeps its bytes.
+// Copies a block that both formats encode alike.
 template <Latent kBoth>
 KVPOOL_HD void copy_latent(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row, const RowLayout& to,
                            int block) {
-  static_assert(kBoth == Latent::kE2m1, "the one latent that several layouts have");
+  static_assert(kBoth == Latent::kE2m1, "the only latent encoding that several layouts share");
   store(to_row + to.latent_offset + 8 * block, load<Bytes8>(from_row + from.latent_offset + 8 * block));
   store(to_row + to.scale_offset + block, load<uint8_t>(from_row + from.scale_offset + block));
 }
 
-// kValues values of the rope from `first` on. Behind the scales of a short latent it begins at a multiple of 4 bytes and no
-// more.
+// kValues values of the rope, starting with `first`. Behind the scales of a short latent the rope begins at a
+// multiple of 4 bytes only.
 template <int kValues>
 KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row,
                             const RowLayout& to, int64_t first, float k_scale) {
@@ -147,7 +147,7 @@ inline void convert_blocks(const uint8_t* from_row, const RowLayout& from, uint8
   write_latent<kTo, kBlocks>(to_row, to, block, k_scale, largest, values);
 }
 
-// A row by one thread of a CPU.
+// Converts a row on one thread of a CPU.
 template <Latent kFrom, Latent kTo>
 inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row, const RowLayout& to,
                         float k_scale) {
@@ -168,13 +168,13 @@ inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t*
   clear_padding(to_row, to);
 }
 
-// Bytes, read and written, that a core converts in some 100 us, five times what a thread takes to start: at 2 GB/s to
-// e2m1, at 8 to 12 to anything else.
+// Bytes, read plus written, that a core converts in some 100 us, five times the start of a thread: at 2 GB/s to e2m1, at
+// 8 to 12 GB/s to other encodings.
 template <Latent kTo>
 constexpr int64_t kConvertedBytesPerThread = kTo == Latent::kE2m1 ? 256 * 1024 : 1024 * 1024;
 
-// Calls `function.template operator()<from, to>()` for the pairs that a narrower host tier needs, both ways;
-// false for another pair.
+// Calls `function.template operator()<from, to>()` for the pairs that a narrower host tier needs, in both directions;
+// returns false for any other pair.
 template <typename Function>
 bool for_formats(Latent from, Latent to, Function&& function) {
 #define KVPOOL_ONE_WAY(a, b)                                                      \

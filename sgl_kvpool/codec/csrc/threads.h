@@ -1,4 +1,4 @@
-// Work of a CPU shared among threads.
+// Division of CPU work among threads.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace kvpool {
 
-// Threads for work on `bytes`, each with `bytes_per_thread` at least: at most `most`, and no more than there are cores
-// that this thread may run on, since its threads may run on the same ones.
+// Number of threads for work on `bytes`, with at least `bytes_per_thread` each: at most `most`, and at most the number
+// of cores that the calling thread may run on, since its threads inherit its affinity.
 inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most) {
   int64_t threads = std::min(most, bytes / bytes_per_thread + 1);
 #ifdef __linux__
@@ -25,20 +25,20 @@ inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most
   return threads;
 }
 
-// Calls run(begin, end) for shares of 0 to `items`, by at most `threads` threads, of which this one is the first.
+// Calls run(begin, end) for shares of [0, items) on at most `threads` threads, the calling thread included.
 template <typename Run>
 void share(int64_t items, int64_t threads, Run&& run) {
   threads = std::max<int64_t>(1, std::min(threads, items));
   std::vector<std::thread> others;
   others.reserve(static_cast<size_t>(threads));
-  int64_t begun = 1;  // shares that have somebody to run them
+  int64_t begun = 1;  // shares that have a thread
   try {
     for (; begun < threads; ++begun) {
       const int64_t begin = items * begun / threads, end = items * (begun + 1) / threads;
       others.emplace_back([&run, begin, end] { run(begin, end); });
     }
   } catch (...) {
-    // The machine grants no more threads, or no memory for one: what is left over is done here, below.
+    // No more threads, or no memory for one: the calling thread does the remaining shares below.
   }
   run(int64_t{0}, items / threads);
   run(items * begun / threads, items);

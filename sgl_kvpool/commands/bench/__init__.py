@@ -1,4 +1,4 @@
-"""`sgl-kvpool bench`: speed of the codec, of attention and of transfers, none of them imported here."""
+"""`sgl-kvpool bench`: benchmarks of the codec, of attention and of transfers, imported when they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 
-#: Module of each, which has `main(argv, prog)`. scripts/bench_*.py of a checkout run the same functions.
+#: Module of each benchmark, with `main(argv, prog)`. scripts/bench_*.py call the same functions.
 BENCHMARKS = {
     "codec": "sgl_kvpool.commands.bench.codec",
     "attention": "sgl_kvpool.commands.bench.attention.program",
@@ -18,7 +18,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The name of a benchmark; what follows is the benchmark's."""
+    """Add the name of a benchmark, and the benchmark's own arguments after it."""
     parser.add_argument("benchmark", choices=list(BENCHMARKS), help="which one")
     rest = parser.add_argument(
         "rest",
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="...",
         help="its arguments; `sgl-kvpool bench codec --help` lists those of codec",
     )
-    rest.required = False  # an error that lists what is missing names the benchmark alone
+    rest.required = False  # the error for missing arguments then names the benchmark only
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one benchmark with the rest of the arguments; returns its exit status."""
+    """Run one benchmark with the remaining arguments; returns its exit status."""
     program = importlib.import_module(BENCHMARKS[arguments.benchmark])
     return program.main(arguments.rest, prog=f"sgl-kvpool bench {arguments.benchmark}")

@@ -1,11 +1,11 @@
-"""Speed of the codec beside a plain copy of as many bytes, on the CPU and on a GPU if there is one.
+"""Speed of the codec beside a plain copy of as many bytes, on the CPU and, if present, on a GPU.
 
     sgl-kvpool bench codec [--quick] [--check] [--threads N] [--json PATH]
 
-Every operation is timed in turn with a copy that moves as many bytes (read plus written), so both
-see the same machine. A ratio of 0.1 means that rows go at a tenth of the speed of a copy. On a GPU
-the inputs rotate through more memory than its L2 holds. ``--check`` fails if a gate on the CPU is
-missed; what is said of a GPU is a target, reported only.
+Every operation is timed in turn with a copy that moves as many bytes (read plus written), so that both see
+the same machine. A ratio of 0.1 means that rows are processed at a tenth of the speed of a copy. On a GPU the
+inputs rotate through more memory than its L2 cache holds. ``--check`` fails if a CPU gate is missed; the GPU
+targets are only reported.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SCHEMA_VERSION = 1
 RANK, ROPE = 512, 64
 OPERATIONS = ("encode", "decode", "store", "gather")
 
-#: Least share of a copy's speed, by how latent values are stored. The CPU's are gates. Encoding is
-#: arithmetic, for which the width of vectors counts.
+#: Least share of a copy's speed, by the encoding of latent values. The CPU values are gates. Encoding is
+#: bound by arithmetic, whose speed depends on the width of vectors.
 CPU_GATES = {
     (Encoding.E2M1, "gather"): 0.08,
     (Encoding.E4M3, "gather"): 0.04,
@@ -44,7 +44,7 @@ GPU_TARGET, GPU_TARGETS = 0.80, {(Encoding.E2M1, "encode"): 0.40, (Encoding.E2M1
 
 Run = Callable[[int], Any]
 
-#: What is printed about the columns of the table.
+#: Explanation of the table's columns, which is printed with it.
 COLUMNS = """\
 encode, decode: values to rows and back; store, gather: the same into and out of scattered rows of a pool
 GB/s:   bytes read and written per second, rows and their bf16 values together
@@ -54,7 +54,7 @@ target: least ratio; on a CPU --check fails below it, on a GPU it is only report
 
 
 def operations(fmt: RowFormat, tokens: int, device: str, sets: int) -> dict[str, Run]:
-    """Functions of a round number; round i works on set i modulo `sets` of the inputs."""
+    """Operations as functions of a round number; round i works on input set i modulo `sets`."""
     generator = torch.Generator().manual_seed(7)
     values = torch.randn(tokens, RANK + ROPE, generator=generator).to(torch.bfloat16)
     inputs = [values.to(device).clone() for _ in range(sets)]
@@ -76,14 +76,14 @@ def operations(fmt: RowFormat, tokens: int, device: str, sets: int) -> dict[str,
 
 
 def copy_of(size: int, device: str, sets: int) -> Run:
-    """A copy that reads and writes `size` bytes together."""
+    """A copy that reads and writes `size` bytes in total."""
     source = [torch.ones(size // 2, dtype=torch.uint8, device=device) for _ in range(sets)]
     target = [torch.empty_like(x) for x in source]
     return lambda i: target[i % sets].copy_(source[i % sets])
 
 
-#: What a GPU waits before its clock starts, some 0.5 ms. Python's launches of a whole call have to be in the
-#: queue by then: Triton's alone takes tens of microseconds, and what is launched later is timed as waiting.
+#: Cycles that a GPU waits before its clock starts, some 0.5 ms. All launches of a call must be in the queue
+#: by then: Triton's launch alone takes tens of microseconds, and a later launch would be timed as waiting.
 _HEAD_START_CYCLES = 1_000_000
 
 
@@ -114,7 +114,7 @@ def measure(device: str, layout: MLAKVCacheLayout, tokens: int, rounds: int) -> 
     results = []
     for name in OPERATIONS:
         run = runs[name]
-        for i in range(2):  # compiles, fills tables, touches pages
+        for i in range(2):  # compile, fill tables, touch pages
             run(i), copy(i)
         pairs = [(timer(copy, i), timer(run, i)) for i in range(rounds)]
         copy_s, run_s = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -165,9 +165,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds on the CPU")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a CPU gate is missed")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a CPU gate is missed")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (1)")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args(argv)
     if arguments.threads < 1:
         parser.error(f"--threads {arguments.threads} is not positive")

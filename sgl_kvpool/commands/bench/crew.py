@@ -1,10 +1,10 @@
-"""Jobs in worker processes: one that hangs or crashes costs its own result and no other's.
+"""Jobs in worker processes: a job that hangs or crashes loses only its own result.
 
-A kernel that nobody has run may hang, may kill its process, or may leave a CUDA context in which everything
-after it fails. So each job is sent to a worker, with a time limit; a worker that hangs, dies or says that its
-context is broken is replaced by a new one.
+A new kernel may hang, may kill its process, or may leave a CUDA context in which every later call fails. So
+each job is sent to a worker, with a time limit; a worker that hangs, dies or reports a broken context is
+replaced by a new one.
 
-The program with the jobs calls `run_jobs`; a worker is a program that goes through `Jobs.begin`.
+The program with the jobs calls `run_jobs`; a worker is a program that iterates over `Jobs.begin`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 __all__ = ["Jobs", "Outcome", "cuda_is_broken", "end_with_parent", "run_jobs"]
 
 _ROOT = str(Path(__file__).resolve().parents[3])
-#: Of Linux's prctl.
+#: PR_SET_PDEATHSIG of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
-#: For a worker to end after its last job, and for a killed one to be gone: a driver may take a while to stop
-#: a kernel that hangs.
+#: Seconds for a worker to end after its last job, and for a killed worker to disappear: a driver may take a
+#: while to stop a kernel that hangs.
 _ENDING_S = 10.0
-#: Workers in a row that may end before their first job.
+#: Consecutive workers that may end before their first job.
 _FAILED_STARTS = 2
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends, however it ends (Linux only)."""
+    """Make the kernel send this process a signal when its parent ends for any reason (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def cuda_is_broken() -> bool:
-    """Whether this process's CUDA context reports an error that every later call would report too."""
+    """Whether this process's CUDA context has a permanent error."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
@@ -56,29 +56,29 @@ def cuda_is_broken() -> bool:
 
 
 class Jobs:
-    """A worker's side. From then on whatever is printed goes to standard error."""
+    """The worker's side. After construction, all printed text goes to standard error."""
 
     def __init__(self) -> None:
         end_with_parent()
-        # Not 0 and 1: pytest, for one, replaces these.
+        # Duplicates of 0 and 1, which for instance pytest replaces.
         self._jobs = os.fdopen(os.dup(0))
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def begin(self, hello: Any = None) -> Iterator[Any]:
-        """Jobs as they come; each is to be answered before the next is asked for.
+        """Iterate over the jobs; each must be answered before the next is requested.
 
         Parameters
         ----------
         hello : object, optional
-            Told to the program that sends the jobs, as JSON.
+            Value for the program that sends the jobs, as JSON.
         """
         self._tell({"hello": hello})
         for line in self._jobs:
             yield json.loads(line)
 
     def answer(self, value: Any, *, usable: bool = True) -> None:
-        """Send a job's result; a worker that is not `usable` any more ends here."""
+        """Send a job's result; a worker that is no longer `usable` exits here."""
         self._tell({"value": value, "usable": usable})
         if not usable:
             os._exit(0)  # a broken CUDA context raises in destructors
@@ -90,15 +90,15 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """Result or failure of a job.
 
     Attributes
     ----------
     job : object
     value : object
-        The worker's answer; None if there is none.
+        The worker's answer; None after a failure.
     failure : str
-        Why there is no answer: the worker hung or died. Empty if there is one.
+        Reason of a failure: the worker hung or died. Empty after an answer.
     seconds : float
     """
 
@@ -109,14 +109,14 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """A worker that has ended, or was ended at a time limit; the message says how."""
+    """A worker has ended, or was killed at a time limit; the message says how."""
 
 
 class _Worker:
     """A worker process."""
 
     def __init__(self, command: Sequence[str], start_limit_s: float) -> None:
-        # The worker imports this package too, from where it was imported here.
+        # The worker imports this package from the same place as this process.
         paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._process = subprocess.Popen(
@@ -131,14 +131,14 @@ class _Worker:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; what it said before, or how it ended, is read below
+            pass  # it has ended; its last output or exit status is read below
         return self._read(limit_s, "")
 
     def close(self) -> None:
-        """Tell it that there are no more jobs."""
+        """Tell the worker that there are no more jobs."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # a job that was sent to a worker that had ended
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended already
             self._process.stdin.close()
         try:
             self._process.wait(_ENDING_S)
@@ -154,10 +154,10 @@ class _Worker:
             if not ready:
                 self._kill()
                 raise _Ended(f"hung: killed after {limit_s:g} s {when}".rstrip())
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
                 raise _Ended(f"its process {self._how_it_ended()} {when}".rstrip())
-            self._buffer += piece
+            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
@@ -171,7 +171,7 @@ class _Worker:
     def _how_it_ended(self) -> str:
         try:
             status = self._process.wait(_ENDING_S)
-        except subprocess.TimeoutExpired:  # it has closed its output, for whatever reason
+        except subprocess.TimeoutExpired:  # it still runs, with its output closed
             self._kill()
             return "closed its output"
         if status >= 0:
@@ -183,7 +183,7 @@ class _Worker:
 
 
 class _Crew:
-    """Workers, one per thread, and the jobs that are left."""
+    """Workers, one per thread, and the remaining jobs."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Crew:
         self.reason = ""
 
     def work(self) -> None:
-        """One thread: a worker, and another one whenever that has ended."""
+        """Body of one thread: run a worker, and replace it whenever it has ended."""
         worker, failed = None, 0
         try:
             while failed < _FAILED_STARTS and not self.errors and self.is_unfinished:
@@ -248,7 +248,7 @@ class _Crew:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there are jobs that no worker has taken; nobody knows before the first worker's `hello`."""
+        """Whether untaken jobs remain; true before the first worker's `hello`."""
         return self._left is None or bool(self._left)
 
 
@@ -266,20 +266,20 @@ def run_jobs(
     Parameters
     ----------
     command : sequence of str
-        Starts a worker, a program that goes through `Jobs.begin`.
+        Command that starts a worker, a program that iterates over `Jobs.begin`.
     jobs : sequence, or callable
         JSON-able objects, taken in order; or a function of the first worker's `hello` that returns them.
     ended : callable
-        Called with the `Outcome` of each job when it ends, one call at a time; what it returns are jobs that
-        come before the others.
+        Called with the `Outcome` of each job when it ends, one call at a time; it returns jobs that are run
+        before the others.
     workers : int
     start_limit_s, job_limit_s : float
-        After which a worker is killed.
+        Limits after which a worker is killed.
 
     Returns
     -------
     str
-        Why jobs are left that nobody ran: no worker could be started. Empty if all were run.
+        Reason why jobs were not run: no worker could be started. Empty if all were run.
     """
     crew = _Crew(command, jobs, start_limit_s, job_limit_s, ended)
     count = workers if callable(jobs) else min(workers, len(jobs))

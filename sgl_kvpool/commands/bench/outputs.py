@@ -1,4 +1,4 @@
-"""Where results of a benchmark go, and what they are of: commit and machine."""
+"""Output files of a benchmark, and the commit and machine of its results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 __all__ = ["Report", "commit", "machine", "replace_file", "require_writable"]
 
-#: Folder that has this package in it: the root of a checkout, or where packages are installed.
+#: Folder that contains this package: the root of a checkout, or site-packages.
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
-    """End the program now, rather than after the measurement, if one of the files cannot be written.
+    """End the program before the measurement if one of the files cannot be written.
 
     Parameters
     ----------
     parser : ArgumentParser
         Prints usage and reason, and exits with 2.
     *paths : Path or None
-        Made if missing, with their folders; what they hold stays. None is no file.
+        Files, created with their folders if missing; existing content stays. None is skipped.
     """
     for path in paths:
         if path is None:
@@ -55,10 +55,10 @@ def machine() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Commit of the checkout that this package is part of, with "-dirty" after changes; None without one.
+    """Commit of the checkout that contains this package, with "-dirty" after changes; None outside of one.
 
-    A repository that merely has an installed package somewhere inside, as one with a virtual environment in
-    its folder does, is another's: its commit says nothing of this code.
+    A repository that only contains an installed package, for instance in a virtual environment inside its
+    folder, does not count: its commit is not the commit of this code.
     """
     own = Path(__file__).resolve().relative_to(_ROOT)
     top = _git("rev-parse", "--show-toplevel")
@@ -68,8 +68,8 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints about the folder of the package; None if it fails, or is not installed."""
-    # Set where this runs inside a hook of another repository.
+    """Output of git for the folder of the package; None if git fails or is not installed."""
+    # These variables are set inside a git hook of another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -81,16 +81,16 @@ def _git(*arguments: str) -> str | None:
 
 
 class Report:
-    """Results that are written whenever there is one more, so that a program may be ended at any time.
+    """Results that are written after each addition, so that a program may be ended at any time.
 
     Parameters
     ----------
     path : Path or None
-        A JSON file, replaced at once each time. None keeps the results in memory.
+        A JSON file, replaced atomically at each write. None keeps the results in memory.
     facts : dict
-        What the file holds beside "results".
+        Fields of the file beside "results".
     goes_on : bool
-        Whether to begin with the results that the file holds.
+        Whether to keep the results that the file has already.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], goes_on: bool = False) -> None:
@@ -101,17 +101,17 @@ class Report:
         self._jobs = {_key(row["job"]) for row in self.rows}
 
     def has(self, job: Any) -> bool:
-        """Whether there is a row whose "job" is this one."""
+        """Whether a row has this "job"."""
         return _key(job) in self._jobs
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row, whose "job" says what was measured, and write the file."""
+        """Add a row, whose "job" identifies the measurement, and write the file."""
         self._jobs.add(_key(row["job"]))
         self.rows.append(row)
         self.write()
 
     def write(self) -> None:
-        """Write the file anew, for facts that have changed."""
+        """Write the file again, after a change of the facts."""
         if self.path is not None:
             replace_file(self.path, json.dumps({**self.facts, "results": self.rows}, indent=1) + "\n")
 
@@ -121,7 +121,7 @@ def _key(job: Any) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old text or the new one, and never a part."""
+    """Write a file atomically: a reader gets the old text or the new text, never a part."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, "utf-8")
     beside.replace(path)

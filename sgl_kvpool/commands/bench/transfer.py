@@ -1,16 +1,16 @@
-"""Transfers of pages between a pool and a host tier: the rates of the engines.
+"""Rates of the engines that transfer pages between a pool and a host tier.
 
     sgl-kvpool bench transfer [--device cpu|cuda] [--quick] [--check] [--json PATH] [--plot PATH]
     sgl-kvpool bench transfer --draw results.json --plot results.png
 
 On a GPU: engines staged, copy_engine and kernel beside SGLang's backends, as ratios to a pinned copy in the
-same run; see transfer_gpu.py. The rest is about the CPU.
+same run; see transfer_gpu.py. The following is about the CPU.
 
-Measured for each layout and arrangement of the pool: the rate of the `cpu` engine to and from a page-major
+For each layout and arrangement of the pool: the rate of the `cpu` engine to and from a page-major
 host tier, as a ratio to two peers in the same run: torch's contiguous copy of as many bytes, which is the
 limit, and torch's copies of the same scattered pages. `--check` fails below 70 % of the former for page-sized
 runs. Then, for each pair of layouts, the rate of the engine that encodes and decodes, beside torch's.
-transfer_report.py prints and draws what was measured.
+transfer_report.py prints and draws the results.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SCHEMA = 4
 LAYERS, PAGE_SIZE = 61, 64
 #: Pages of two layers that are encoded and decoded: torch, the peer, is slow.
 CONVERTED_PAGES = 8
-#: Bytes of a pool, and rounds.
+#: Bytes of a pool, and number of rounds.
 FULL, QUICK = (1 << 30, 24), (200 << 20, 4)
-#: Bytes of a pool that is large enough to tell how long a larger one takes.
+#: Bytes of a small pool from whose time that of the measured pool is estimated.
 PROBE_BYTES = 64 << 20
 
 
@@ -63,7 +63,7 @@ def caches(
     layer_count: int = LAYERS,
     page_size: int = PAGE_SIZE,
 ) -> CanonicalKVCaches:
-    """Byte view of layers, backed by memory that has been touched."""
+    """Byte view of layers in memory that has been touched."""
     if not arrangement.is_layer_packed:
         members = [
             LayerPages(
@@ -92,11 +92,11 @@ def seconds(call: Callable[[], object]) -> float:
 def measure_engine(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, pool_bytes: int, rounds: int
 ) -> dict:
-    """Rates of the `cpu` engine in both directions beside two peers, interleaved.
+    """Rates of the `cpu` engine in both directions beside two peers, in alternation.
 
     Peers: torch's copy of as many contiguous bytes, which is the limit, and torch's copies of the same
-    scattered pages (the `torch` engine). Every round takes another quarter of the pages, and another quarter
-    of the contiguous buffers, so that nobody finds its bytes in a cache.
+    scattered pages (the `torch` engine). Every round uses another quarter of the pages and of the contiguous
+    buffers, so that no call finds its bytes in a cache.
     """
     page_bytes = PAGE_SIZE * layout.row_format(512, 64).row_bytes
     moved = max(1, pool_bytes // 4 // (LAYERS * page_bytes))
@@ -120,11 +120,11 @@ def measure_engine(
             calls[f"torch_{name}"] = partial(peers[name].copy, a, b)
         for name, call in calls.items():
             took = seconds(call)
-            if number:  # the first round touches memory for the first time
+            if number:  # the first round touches the memory and does not count
                 times.setdefault(name, []).append(took)
 
     def ratio(peer: str, name: str) -> float:
-        """Median over rounds of how many times the peer's rate; 1 is as fast."""
+        """Median over rounds of the rate divided by the peer's rate."""
         return round(statistics.median(p / t for p, t in zip(times[peer], times[name], strict=True)), 3)
 
     return {
@@ -141,12 +141,12 @@ def measure_engine(
 
 
 def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, rounds: int) -> dict:
-    """Rates of the `cpu` engine with another layout on the host, beside torch's; bytes of the device."""
+    """Rates of engine `cpu` with another layout on the host, beside torch's, in bytes of the pool's rows."""
     own = layout.row_format(512, 64)
     other, pages, layers = own.in_layout(host_layout), CONVERTED_PAGES, 2
     device = caches(KVArrangement.LAYER_MAJOR, pages, PAGE_SIZE * own.row_bytes, layer_count=layers)
     (group,) = device.groups
-    # Rows of normal values: arithmetic on denormals, which bytes at will are, takes a CPU ten times as long.
+    # Rows of normal values: random bytes contain denormals, on which CPU arithmetic takes ten times as long.
     values = torch.randn(pages * PAGE_SIZE, own.head_dim, generator=torch.Generator().manual_seed(0))
     rows = encode_rows(values[:, : own.kv_lora_rank], values[:, own.kv_lora_rank :], own)
     for layer in group.layers:
@@ -174,7 +174,7 @@ def measure_conversion(layout: MLAKVCacheLayout, host_layout: MLAKVCacheLayout, 
 
 
 def measure_gpu(quick: bool, save: Callable[[dict], object]) -> list[str]:
-    """All of transfer_gpu.py: which targets were missed. `save` gets what there is after each shape."""
+    """Run transfer_gpu.py; returns the missed targets. `save` is called with the results after each shape."""
     gpu = transfer_gpu.Gpu()
     counts = transfer_gpu.PAGES[:2] if quick else transfer_gpu.PAGES
     shape: dict[str, Any] = {"layers": LAYERS, "page_size": PAGE_SIZE, "page_counts": counts}
@@ -195,7 +195,7 @@ def measure_gpu(quick: bool, save: Callable[[dict], object]) -> list[str]:
 
 
 def estimated_seconds(pool_bytes: int, rounds: int) -> float:
-    """About how long `measure_cpu` takes here, from two rounds of a small pool and of one pair of layouts."""
+    """Estimated time of `measure_cpu`, from two rounds of a small pool and of one pair of layouts."""
     began = time.perf_counter()
     probe = measure_engine(MLAKVCacheLayout.BF16, KVArrangement.LAYER_MAJOR, PROBE_BYTES, 1)
     memory_s = time.perf_counter() - began - 2 * probe["round_s"]
@@ -219,7 +219,7 @@ def conversions() -> list[tuple[MLAKVCacheLayout, MLAKVCacheLayout]]:
 
 
 def measure_cpu(quick: bool) -> dict[str, Any]:
-    """All that is measured on a CPU, each line printed as soon as it is known."""
+    """Run all measurements on a CPU; each line is printed as soon as it is known."""
     pool_bytes, rounds = QUICK if quick else FULL
     estimate_s = estimated_seconds(pool_bytes, rounds)
     duration = f"{estimate_s:.0f} s" if estimate_s < 90 else f"{estimate_s / 60:.0f} minutes"
@@ -245,7 +245,7 @@ def measure_cpu(quick: bool) -> dict[str, Any]:
 
 
 def facts(quick: bool) -> dict[str, Any]:
-    """What this is measured with."""
+    """Machine, versions and settings of the measurement."""
     return {
         "schema": SCHEMA,
         "script": "scripts/bench_transfer.py",
@@ -260,7 +260,7 @@ def facts(quick: bool) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
-    """The command line; `draw` becomes the report that is to be drawn."""
+    """Parse the command line; `draw` becomes the loaded report."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=__doc__.splitlines()[0],
@@ -269,14 +269,14 @@ def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer pages and rounds")
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, help="draw them here (PNG)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--plot", type=Path, help="draw the results to this file (PNG)")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing; draw these results")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="whose transfers (cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="transfers' device (cpu)")
     arguments = parser.parse_args(argv)
     if arguments.draw is not None:
         if arguments.plot is None:
-            parser.error("--draw needs --plot, the picture's name")
+            parser.error("--draw needs --plot, the name of the image")
         try:
             report = json.loads(arguments.draw.read_text())
         except (OSError, ValueError) as error:
@@ -285,9 +285,9 @@ def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
             parser.error(f"--draw {arguments.draw} has no results of a CPU in schema {SCHEMA}; measure again")
         arguments.draw = report
     elif arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
+        parser.error("--device cuda: torch sees no GPU")
     if arguments.device == "cuda" and arguments.plot:
-        parser.error("--plot draws what is measured on the CPU")
+        parser.error("--plot draws results of the CPU only")
     if arguments.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'sgl-kvpool[bench]'")
     require_writable(parser, arguments.json, arguments.plot)

@@ -1,7 +1,7 @@
-"""The part of `bench transfer` that needs a GPU: our engines beside SGLang's backends and a pinned copy.
+"""The GPU part of `bench transfer`: our engines beside SGLang's backends and a pinned copy.
 
-Every number is a ratio to torch's copy of as many bytes between pinned memory and the device, in the same
-run, which is what the link can do. Transcoding is counted in the bytes that cross the link.
+Every number is a ratio to torch's copy of as many bytes between pinned memory and the device in the same run,
+which is the limit of the link. Transcoding counts the bytes that cross the link.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
 PAGES = (16, 64, 256, 1024)
 ROUNDS = 7
 #: Shortest runs that the copy engine is measured with: 1024 pages of token-major rows are four million copies
-#: of 0.5 us each, for a call.
+#: of 0.5 us each per call.
 SHORTEST_RUN_BYTES = 4096
-#: Calls that follow each other without a wait, for the back-to-back rate.
+#: Calls in sequence without a wait, for the back-to-back rate.
 IN_A_ROW = 4
 
 
 class Timed(NamedTuple):
-    """Seconds of calls that ran at once.
+    """Times of calls that ran concurrently, in seconds.
 
     Attributes
     ----------
     submit : float
-        Of the CPU, to submit all of them.
+        CPU time to submit all calls.
     until_done : float
-        From the begin of the first to the end of the last.
+        Time from the start of the first call to the end of the last.
     own : list of float
-        Of each call on its own stream, from its begin to its end.
+        Time of each call on its own stream.
     """
 
     submit: float
@@ -55,7 +55,7 @@ class Timed(NamedTuple):
 
 
 class Gpu:
-    """Memory, streams and clocks of a CUDA device; a test without one brings its own."""
+    """Memory, streams and clocks of a CUDA device; tests without a GPU replace this class."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -63,7 +63,7 @@ class Gpu:
 
     @property
     def calls(self) -> Any:
-        """Compiled code, as servers load it where SGLang is."""
+        """The compiled GPU code, as a server loads it."""
         if importlib.util.find_spec("sglang") is not None:
             from sgl_kvpool.srt.host.gpu_calls import gpu_calls
         else:
@@ -72,15 +72,15 @@ class Gpu:
         return gpu_calls()
 
     def tools(self, page_bytes: int) -> EngineTools:
-        """Of one direction."""
+        """Tools of an engine for one direction."""
         return EngineTools(self.calls, self.device, PageBuffer(page_bytes, self.device, self.calls))
 
     def pinned(self, *shape: int) -> torch.Tensor:
-        """Host memory that has been touched."""
+        """Pinned host memory that has been touched."""
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
 
     def timed(self, *calls: Callable[[], object]) -> Timed:
-        """Times of calls on streams of their own at once."""
+        """Times of concurrent calls, each on its own stream."""
         torch.cuda.synchronize()
         pairs = []
         submit = 0.0
@@ -99,7 +99,7 @@ class Gpu:
         return Timed(submit, until_done, [began.elapsed_time(ended) / 1e3 for began, ended in pairs])
 
     def model_step(self) -> Callable[[], object]:
-        """Work like a decode step's, bound by device memory: 61 reads of 64 MB."""
+        """A load like a decode step's, bound by device memory: 61 reads of 64 MB."""
         weights = torch.zeros(32 << 20, dtype=torch.bfloat16, device=self.device)
         return lambda: [weights.sum() for _ in range(61)]
 
@@ -115,14 +115,14 @@ def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
 
 
 def lists_of(pages: int, available: int, scattered: bool, page_size: int, device: torch.device):
-    """Device pages as slots, and host pages, of one transfer."""
+    """Device pages (as slots) and host pages of one transfer."""
     order = np.random.default_rng(0).permutation(available) if scattered else np.arange(available)
     slots = torch.from_numpy(order[:pages].astype(np.int64))[:, None] * page_size + torch.arange(page_size)
     return DevicePages(slots.view(-1).to(device), page_size), order[::-1][:pages].copy()
 
 
 def loads(engine: Any, layers: int) -> Callable[[Any, Any], None]:
-    """A whole load, layer by layer, as SGLang asks for it; lists are new objects each time."""
+    """A whole load, layer by layer, as SGLang requests it; lists are new objects each time."""
 
     def load(host: np.ndarray, device: DevicePages | np.ndarray) -> None:
         if isinstance(device, DevicePages):
@@ -147,7 +147,7 @@ def measure_shape(
     page_counts: Sequence[int] = PAGES,
     engines: Sequence[str] = tuple(GPU_ENGINES),
 ) -> list[dict]:
-    """Results of one pair of layouts and one arrangement: all engines, numbers of pages, both orders."""
+    """Results of one pair of layouts and one arrangement, for all engines, page counts and both orders."""
     own, other = (name.row_format(512, 64) for name in (layout, host_layout))
     available = max(page_counts)
     device = make_caches(arrangement, available, page_size * own.row_bytes, gpu.device)
@@ -173,7 +173,7 @@ def measure_shape(
         store = engine(plans[0], gpu.tools(page_bytes), True)
         load = loads(engine(plans[1], gpu.tools(page_bytes), False), layers)
         for pages in page_counts:
-            # The same bytes that cross the link, in one piece.
+            # As many bytes as cross the link, contiguous.
             there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
             peers = {
                 "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),
@@ -181,8 +181,8 @@ def measure_shape(
             }
             for scattered in (True, False):
                 on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
-                if engine.wants_page_numbers:  # the tier makes them once, before SGLang's stream of transfers
-                    on_device = on_device.numbers()
+                if engine.wants_page_indices:  # the tier makes them before SGLang's transfer stream
+                    on_device = on_device.page_indices()
                 calls = {
                     "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
                     "to_device": lambda d=on_device, h=on_host, f=load: f(h, d),
@@ -208,15 +208,15 @@ def measure_shape(
 
 
 def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_bytes: int) -> dict:
-    """Submit time, solo time, back-to-back rate of a call, as ratios to a peer; what it does to a step."""
+    """Submit time, solo time and back-to-back rate of a call as ratios to a peer, and its cost to a step."""
     submit, solo, _ = median(gpu, call)
     peer_solo = median(gpu, peer).until_done
     in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)]).until_done
     peer_in_a_row = median(gpu, lambda: [peer() for _ in range(IN_A_ROW)]).until_done
     step = gpu.model_step()
     (alone,) = median(gpu, step).own
-    # Submitted behind the transfers: but for the fewest pages these last longer, so it runs beside them.
-    # The step's own time is what counts, for the transfers' end says nothing of it.
+    # The step is submitted behind the transfers, which last longer (except for the fewest pages), so it runs
+    # beside them. Only the step's own time counts; the end of the transfers says nothing about it.
     _, beside = median(gpu, lambda: [call() for _ in range(IN_A_ROW)], step).own
     return {
         f"{direction}_submit_us": round(submit * 1e6, 1),
@@ -227,9 +227,9 @@ def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_byt
     }
 
 
-#: How SGLang's host pool fails where it does not suit the machine: code that does not compile or load, memory
-#: that is not there or is not pinned, sizes that it refuses, arguments of another version. What was measured
-#: before is worth more than the failure. Others, as KeyboardInterrupt and SystemExit, end the benchmark.
+#: Failures of SGLang's host pool that do not end the benchmark: code that does not compile or load, memory
+#: that is missing or not pinned, rejected sizes, arguments of another version. Earlier results are kept.
+#: Other exceptions, such as KeyboardInterrupt and SystemExit, end the benchmark.
 _PEER_FAILURES = (
     *(ImportError, RuntimeError, OSError, MemoryError, ValueError, AssertionError),
     *(TypeError, AttributeError),
@@ -237,9 +237,9 @@ _PEER_FAILURES = (
 
 
 def measure_peers(gpu: Gpu, *, layers: int, page_size: int, page_counts: Sequence[int] = PAGES) -> list[dict]:
-    """SGLang's own host pool with its kernel and direct backends, `bf16` rows; none without SGLang.
+    """Results of SGLang's own host pool (kernel and direct backends, `bf16` rows); empty without SGLang.
 
-    Of a backend that fails there is one row, with the reason as "failed" instead of numbers.
+    A backend that fails gives one row, with the reason as "failed" instead of numbers.
     """
     if find_spec("sglang") is None:
         return []
@@ -256,7 +256,7 @@ def measure_peers(gpu: Gpu, *, layers: int, page_size: int, page_counts: Sequenc
 def _measure_backend(
     gpu: Gpu, io_backend: str, label: str, layers: int, page_size: int, page_counts: Sequence[int]
 ) -> list[dict]:
-    """A pool and a host pool of SGLang's, with one backend."""
+    """Results of a pool and a host pool of SGLang with one backend."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -278,12 +278,12 @@ def _measure_backend(
 def _measure_peer(
     gpu: Gpu, pool: Any, host: Any, io_backend: str, count: int, available: int, layers: int
 ) -> dict:
-    """SGLang's host pool with one backend and number of pages, both ways."""
+    """Result of SGLang's host pool with one backend and one page count, in both directions."""
     page_size = host.page_size
     lists, numbers = lists_of(count, available, True, page_size, gpu.device)
     slots = torch.from_numpy(numbers)[:, None] * page_size + torch.arange(page_size)
     on_host = slots.view(-1)
-    # As cache_controller.move_indices and _move_write_operation hand them over.
+    # Indices as cache_controller.move_indices and _move_write_operation pass them.
     direct = io_backend == "direct"
     device = lists.slots.cpu() if direct else lists.slots
     load_host = on_host if direct else on_host.to(gpu.device)
@@ -305,16 +305,16 @@ def _measure_peer(
     return row
 
 
-#: Targets: share of a pinned copy, multiple of it in bytes of BF16, CPU time.
+#: Targets: share of a pinned copy, multiple of a pinned copy in bytes of BF16, CPU time.
 _OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
 _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 
 
 def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
-    """Which targets were missed, by name.
+    """Names of the missed targets.
 
     `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` is never
-    slower than SGLang's best backend; without a measurement of each of these that is not met either. BF16 to
+    slower than SGLang's best backend; if one of these was not measured, this target is missed too. BF16 to
     FP4: 2.2 times a pinned copy, in bytes of BF16. And the CPU time to submit.
     """
     found = [] if peers else ["staged beside SGLang's backends: not measured, SGLang is not installed"]
@@ -330,7 +330,7 @@ def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
 
 
 def _missed_by(row: dict, direction: str, sglang: list[float]) -> list[str]:
-    """Targets that a row misses in a direction; `sglang` are its backends' rates for as many pages."""
+    """Targets that a row misses in a direction; `sglang`: rates of SGLang's backends for as many pages."""
     rate, submit = row[f"{direction}_of_pinned_copy"], row[f"{direction}_submit_us"]
     converts, many = row["layout"] != row["host_layout"], row["pages"] >= _MANY_PAGES
     staged, batch = row["engine"] == "staged", row["engine"] == "copy_engine"

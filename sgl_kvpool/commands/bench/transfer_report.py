@@ -1,4 +1,4 @@
-"""What `bench transfer` found on a CPU, as lines for a terminal and as a picture. Imports no torch."""
+"""CPU results of `bench transfer` as lines for a terminal and as an image. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = [
 RATE_LIMIT = 0.7
 DIRECTIONS = ("to_host", "to_device")
 
-#: What the columns of the table are.
+#: Explanation of the table's columns.
 COLUMNS = """\
-run bytes: bytes that lie together in the pool and move in one piece
+run bytes: contiguous bytes in the pool, which move together
 of a copy: speed of engine `cpu`, for scattered pages, beside torch's copy of as many contiguous bytes
            in the same run; 1 is as fast
-target:    what `of a copy` has to reach in both directions. Single rows (token_major) have none
+target:    least value of `of a copy` in both directions. Single rows (token_major) have no target
 of torch:  the same speed beside torch's copies of the same pages
 as LAYOUT: with another layout on the host, which encodes and decodes; GB/s are bytes of the pool's rows"""
 
 
 def target(row: dict[str, Any]) -> float | None:
-    """Least share of a contiguous copy's speed; None for rows that move one by one to pages of the host."""
+    """Least share of a contiguous copy's speed; None for rows that move one by one."""
     return None if row["arrangement"] == KVArrangement.TOKEN_MAJOR.value else RATE_LIMIT
 
 
 def missed(report: dict[str, Any]) -> list[str]:
-    """Targets that were missed, each with what was measured."""
+    """Missed targets, each with the measured value."""
     found = []
     for row in report["cpu_engine"]:
         least = target(row)
@@ -56,7 +56,7 @@ def missed(report: dict[str, Any]) -> list[str]:
 
 
 def heading() -> str:
-    """Of the table of `engine_line`."""
+    """Heading of the table of `engine_line`."""
     return (
         f"{'':15} {'':11} {'':>9} {'of a copy':>17} {'':6} {'':6} {'of torch':>17}\n"
         f"{'layout':15} {'arrangement':11} {'run bytes':>9} {'to host':>7} {'to device':>9} {'target':>6} "
@@ -65,7 +65,7 @@ def heading() -> str:
 
 
 def engine_line(row: dict[str, Any]) -> str:
-    """One pool, with MISSED if it is below its target in a direction."""
+    """Line of one pool, with MISSED if it is below its target in a direction."""
     least = target(row)
     shown, verdict = "", ""
     if least is not None:
@@ -79,7 +79,7 @@ def engine_line(row: dict[str, Any]) -> str:
 
 
 def conversion_line(row: dict[str, Any]) -> str:
-    """One pair of layouts."""
+    """Line of one pair of layouts."""
     return (
         f"{row['layout']:15} as {row['host_layout']:15}: to host {row['to_host_gb_per_s']:.2f} GB/s, "
         f"{row['to_host_of_torch']:.1f} of torch; to device {row['to_device_gb_per_s']:.2f} GB/s, "
@@ -88,7 +88,7 @@ def conversion_line(row: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write `figure_of` a report, as it stands in the JSON, as PNG."""
+    """Write `figure_of` a report, in the form of the JSON, as PNG."""
     figure_of(report).savefig(path, dpi=120, format="png")
 
 
@@ -140,7 +140,7 @@ def figure_of(report: dict[str, Any]) -> Figure:
 
 
 def _where(report: dict[str, Any]) -> str:
-    """Machine, versions and date."""
+    """Text with machine, versions and date."""
     machine = report["machine"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {report['threads']} threads, torch {report['torch']}, "

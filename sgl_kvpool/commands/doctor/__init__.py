@@ -1,4 +1,4 @@
-"""`sgl-kvpool doctor`: what is installed, whether it fits together, and what a server here would use."""
+"""`sgl-kvpool doctor`: installed packages, their compatibility, and what a server here would use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ __all__ = ["SCHEMA", "as_json", "as_text", "examine", "problems"]
 SCHEMA = 1
 
 
-def examine() -> dict[str, Finding]:
-    """Run every probe, whatever happens to the others; findings by the probe's name."""
+def examine(*, with_self_check: bool = False) -> dict[str, Finding]:
+    """Run every probe, also after failures of others; returns findings by the probe's name.
+
+    Parameters
+    ----------
+    with_self_check : bool
+        Whether to write, read, attend and transfer rows of every layout too.
+    """
     findings = {
         "packages": _guarded(probes.packages),
         "plugin": _guarded(probes.plugin),
@@ -26,18 +32,20 @@ def examine() -> dict[str, Finding]:
     device = "cuda" if findings["gpu"].facts.get("devices") else "cpu"
     findings["would be used"] = _guarded(partial(probes.used, device))
     if "devices" not in findings["gpu"].facts:
-        findings["would be used"].notes.append("a guess: whether there is a GPU is not known, see above")
+        findings["would be used"].notes.append("an assumption: the presence of a GPU is unknown, see above")
     findings["host"] = _guarded(partial(probes.in_child, "host"))
+    if with_self_check:
+        findings["self-check"] = _guarded(partial(probes.in_child, "self-check"))
     return findings
 
 
 def _guarded(probe: Callable[[], Finding]) -> Finding:
-    """A probe's finding; if it fails, that is the finding."""
+    """A probe's finding; a probe that fails gives a finding with that problem."""
     try:
         return probe()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it is, the report is printed
+    except BaseException as error:  # the report is printed after any failure
         return Finding(problems=[f"the probe failed: {type(error).__name__}: {error}"])
 
 

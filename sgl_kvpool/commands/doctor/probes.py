@@ -1,7 +1,7 @@
-"""What `sgl-kvpool doctor` looks at. Each probe returns facts, problems and notes, and may fail.
+"""The probes of `sgl-kvpool doctor`. Each returns facts, problems and notes, and may fail.
 
-Probes that import other packages run in their own process (:mod:`sgl_kvpool.commands.doctor.child`), since a
-broken installation may hang, end or crash the process that imports it.
+Probes that import other packages run in a process of their own (`in_child`), since a broken
+installation may hang, end or crash the process that imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
 
 __all__ = [
     "Finding",
+    "answer",
     "cgroup_free_bytes",
     "gpu",
     "hook_points",
@@ -34,32 +35,33 @@ __all__ = [
     "in_child",
     "packages",
     "plugin",
+    "self_check",
     "used",
 ]
 
-#: Distributions whose version is worth knowing; "-" in the report where one is absent.
+#: Distributions whose versions are reported; "-" for a missing one.
 _PACKAGES = (
     *("sglang", "torch", "flashinfer-python", "triton"),
     *("sglang-kernel", "apache-tvm-ffi", "nvidia-cuda-nvcc", "matplotlib"),
 )
 _GROUP = "sglang.srt.plugins"
 _ENTRY_POINT = "sgl_kvpool.sglang_plugin:register"
-#: Importing all of SGLang's modules that we touch takes 25 s on two cores.
+#: Time limit of a probe: importing all of SGLang's modules that we hook takes 25 s on two cores.
 _TIMEOUT_SECONDS = 300
 
 
 @dataclass
 class Finding:
-    """What one probe saw.
+    """Result of one probe.
 
     Attributes
     ----------
     facts : dict
         Values by name, JSON types only.
     problems : list of str
-        What keeps layouts from working, with the way out.
+        Reasons why layouts do not work, with the way out.
     notes : list of str
-        What is worth knowing and no problem.
+        Other observations.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Finding:
 
 
 def packages() -> Finding:
-    """Versions of Python and of the distributions that play a part."""
+    """Versions of Python and of the relevant distributions."""
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     finding = Finding({"sgl-kvpool": __version__, "python": platform.python_version()})
@@ -80,7 +82,7 @@ def packages() -> Finding:
     problem = version_problem()
     try:
         tried = env.flag(env.ALLOW_UNTESTED)
-    except ValueError:  # the probe of the plugin says so
+    except ValueError:  # reported by the probe of the plugin
         tried = False
     if problem and finding.facts["sglang"] and tried:
         finding.notes.append(f"{problem}; {env.ALLOW_UNTESTED} is set")
@@ -90,7 +92,7 @@ def packages() -> Finding:
 
 
 def plugin() -> Finding:
-    """Whether SGLang will load the plugin, and what the environment asks of it."""
+    """Whether SGLang will load the plugin, and the environment variables that it will read."""
     from sgl_kvpool.sglang_plugin.options import OPTIONS, environment_problems
 
     finding = Finding()
@@ -180,7 +182,7 @@ def gpu() -> Finding:
 
 
 def _driver(finding: Finding) -> None:
-    """Version of the NVIDIA driver; none is no problem, a broken one is."""
+    """Version of the NVIDIA driver; a broken driver is a problem, a missing driver is not."""
     try:
         import pynvml
     except ImportError as error:
@@ -199,12 +201,12 @@ def _driver(finding: Finding) -> None:
             )
 
 
-#: Not tried here: a damaged library in tvm-ffi's cache would end this process.
-_CPU_CODEC = "C++ to encode (torch where no compiler is), torch to decode"
+#: The codec is not loaded here: a damaged library in tvm-ffi's cache would end this process.
+_CPU_CODEC = "C++ to encode (torch without a compiler), torch to decode"
 
 
 def used(device: str) -> Finding:
-    """What a server on `device` would use for each layout."""
+    """Attention backend and codec of a server on `device` for each layout."""
     from sgl_kvpool.attention.readers import KVPOOL_BACKEND, KVPOOL_DEVICES, suggestions
     from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, choose_arrangement
     from sgl_kvpool.sglang_plugin.rules.attention import is_chosen
@@ -212,14 +214,14 @@ def used(device: str) -> Finding:
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _CPU_CODEC})
     try:
         asked = ARRANGEMENT.exported() or AUTO
-    except ValueError:  # the probe of the plugin says so
+    except ValueError:  # reported by the probe of the plugin
         asked = AUTO
     arrangement = choose_arrangement(asked)
     finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
     for layout in MLAKVCacheLayout:
         stock = suggestions(layout, device, arrangement)
         if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):
-            text = f"attention by {KVPOOL_BACKEND}, chosen by itself"
+            text = f"attention by {KVPOOL_BACKEND}, chosen by default"
         elif device in KVPOOL_DEVICES:
             text = f"attention by a backend of SGLang's choice, or by {KVPOOL_BACKEND} if you name it"
         elif stock:
@@ -247,7 +249,7 @@ def host() -> Finding:
     )
     if finding.facts["compiler"] is None:
         finding.notes.append(
-            "no C++ compiler (c++, or what CXX names): the host tier's copies would be torch's, which are "
+            "no C++ compiler (c++, or what CXX names): the host tier would use torch's copies, which are "
             "slower; install g++"
         )
     if soft != resource.RLIM_INFINITY:
@@ -277,22 +279,22 @@ def host() -> Finding:
 
 
 def _numa() -> dict[str, Any]:
-    """NUMA nodes, and whether memory that ranks share could alternate between them."""
+    """NUMA nodes, and whether memory that ranks share can be interleaved between them."""
     nodes = numa_nodes()
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(page)
         problem = interleave(ctypes.addressof(view), mmap.PAGESIZE, nodes)
-        del view  # the mapping cannot be closed before
+        del view  # the mapping cannot be closed while a view exists
     return {"NUMA nodes": len(nodes) or None, "mbind": "works" if problem is None else problem}
 
 
 def cgroup_free_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Bytes left under the tightest memory limit of this process's control groups; None without a limit.
+    """Free bytes under the tightest memory limit of this process's control groups; None without a limit.
 
-    Of a group's use, pages of files that the kernel can drop (`inactive_file`) count as free. Both versions
-    of control groups; a container sees its own group as `root`.
+    File pages that the kernel can drop (`inactive_file`) count as free. Both versions of control groups are
+    supported; a container sees its own group as `root`.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -313,9 +315,9 @@ def cgroup_free_bytes(
 
 
 def _free_in(folder: Path, limit: str, use: str) -> int | None:
-    """Bytes left in one control group; None where it sets no limit or is not there."""
+    """Free bytes of one control group; None if it sets no limit or does not exist."""
     try:
-        # "max" where version 2 sets no limit; version 1 then says nearly 2^63.
+        # Without a limit, version 2 has "max" and version 1 a number near 2^63.
         allowed, taken = int((folder / limit).read_text()), int((folder / use).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
@@ -324,11 +326,18 @@ def _free_in(folder: Path, limit: str, use: str) -> int | None:
     return None if allowed >= 2**62 else max(0, allowed - taken + droppable)
 
 
+def self_check() -> Finding:
+    """Whether rows of every layout are stored, attended and moved rightly here. Imports SGLang and torch."""
+    from sgl_kvpool.commands.doctor import self_check as checks
+
+    return Finding(*checks.self_check())
+
+
 def in_child(name: str) -> Finding:
-    """Run the probe of this name in a process of its own; RuntimeError if that gives no answer."""
+    """Run the probe of this name in a process of its own; RuntimeError if the process prints no finding."""
     done = subprocess.run(
-        # -P: nothing is imported from the working folder.
-        [sys.executable, "-P", "-m", "sgl_kvpool.commands.doctor.child", name],
+        # -P: imports ignore the working folder.
+        [sys.executable, "-P", "-c", f"from {__name__} import answer; answer({name!r})"],
         capture_output=True,
         text=True,
         errors="replace",
@@ -342,3 +351,15 @@ def in_child(name: str) -> Finding:
         raise RuntimeError(
             f"its process ended with status {done.returncode} and no answer: {ending}"
         ) from None
+
+
+def answer(name: str) -> None:
+    """In the child: print the finding of the probe of this name as the last line of stdout.
+
+    Output of imports goes to stderr.
+    """
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    finding = {"hook points": hook_points, "gpu": gpu, "host": host, "self-check": self_check}[name]()
+    with stdout:
+        stdout.write("\n" + json.dumps(asdict(finding)) + "\n")

@@ -1,6 +1,6 @@
-"""`sgl-kvpool plan`: what a layout buys on a given GPU, before a server is started.
+"""`sgl-kvpool plan`: capacity of each layout on a given GPU, before a server is started.
 
-A process of its own imports SGLang, answers for a Hopper GPU of the size that was asked for, and lets
-SGLang's rules and ours decide what they decide when a server starts: arguments, attention, cache size.
-Nothing is computed twice: the numbers are those of SGLang's own pool configurator.
+A process of its own imports SGLang, describes a Hopper GPU of the requested size, and lets SGLang's rules and
+ours make the decisions of a server's start: arguments, attention, cache size. All numbers come from SGLang's
+own pool configurator.
 """

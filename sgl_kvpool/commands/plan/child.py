@@ -1,8 +1,8 @@
-"""What asks SGLang: `python -m sgl_kvpool.commands.plan.child`, request on stdin, answers to stdout.
+"""Process that queries SGLang: `python -m sgl_kvpool.commands.plan.child`, JSON on stdin and stdout.
 
-SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are a
-process's own. Input: one JSON object, with `machine` and `servers`. Output: one JSON line for
-each server, in their order; what cannot be read ends it, since no other server would be read either.
+SGLang is imported once, and each server is sized in a fork, since SGLang's arguments, caches and hooks are
+global to a process. Input: one JSON object, with `machine` and `servers`. Output: one JSON line per server,
+in order; an unreadable model ends the output, since the other servers would fail too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-#: Modules whose functions decide; all have to be there before the GPU is described.
+#: Modules with the rules; all must be imported before the GPU is described.
 _MODULES = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.mem_cache.kv_cache_configurator",
@@ -25,7 +25,7 @@ _MODULES = (
 def main() -> int:
     """Answer one request; returns the exit status."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports print
+    os.dup2(2, 1)  # output of imports
     request = json.load(sys.stdin)
     import importlib
 
@@ -53,7 +53,7 @@ def main() -> int:
         wanted = ServerRequest(server["model_path"], server["layout"], tuple(server["arguments"]))
         answer = _in_a_fork(wanted, machine)
         if "too_heavy" in answer:
-            # Asked once: the weights are those of every layout.
+            # Computed once: all layouts have the same weights.
             ranks = answer["too_heavy"]
             key = (wanted.model_path, *ranks.values())
             if key not in enough:
@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
-    """How many GPUs a server starts on that does not on `tp_size`, in words; SGLang is asked, in forks."""
-    groups = tp_size // attention_ranks  # of DP attention
+    """Text with the number of GPUs on which a server too large for `tp_size` starts, tried in forks."""
+    groups = tp_size // attention_ranks  # groups of DP attention
     for ranks in range(attention_ranks + 1, heads + 1):
         count = groups * ranks
         if heads % ranks or machine.weights_gib / count >= machine.gpu_gib:
@@ -79,7 +79,7 @@ def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads
 
 
 def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
-    """What the fork answered, or that it ended without a word."""
+    """Answer of the fork, or a failure if it ended without an answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -89,11 +89,11 @@ def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
             with os.fdopen(writing, "w") as pipe:
                 json.dump(_answer(wanted, machine), pipe)
             status = 0
-        except BaseException:  # a fork must not go on in its parent's stack
+        except BaseException:  # a fork must not return into its parent's stack
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            os._exit(status)  # not the end of the program, which is the parent's
+            os._exit(status)  # skips the parent's exit handlers
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
@@ -105,7 +105,7 @@ def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
 
 
 def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
-    """Sizes of a server, or why SGLang would not start it, or cannot read what it was told to."""
+    """Sizes of a server, or the reason why SGLang would refuse it or cannot read the model."""
     from sgl_kvpool.attention.topk_transform import UnsupportedCombination
     from sgl_kvpool.commands.plan.gpu import DescribedGPU, describe
     from sgl_kvpool.commands.plan.plannable import IncompleteConfig, TooHeavy
@@ -126,21 +126,21 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         )
         flags = {word.partition("=")[0] for word in named}
         if flags & {word.partition("=")[0] for word in wanted.arguments}:
-            return {"refused": str(error)}  # of what the user named, or of what was tried already
+            return {"refused": str(error)}  # depends on the user's files, or has been tried already
         return {"refused": str(error), "instead": named}
     except (OSError, IncompleteConfig) as error:
-        # No such model, no network to look it up, no sizes in it: a reason for no layout.
+        # A missing model, no network or a config without sizes: the reason does not depend on the layout.
         traceback.print_exc()
         return {"unreadable": str(error)}
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, SystemExit) as error:
-        # What SGLang and our rules refuse arguments with: the server would not start.
+        # The exceptions by which SGLang and our rules refuse arguments: the server would not start.
         traceback.print_exc()
         return {"refused": str(error) or repr(error)}
-    except Exception as error:  # of SGLang's readers of configurations, which check nothing
+    except Exception as error:  # SGLang's configuration classes do not check fields
         traceback.print_exc()
         return {
-            "failed": f"sizing ended with {type(error).__name__}: {error}. Fields that config.json lacks, or "
-            "has with another type than SGLang reads, end so; if it is whole, this is a mistake of sgl-kvpool"
+            "failed": f"sizing ended with {type(error).__name__}: {error}. Fields of config.json that are "
+            "missing or have another type than SGLang reads cause this; else report a bug"
         }
 
 

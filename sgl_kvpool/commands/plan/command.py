@@ -1,4 +1,4 @@
-"""The subcommand `plan`: its arguments, the servers it asks about, and the process that asks SGLang."""
+"""The subcommand `plan`: its arguments, the servers that it plans, and the process that queries SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.commands.named_model import find_model
-from sgl_kvpool.commands.plan import plot, report
+from sgl_kvpool.commands.plan import report
 from sgl_kvpool.commands.plan.plannable import check_sizes
 from sgl_kvpool.commands.plan.planned import CONTEXT_TOKENS, Candidate, Plan
 from sgl_kvpool.layout import MLAKVCacheLayout
@@ -24,16 +24,16 @@ from sgl_kvpool.transfer.host_options import NARROWEST_HOST_LAYOUT
 
 __all__ = ["add_arguments", "run"]
 
-#: What CUDA and NCCL take of a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
+#: Memory of CUDA and NCCL on a GPU before the weights are loaded. SGLang's logs of DeepSeek-V3 on 8 GPUs say
 #: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
 #: on H100s of 79.6 (pull request 3888).
 TAKEN_GIB = 3.0
-#: What this command decides itself.
+#: Server arguments that this command sets itself.
 _OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
          "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
          "--enable-hierarchical-cache")  # fmt: skip
 
-#: A checkpoint that SGLang reads the configuration of, besides the model's.
+#: Argument with the draft's checkpoint, whose configuration SGLang reads besides the model's.
 _DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-gb",
         type=_host_gb,
         metavar="N",
-        help="memory for a host tier on each node, all ranks together, in GB (1e9 bytes)",
+        help="memory for the host tier of a node, for all its ranks together, in GB (1e9 bytes)",
     )
     parser.add_argument(
         "--context",
@@ -69,14 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights-gb",
         type=_gib,
         metavar="N",
-        help="GiB of all weights, a draft's among them (the folders' safetensors files; else 0)",
+        help="GiB of all weights, including a draft's (size of the folders' safetensors files; else 0)",
     )
     parser.add_argument(
         "--taken-gb",
         type=_gib,
         default=TAKEN_GIB,
         metavar="N",
-        help=f"memory of a GPU in GiB that is taken before the weights are loaded ({TAKEN_GIB:g})",
+        help=f"memory of a GPU in GiB that is in use before the weights are loaded ({TAKEN_GIB:g})",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the plan as PNG")
@@ -84,30 +84,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "server_arguments",
         nargs="*",
         metavar="-- ARGUMENT",
-        help="behind --: further arguments of sglang.launch_server, for every layout",
+        help="after --: further arguments of sglang.launch_server, for every layout",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, print, draw; 1 if no layout of ours can be served so.
+    """Plan, print, draw; returns 1 if none of our layouts can be served with these arguments.
 
     Raises
     ------
     ValueError
-        No such model, or an argument that makes no sense.
+        If the model does not exist, or an argument is invalid.
     OSError
-        The plot cannot be written.
+        If the plot cannot be written.
     """
     model = find_model(arguments.model)
     if model.config is not None:
         check_sizes(json.loads(model.config))
     _check(arguments)
     if arguments.plot is not None:
-        plot.check_plot(arguments.plot)
+        report.check_plot(arguments.plot)
     weights_gib = arguments.weights_gb if arguments.weights_gb is not None else model.weights_gib
     machine = {
         "gpu_gib": arguments.gpu_gb,
-        "gpu_count": max(arguments.tp, 8),  # a node has eight; SGLang asks whether there are enough
+        "gpu_count": max(arguments.tp, 8),  # SGLang checks the GPU count; a node has eight
         "taken_gib": arguments.taken_gb,
         "weights_gib": weights_gib or 0.0,
         "drafts_included": arguments.weights_gb is not None,
@@ -129,15 +129,15 @@ def run(arguments: argparse.Namespace) -> int:
         servers=list(zip(candidates, answers, strict=True)),
         others=arguments.server_arguments,
     )
-    # The words first: a picture that cannot be drawn is no reason to lose them.
+    # Print before drawing, so that a failure of the plot does not lose the text.
     print(json.dumps(asdict(plan), indent=1) if arguments.json else report.text(plan), flush=True)
     if arguments.plot is not None:
-        plot.draw(plan, arguments.plot)
+        report.draw(plan, arguments.plot)
     return 0 if any(server.tokens for server in plan.servers if server.layout is not None) else 1
 
 
 def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let a process of SGLang's size servers.
+    """Size servers in a process that imports SGLang.
 
     Parameters
     ----------
@@ -149,17 +149,17 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     Returns
     -------
     list of dict
-        What `sizing.size_server` returns, or `refused` with the reason.
+        Results of `sizing.size_server`, or `refused` with the reason.
 
     Raises
     ------
     OSError
-        SGLang cannot read the model, or another file of the arguments.
+        If SGLang cannot read the model, or another file of the arguments.
     RuntimeError
-        With the last words of the process, if it has not answered.
+        If the process has not answered; the message has its last output.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
-    # It looks at no GPU that is here, and forks, so it wants no threads.
+    # GPUs are hidden from it, and it forks, so it must have no threads.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
@@ -168,11 +168,11 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
         stderr=subprocess.PIPE,
         text=True,
         env={**inherited, **alone},
-        start_new_session=True,  # a group of its own: ending it ends the fork that sizes a server too
+        start_new_session=True,  # a process group, so that its forks are ended with it
     )
     try:
         said, complaints = process.communicate(json.dumps({"machine": machine, "servers": servers}))
-    except BaseException:  # Ctrl-C and SIGTERM: nothing may be left running
+    except BaseException:  # Ctrl-C and SIGTERM: end the process group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -180,7 +180,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     last = "\n".join(complaints.splitlines()[-15:])
     answers = [] if process.returncode else [json.loads(line) for line in said.splitlines()]
     for answer in answers:
-        if "unreadable" in answer:  # for any server, and so the last answer
+        if "unreadable" in answer:  # this is the last answer
             raise OSError(answer["unreadable"])
         if "failed" in answer:
             raise RuntimeError(f"{answer['failed']}. Last lines:\n{last}")
@@ -194,7 +194,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
 def _ask_again(
     machine: dict[str, Any], servers: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Those that are refused with arguments to name instead, with these."""
+    """Retry the servers whose refusal names arguments, with these arguments."""
     again = [number for number, answer in enumerate(answers) if "instead" in answer]
     if not again:
         return answers
@@ -210,7 +210,7 @@ def _ask_again(
 
 
 def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.ExitStack) -> Iterator[str]:
-    """Arguments of a server with a folder for the name of a draft on Hugging Face; see `sglang_path`."""
+    """Server arguments in which a folder replaces the draft's name on Hugging Face; see `sglang_path`."""
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -226,7 +226,7 @@ def _drafts_here(words: Sequence[str], model: str, path: str, stack: contextlib.
 def _request(
     model_path: str, candidate: Candidate, arguments: argparse.Namespace, others: Sequence[str]
 ) -> dict[str, Any]:
-    # The size of a host tier changes nothing on the device; which one fits is known afterwards.
+    # Any size of the host tier: it does not affect the device, and the size that fits is computed later.
     host_gb = None if arguments.host_gb is None or candidate.layout is None else 1
     words = candidate.arguments(arguments.tp, others, host_gb)
     return {"model_path": model_path, "layout": candidate.layout, "arguments": words}
@@ -243,53 +243,53 @@ def _candidates(with_host: bool) -> list[Candidate]:
 
 def _check(arguments: argparse.Namespace) -> None:
     for name in _names(arguments.server_arguments):
-        # SGLang's parser takes the beginning of a name for it.
+        # SGLang's parser accepts prefixes of argument names.
         if len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
             raise ValueError(
-                f"{name} is what this command plans; use --model, --tp and --host-gb, and "
-                "leave it out behind --, and of a file that --config names"
+                f"{name} is set by this command; use --model, --tp and --host-gb, and leave it out after --, "
+                "and out of a file that --config names"
             )
     if arguments.taken_gb >= arguments.gpu_gb:
         raise ValueError(
-            f"--taken-gb {arguments.taken_gb:g} leaves nothing of a GPU of {arguments.gpu_gb:g} GiB"
+            f"--taken-gb {arguments.taken_gb:g} leaves no memory on a GPU of {arguments.gpu_gb:g} GiB"
         )
 
 
 def _names(words: Sequence[str]) -> Iterator[str]:
-    """Names of the arguments that SGLang gets: those of a file behind --config among them."""
+    """Names of SGLang's arguments, including those in a file after --config."""
     for number, word in enumerate(words):
         yield word.partition("=")[0]
-        if word == "--config" and number + 1 < len(words):  # the one way in which SGLang reads it
+        if word == "--config" and number + 1 < len(words):  # SGLang reads no other form
             yield from _names_in(Path(words[number + 1]))
 
 
 def _names_in(file: Path) -> list[str]:
-    """Names of arguments in a YAML file of a server; ValueError if it holds none."""
-    import yaml  # which SGLang brings; the other subcommands do without both
+    """Names of arguments in a server's YAML file; ValueError if the file has no arguments."""
+    import yaml  # installed with SGLang; other subcommands need neither
 
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {file} is no YAML: {error}") from None
+        raise ValueError(f"--config {file} is not YAML: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--config {file} holds no arguments: it is a {type(found).__name__}")
+        raise ValueError(f"--config {file} contains no arguments: it is a {type(found).__name__}")
     return ["--" + str(name).replace("_", "-") for name in found]
 
 
 def _number(text: str, what: str, limit: float, *, least: float | None = None) -> float:
-    """A number up to `limit`, from `least` or, without it, above 0; the error says what it is of."""
+    """A number of at most `limit` and at least `least` (else above 0); `what` names it in the error."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {what}") from None
-    if not (value > 0 if least is None else least <= value) or value > limit:  # NaN is neither
+    if not (value > 0 if least is None else least <= value) or value > limit:  # also refuses NaN
         above = "above 0" if least is None else f"of {least:g} or more"
         raise argparse.ArgumentTypeError(f"{text} is not {what}; give a number {above}, at most {limit:g}")
     return value
 
 
 def _gpu_gib(text: str) -> float:
-    # nvidia-smi shows MiB: 81559 is an H100.
+    # nvidia-smi shows MiB: an H100 has 81559.
     return _number(text, "the memory of one GPU in GiB (MiB divided by 1024)", 1000)
 
 

@@ -1,6 +1,6 @@
-"""A Hopper GPU that this process answers for, so that SGLang's rules can be asked about one elsewhere.
+"""A described Hopper GPU: SGLang's rules in this process see it instead of the machine's devices.
 
-For a short-lived process that builds no tensor on a GPU: it must not be undone, and cannot be.
+For a short-lived process without GPU tensors: the description cannot be undone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["HOPPER", "DescribedGPU", "describe"]
 
 #: Compute capability of H100, H200 and H20.
 HOPPER = (9, 0)
-#: Streaming multiprocessors of an H100 SXM and an H200. Only work space of decode depends on them.
+#: Streaming multiprocessors of an H100 SXM and an H200. Only the workspace of decode depends on them.
 _SM_COUNT = 132
 
 
 @dataclass(frozen=True)
 class DescribedGPU:
-    """GPUs of a server.
+    """The GPUs of a server.
 
     Attributes
     ----------
     memory_gib : float
-        Of one, in units of 2^30 bytes, as `nvidia-smi` shows it divided by 1024.
+        Memory of one GPU in units of 2^30 bytes: the MiB of `nvidia-smi` divided by 1024.
     count : int
     """
 
@@ -38,12 +38,12 @@ class DescribedGPU:
 
     @property
     def memory_mib(self) -> float:
-        """As SGLang's `get_device_memory_capacity` gives it."""
+        """Memory in the unit of SGLang's `get_device_memory_capacity`."""
         return self.memory_gib * 1024
 
 
 def describe(gpu: DescribedGPU) -> None:
-    """Answer for `gpu` from now on; every module of SGLang that rules depend on has to be imported before."""
+    """Make SGLang see `gpu` from now on; all modules with SGLang's rules must be imported before."""
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.utils import common
 
@@ -60,12 +60,12 @@ def describe(gpu: DescribedGPU) -> None:
     torch.cuda.get_device_properties = lambda *_: properties
     _forget_answers()
     replace_everywhere(common.get_device_memory_capacity, lambda device=None: gpu.memory_mib)
-    # It asks the platform that SGLang has chosen at its import, which was a CPU's.
+    # This function asks the platform that SGLang chose at import, which was the CPU.
     replace_everywhere(mamba_hook._platform_supports_mamba_cache_extra_buffer, lambda: True)
 
 
 def _forget_answers() -> None:
-    """SGLang caches what it once asked about the machine."""
+    """Clear SGLang's caches of machine properties."""
     for module in _sglang_modules():
         for value in list(vars(module).values()):
             if isinstance(value, functools._lru_cache_wrapper):
@@ -73,7 +73,7 @@ def _forget_answers() -> None:
 
 
 def replace_everywhere(function: Callable, replacement: Callable) -> None:
-    """Put `replacement` wherever a module of SGLang has `function` under some name."""
+    """Replace `function` in all modules of SGLang, under any name."""
     for module in _sglang_modules():
         for name, value in list(vars(module).items()):
             if value is function:

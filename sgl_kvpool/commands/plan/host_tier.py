@@ -1,36 +1,36 @@
-"""How much a host tier holds, by the arithmetic of SGLang's host pools (`pool_host/base.py`)."""
+"""Capacity of a host tier, by the arithmetic of SGLang's host pools (`pool_host/base.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvpool.srt.host.shares import TierShares
+from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
 __all__ = ["HostBytes", "HostTokens", "host_tokens", "largest_whole_gb"]
 
-_GB = 1e9  # of --hicache-size
+_GB = 1e9  # unit of --hicache-size
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """What a host tier keeps.
+    """Bytes per token and slot in a host tier.
 
     Attributes
     ----------
     token_bytes : int
-        Rows of a token in all layers, packed drafts included, in the host's layout, with their share of the
+        Rows of a token in all layers, including packed drafts, in the host's layout, with their share of the
         page's padding and checksum.
     index_bytes : int
-        Index keys of a token in all layers that have some; they lie under the pages of the rows.
+        Index keys of a token in all layers with index keys, which share the page numbers of the rows.
     device_tokens : int
         Tokens of the device pool.
     slot_bytes : int
-        States of a slot in all linear layers, as the host keeps them; 0 for models without.
+        Host bytes of a state slot in all linear layers; 0 for models without linear layers.
     device_slots : int
     draft_bytes : int
-        Of a token, in a host pool of a draft's own, which has as many tokens; on top of --hicache-size.
+        Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
     sharing_ranks : int
-        Ranks of a node that keep one copy of a page together; sizes are each one's part of it.
+        Ranks of a node that share one copy of a page; sizes are the part of one rank.
     """
 
     token_bytes: int
@@ -43,19 +43,19 @@ class HostBytes:
 
     @property
     def page_token_bytes(self) -> int:
-        """Of a token in all pools that hold whole pages."""
+        """Bytes of a token in all pools that store whole pages."""
         return self.token_bytes + self.index_bytes + self.draft_bytes
 
     @property
     def has_states(self) -> bool:
-        """Whether rows and states share the size."""
+        """Whether rows and states share --hicache-size."""
         return bool(self.slot_bytes and self.device_slots)
 
-    def shares(self, size_gb: float) -> tuple[float, float]:
+    def split(self, size_gb: float) -> tuple[float, float]:
         """GB of rows and of states out of --hicache-size."""
         if not self.has_states:
             return size_gb, 0.0
-        return TierShares(
+        return TierBytes(
             rows=self.device_tokens * self.token_bytes,
             index_keys=self.device_tokens * self.index_bytes,
             states=self.device_slots * self.slot_bytes,
@@ -65,7 +65,7 @@ class HostBytes:
 
 @dataclass(frozen=True)
 class HostTokens:
-    """What fits: whole pages, of tokens, and slots of states; and the bytes of one rank's part of them."""
+    """Tokens (in whole pages) and state slots that fit, and the bytes of one rank's part of them."""
 
     tokens: int
     slots: int
@@ -79,12 +79,12 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
     ----------
     held : HostBytes
     size_gb : float
-        Of --hicache-size, 1e9 bytes; of one rank.
+        Value of --hicache-size for one rank, in units of 1e9 bytes.
     page_size : int
-        Tokens.
+        Tokens per page.
     """
-    row_gb, state_gb = held.shares(size_gb)
-    # One page more than fits: SGLang reserves it for padding and counts it, in both kinds of pools.
+    row_gb, state_gb = held.split(size_gb)
+    # SGLang adds and counts one page for padding, in both kinds of pools.
     pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
     tokens = pages * page_size
@@ -95,8 +95,8 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
     """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank; 0 for none.
 
-    The size is that of the rows; index keys of sparse attention and drafts with pools of their own come on
-    top. Padding, a page and a slot, is not counted.
+    The size is that of the rows; index keys of sparse attention and drafts with pools of their own are added.
+    Padding, one page and one slot, is not counted.
     """
     padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
     size = int(memory_gb)

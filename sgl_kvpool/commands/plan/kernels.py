@@ -1,4 +1,4 @@
-"""Which attention reads the rows of a server whose arguments SGLang has resolved, and why."""
+"""Attention backends of a server whose arguments SGLang has resolved, with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Attention", "attention_of"]
 
 @dataclass(frozen=True)
 class Attention:
-    """Names for prefill and decode, and the reason in words."""
+    """Names of the prefill and decode backends, and the reason for them."""
 
     prefill: str
     decode: str
@@ -21,7 +21,7 @@ class Attention:
 
 
 def attention_of(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) -> Attention:
-    """What attends.
+    """Attention backends of a layout.
 
     Parameters
     ----------
@@ -47,14 +47,17 @@ def attention_of(layout: MLAKVCacheLayout | None, view: Any, *, is_dsa: bool) ->
 def _why_ours(layout: MLAKVCacheLayout) -> str:
     known = SGLANG_READERS[layout]
     if not known.backends:
-        return f"ours: no other reads {layout} rows; it reads those of the batch once, in their stored size"
+        return (
+            f"ours: no other backend reads {layout} rows; it reads the rows of the batch once, in their "
+            "stored size"
+        )
     casters = sorted(name for name, phases in known.casters.items() if phases == PHASES)
     if casters:
         return (
             f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; it reads the "
             "rows of the batch once, in their stored size"
         )
-    return "ours, as asked for"
+    return "ours, as requested"
 
 
 def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:

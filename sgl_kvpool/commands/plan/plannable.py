@@ -1,4 +1,4 @@
-"""Servers that start on no GPU, or that `plan` has no numbers for, though SGLang takes their arguments."""
+"""Servers that cannot start, or that `plan` cannot size, although SGLang accepts their arguments."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = [
     "has_own_draft",
 ]
 
-#: Fields of config.json that sizes follow from, each under the names that it has. Where one is missing,
-#: transformers puts the value of one model of the family, such as a latent of 512.
+#: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
+#: transformers uses the value of one model of the family, such as a latent of 512.
 _GEOMETRY = (
     ("kv_lora_rank",),
     ("qk_rope_head_dim",),
@@ -32,17 +32,17 @@ _GEOMETRY = (
 
 
 class IncompleteConfig(ValueError):
-    """A config.json that does not say what is planned; a reason for no layout."""
+    """A config.json without the sizes that a plan needs, for any layout."""
 
 
 class TooHeavy(ValueError):
-    """Weights that leave a GPU no memory for rows.
+    """The weights leave no memory for rows on a GPU.
 
     Attributes
     ----------
     tp_size : int
     attention_ranks, heads : int
-        Ranks that share the heads of attention; another number of them has to divide the heads too.
+        Ranks that share the attention heads, and the heads; every number of ranks must divide the heads.
     """
 
     def __init__(self, reason: str, tp_size: int, attention_ranks: int, heads: int):
@@ -53,32 +53,30 @@ class TooHeavy(ValueError):
 
 
 def check_geometry(model_config: Any, folder: Path) -> None:
-    """IncompleteConfig if config.json leaves out what the size of a cache follows from."""
+    """Raise IncompleteConfig if config.json lacks a field that determines the size of a cache."""
     file = folder / "config.json"
-    if not file.is_file():  # of a format, or from a place, that SGLang knows
+    if not file.is_file():  # a format or a place that only SGLang knows
         return
     given = {name for name, _ in _fields(json.loads(file.read_text(encoding="utf-8", errors="replace")))}
     missing = [names[0] for names in _GEOMETRY if not given.intersection(names)]
     if missing:
         raise IncompleteConfig(
-            f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}: sizes of the cache "
-            "follow from it, and another model's would be planned; take the config.json of the checkpoint"
+            f"config.json of {model_name(model_config)} lacks {' and '.join(missing)}, which the cache's "
+            "size depends on, and another model's default would be used; take the checkpoint's config.json"
         )
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """ValueError if config.json has a size that is negative, zero or no whole number; SGLang is not asked."""
+    """Raise ValueError if a size in config.json is not a positive whole number; SGLang does not check it."""
     names = {name for names in _GEOMETRY for name in names}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1
         if name in names and (type(value) is not int or value < least):
-            raise ValueError(
-                f"config.json has {name} {value!r}; it has to be a whole number, {least} or more"
-            )
+            raise ValueError(f"config.json has {name} {value!r}; it must be a whole number, {least} or more")
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """All fields that have a value, those of configurations inside it included."""
+    """All fields with a value, including those of nested configurations."""
     if isinstance(config, dict):
         for name, value in config.items():
             if value is not None:
@@ -87,7 +85,7 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
-    """ValueError for other models than those of MLA, and for arguments that are not planned."""
+    """Raise ValueError for models without MLA, and for arguments that `plan` does not support."""
     from sglang.srt.arg_groups.model_override_base import use_mla_backend
 
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
@@ -95,46 +93,46 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
         raise ValueError(f"{model_name(model_config)} has {kind}: there is no layout for its cache")
     if view.pp_size > 1:
         raise ValueError(
-            f"--pp-size {view.pp_size}: a pipeline's stages have pools of different sizes, which this does "
-            "not plan; leave it out"
+            f"--pp-size {view.pp_size}: the stages of a pipeline have pools of different sizes, which `plan` "
+            "does not support; leave it out"
         )
     if view.mem_fraction_static > 1:
         raise ValueError(
-            f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang sizes a "
-            "cache for it that cannot be allocated; give a number below 1"
+            f"--mem-fraction-static {view.mem_fraction_static:g} is more than a GPU has, and SGLang would "
+            "size a cache for it that cannot be allocated; give a number below 1"
         )
     if view.page_size < 1:
-        raise ValueError(f"--page-size {view.page_size} is no number of tokens; give 1 or more")
+        raise ValueError(f"--page-size {view.page_size} is not a number of tokens; give 1 or more")
     if view.dcp_size > 1:
         raise ValueError(
-            f"--dcp-size {view.dcp_size}: ranks that keep parts of a request's tokens are not planned, and "
-            "no layout takes them; leave it out"
+            f"--dcp-size {view.dcp_size}: `plan` does not support ranks that keep parts of a request's "
+            "tokens, and neither does any layout; leave it out"
         )
     if view.max_total_tokens is not None:
         raise ValueError(
-            "--max-total-tokens gives the answer that is asked for; leave it out of the server's arguments"
+            "--max-total-tokens sets the result of the plan; leave it out of the server's arguments"
         )
 
 
 def check_heads(model_config: Any) -> None:
-    """ValueError where SGLang's attention layers have one, once the model is built."""
+    """Raise ValueError if SGLang's attention layers would raise it when the model is built."""
     from sglang.srt.runtime_context import get_parallel
 
     heads, ranks = model_config.num_attention_heads, get_parallel().attn_tp_size
     if heads % ranks:
         raise ValueError(
-            f"{ranks} ranks of attention do not divide the {heads} heads of {model_name(model_config)}; give "
+            f"{ranks} attention ranks do not divide the {heads} heads of {model_name(model_config)}; give "
             "--tp a divisor of them"
         )
 
 
 def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: float, model_config: Any) -> None:
-    """TooHeavy, a ValueError, if no memory is left for rows; SGLang names a fraction, which may be above 1.
+    """Raise TooHeavy, a ValueError, if no memory is left for rows; SGLang may suggest a fraction above 1.
 
     Parameters
     ----------
     weights_gib : float
-        Of all ranks together, a draft's included.
+        Weights of all ranks together, including a draft's.
     machine : Machine
     tp_size : int
     fraction : float
@@ -147,7 +145,7 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
     if fraction <= 0:
         raise ValueError(
             f"--gpu-gb {machine.gpu_gib:g} is less than SGLang keeps of a GPU beside weights and rows: it "
-            f"would take --mem-fraction-static {fraction:g}; give a larger one"
+            f"would take --mem-fraction-static {fraction:g}; give a larger --gpu-gb"
         )
     if rank_gib < free_gib * fraction:
         return
@@ -168,14 +166,14 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
 
 
 def check_drafts(view: Any, configurator: Any) -> None:
-    """ValueError where SGLang's loader of MTP layers has one, once the target is loaded."""
+    """Raise ValueError if SGLang's loader of MTP layers would raise it after the target is loaded."""
     if not configurator.spec_algorithm.is_eagle() or has_own_draft(view):
         return
     draft_config = configurator.spec_aux_config.draft_model_config
     if draft_config is None or not draft_config.num_nextn_predict_layers:
         raise ValueError(
             f"--speculative-algorithm {view.speculative_algorithm}: {model_name(configurator.model_config)} "
-            "comes without MTP layers (num_nextn_predict_layers of its config.json); name a draft with "
+            "has no MTP layers (num_nextn_predict_layers of its config.json); name a draft with "
             "--speculative-draft-model-path"
         )
 

@@ -1,4 +1,4 @@
-"""A plan: what SGLang answered, made into tokens and requests. Imports neither torch nor SGLang."""
+"""A plan: SGLang's answers converted into tokens and requests. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONTEXT_TOKENS = 32768
 
 @dataclass(frozen=True)
 class Candidate:
-    """A server to ask about: layouts on the device (None: SGLang as it is) and on the host."""
+    """A server to plan: layouts on the device (None: SGLang without sgl-kvpool) and on the host."""
 
     layout: str | None
     host_layout: str | None = None
 
     def arguments(self, tp_size: int, others: Sequence[str], host_gb: int | None) -> list[str]:
-        """Of `sglang.launch_server`, without the model. A host tier needs a size in GB of a rank."""
+        """Arguments of `sglang.launch_server` without the model; `host_gb`: host tier's size per rank."""
         found = ["--tp-size", str(tp_size)] if tp_size > 1 else []
         if self.layout is not None:
             found += ["--kv-cache-layout", self.layout]
@@ -37,36 +37,36 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """One layout. Tokens, requests and slots are of the whole server, all its caches together.
+    """Plan of one layout. Tokens, requests and slots are sums over all caches of the server.
 
     Attributes
     ----------
     layout, host_layout : str or None
-        None: SGLang as it is; the layout of the device.
+        Layouts; None on the device: SGLang without sgl-kvpool; None on the host: the device's layout.
     command : str
-        Starts it, in a shell.
+        Shell command that starts the server.
     refused : str or None
-        Why SGLang would not start it; the sizes are 0 then.
+        Reason why SGLang would not start it; all sizes are then 0.
     tokens, requests, max_running_requests, state_slots : int
-        On the device. Requests of the plan's length at a time, at most as many as SGLang runs.
+        Sizes on the device. `requests`: concurrent requests of the plan's length, up to SGLang's maximum.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     token_bytes : int
-        Of a token in all layers, index keys and drafts among them.
+        Bytes of a token in all layers, including index keys and drafts.
     limit : str
-        What bounds `requests`.
+        Name of the limit that bounds `requests`.
     attention : dict or None
         Fields of `kernels.Attention`.
     host_tokens, host_slots, host_requests : int
-        On the host. Requests in whole pages; those of hybrid models take a slot each.
+        Sizes on the host. Requests take whole pages, in hybrid models also one slot each.
     hicache_size_gb : int
-        Of a rank, in units of 1e9 bytes; 0 without a host tier.
+        --hicache-size per rank, in units of 1e9 bytes; 0 without a host tier.
     host_sharing_ranks : int
-        Ranks that keep one copy of a host page together.
+        Ranks that share one copy of a host page.
     host_index_bytes : int
-        Of a token on the host, index keys and a draft's own pool, which --hicache-size does not count.
+        Host bytes of a token's index keys and in a draft's own pool, which --hicache-size does not count.
     workspace_bytes : int
-        Of a rank, taken before the pool.
+        Workspace of a rank, allocated before the pool.
     """
 
     layout: str | None
@@ -99,18 +99,18 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, and every server.
+    """The request, and the plan of every server.
 
     Attributes
     ----------
     attention_copies : int
-        With DP attention: how often the ranks together hold the attention weights. Else 1.
+        With DP attention, copies of the attention weights over all ranks; else 1.
     row_copies : int
-        Ranks that hold the rows of one cache, each all of them.
+        Ranks with a full copy of the rows of one cache.
     ranks_per_node : int
     draft_weights_gib : float or None
-        Of a draft model of its own, counted besides the machine's `weights_gib`; 0 if they are not known,
-        None if there is none or they are among the others.
+        Weights of a separate draft model, not part of the machine's `weights_gib`; 0 if unknown, None without
+        such a model or if they are part of `weights_gib`.
     """
 
     schema: int
@@ -141,7 +141,7 @@ class Plan:
         servers: Sequence[tuple[Candidate, dict[str, Any]]],
         others: Sequence[str],
     ) -> Plan:
-        """From the answers of `command.ask`; ValueError if a request is longer than the model's context."""
+        """Plan from the answers of `command.ask`; ValueError if a request exceeds the model's context."""
         sized = [answer for _, answer in servers if "refused" not in answer]
         facts = sized[0]["model"] if sized else {}
         longest = facts.get("context_len", context_tokens or CONTEXT_TOKENS)

@@ -1,14 +1,16 @@
-"""A plan as text for a terminal."""
+"""A plan as text for a terminal, and as an image."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sgl_kvpool.commands.plan.planned import Plan, PlannedServer
 
-__all__ = ["text"]
+__all__ = ["check_plot", "draw", "text"]
 
 
 def text(plan: Plan) -> str:
-    """The plan for a terminal."""
+    """Text of the plan."""
     refused = {server.refused for server in plan.servers}
     if len(refused) == 1 and None not in refused:
         return "\n".join([*_head(plan), "", f"no server starts, with a layout or without: {refused.pop()}"])
@@ -71,20 +73,20 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What the numbers of the table count."""
+    """Notes on the numbers of the table."""
     tiers = [server for server in plan.servers if server.hicache_size_gb]
     lines = []
     if plan.row_copies > 1:
         sharing = max((server.host_sharing_ranks for server in tiers), default=1)
         where = "on its GPU and in its host memory" if tiers and sharing == 1 else "on its GPU"
         lines.append(
-            f"the {plan.row_copies} ranks of a cache hold the same rows, each all of them, {where}: tokens "
+            f"each of the {plan.row_copies} ranks of a cache has all its rows {where}: tokens "
             "are counted once"
         )
         if sharing > 1:
             lines.append(
-                f"in host memory {sharing} ranks of a node keep one copy of a page together "
-                f"(--kv-host-sharing), so it holds {sharing} times the tokens of --hicache-size"
+                f"in host memory {sharing} ranks of a node share one copy of a page "
+                f"(--kv-host-sharing), which holds {sharing} times the tokens of --hicache-size"
             )
     if tiers and plan.host_gb is not None:
         lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]
@@ -96,7 +98,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
-    """What --hicache-size is, and why it differs by layout."""
+    """Note on --hicache-size and its differences by layout."""
     by_size: dict[int, list[str]] = {}
     for server in tiers:
         rows = server.host_layout or server.layout or ""
@@ -109,8 +111,8 @@ def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
     beside = {server.host_index_bytes for server in tiers}
     if beside != {0}:
         line += (
-            f". It counts rows alone: {'/'.join(map(str, sorted(beside)))} bytes per token of index keys and "
-            "drafts come on top, beside narrow rows more of them"
+            f". It counts rows only: {'/'.join(map(str, sorted(beside)))} bytes per token of index keys and "
+            "drafts are added, a larger share beside narrow rows"
         )
     if any(server.host_slots for server in tiers):
         line += ". Rows and states of linear layers share it"
@@ -119,13 +121,13 @@ def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
 
 def _host_contents(tiers: list[PlannedServer]) -> list[str]:
     lines = [
-        "host tokens include copies of the device's (--hicache-write-policy write_through, SGLang's "
+        "host tokens include copies of device tokens (--hicache-write-policy write_through, SGLang's "
         "default): the two do not add up"
     ]
     small = [server.name for server in tiers if server.host_tokens <= server.tokens]
     if small:
         lines.append(
-            f"{'; '.join(small)}: the host has room for no more tokens than the device, so it adds little; "
+            f"{'; '.join(small)}: the host tier has no more tokens than the device, so it adds little; "
             "give more --host-gb, or a narrower --kv-host-layout"
         )
     return lines
@@ -138,7 +140,7 @@ def _reasons(plan: Plan) -> list[str]:
         if server.refused is not None:
             refused.setdefault(server.refused, []).append(server.name)
         elif server.host_layout is None and server.attention is not None:
-            found = server.attention  # with another layout on the host it is the same
+            found = server.attention  # the host's layout does not change it
             lines.append(f"  {server.name}: {found['prefill']}, {found['decode']}: {found['why']}")
     lines += [f"  {'; '.join(names)}: refused: {reason}" for reason, names in refused.items()]
     bounds = {server.limit for server in plan.servers if server.tokens and server.limit != "memory for rows"}
@@ -148,4 +150,65 @@ def _reasons(plan: Plan) -> list[str]:
 
 def _commands(plan: Plan) -> list[str]:
     commands = [s.command for s in plan.servers if s.layout is not None and s.refused is None]
-    return ["", "to start one:", *(f"  {command}" for command in commands)] if commands else []
+    return ["", "commands:", *(f"  {command}" for command in commands)] if commands else []
+
+
+def check_plot(path: Path) -> None:
+    """Raise ValueError without matplotlib, OSError if the path cannot be written."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'sgl-kvpool[bench]'") from None
+    if path.is_dir():
+        raise ValueError(f"--plot {path} is a folder; name a file")
+    existed = path.exists()
+    with path.open("ab"):
+        pass
+    if not existed:
+        path.unlink()
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw tokens per layout, on device and host, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    servers = [server for server in plan.servers if server.tokens]
+    if not servers:
+        raise ValueError("no plot: every server is refused")
+    figure = Figure(figsize=(8, 0.6 * len(servers) + 2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    places = range(len(servers))
+    has_host = any(server.host_tokens for server in servers)
+    height = 0.38 if has_host else 0.7
+    bars = axes.barh(
+        [place - (height / 2 if has_host else 0) for place in places],
+        [server.tokens / 1e6 for server in servers],
+        height=height,
+        label="device",
+    )
+    axes.bar_label(bars, [_requests(server.requests) for server in servers], padding=3, fontsize=8)
+    if has_host:
+        axes.barh(
+            [place + height / 2 for place in places],
+            [server.host_tokens / 1e6 for server in servers],
+            height=height,
+            label="host",
+        )
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set_yticks(list(places), [server.name for server in servers])
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("million tokens; sizes by SGLang for these arguments, not measured")
+    axes.grid(axis="x", alpha=0.3)
+    name = plan.model.get("name", plan.model_path)
+    figure.suptitle(
+        f"{name} on {plan.tp_size} x {plan.machine['gpu_gib']:g} GiB, "
+        f"requests of {plan.context_tokens} tokens"
+    )
+    figure.savefig(path, dpi=120, format="png")

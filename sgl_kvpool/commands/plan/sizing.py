@@ -1,6 +1,6 @@
-"""What SGLang decides about one server on the described GPU: arguments, attention, and the cache.
+"""SGLang's decisions for one server on the described GPU: arguments, attention, and the cache.
 
-Each server is sized in a process of its own: SGLang's arguments and configuration are the process's.
+Each server is sized in its own process, because SGLang's arguments and configuration are global.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory that a server finds.
+    """Memory of the machine before a server loads weights.
 
     Attributes
     ----------
@@ -41,11 +41,11 @@ class Machine:
         Memory of one GPU.
     gpu_count : int
     taken_gib : float
-        Of each GPU, taken before weights are loaded: CUDA's context, NCCL's buffers.
+        Memory of each GPU in use before weights are loaded: CUDA's context, NCCL's buffers.
     weights_gib : float
-        Of the whole model; every rank of tensor parallelism has as much of it.
+        Weights of the whole model, divided equally among the ranks of tensor parallelism.
     drafts_included : bool
-        Whether a separate draft model's are among them; else they are added where they lie in a folder.
+        Whether they include a separate draft model's; else those are added if they lie in a folder.
     """
 
     gpu_gib: float
@@ -62,11 +62,11 @@ class ServerRequest:
     Attributes
     ----------
     model_path : str
-        Folder that SGLang reads the configuration from, or a name on Hugging Face.
+        Folder from which SGLang reads the configuration, or a name on Hugging Face.
     layout : str or None
-        Of --kv-cache-layout; None for SGLang as it is.
+        Value of --kv-cache-layout; None for SGLang without sgl-kvpool.
     arguments : tuple of str
-        Of `sglang.launch_server`, --kv-cache-layout and --kv-host-layout among them.
+        Arguments of `sglang.launch_server`, including --kv-cache-layout and --kv-host-layout.
     """
 
     model_path: str
@@ -75,7 +75,7 @@ class ServerRequest:
 
 
 def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
-    """Let SGLang resolve a server's arguments and size its cache.
+    """Resolve a server's arguments and size its cache, by SGLang's code.
 
     Parameters
     ----------
@@ -85,12 +85,12 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     Returns
     -------
     dict
-        Plain values; see the keys below. All of one rank.
+        Plain values of one rank; see the keys below.
 
     Raises
     ------
     Exception, SystemExit
-        Whatever SGLang or our rules refuse such a server with.
+        Any exception with which SGLang or our rules refuse such a server.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
@@ -110,7 +110,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     check_geometry(model_config, Path(request.model_path))
     check_heads(model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
-    # With DP attention SGLang makes ranks of --dp-size; without it, replicas.
+    # --dp-size counts attention ranks with DP attention, and replicas without it.
     ranks = view.tp_size * view.dp_size
     configurator = _configurator(server_args, view, model_config)
     caches = configurator.attn_dp_size * view.dp_size
@@ -137,12 +137,12 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "available_bytes": available_bytes,
         "mem_fraction_static": view.mem_fraction_static,
         "kv_cache_dtype": view.kv_cache_dtype,
-        # Schedulers that have a cache of their own, each of `tokens`.
+        # Schedulers with a cache of their own, of `tokens` tokens each.
         "caches": caches,
-        # Ranks that hold the rows of one cache, each all of them.
+        # Ranks with a full copy of the rows of one cache.
         "row_copies": ranks // caches,
         "attention_copies": configurator.attn_dp_size,
-        # Of a draft model of its own that `weights_gib` does not have: 0 where it is not known.
+        # Weights of a separate draft model that `weights_gib` does not include; 0 if unknown.
         "draft_weights_gib": draft_gib,
         "ranks_per_node": ranks // view.nnodes,
         "attention": asdict(attention),
@@ -152,7 +152,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
 
 
 def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
-    """SGLang's record of arguments; ValueError with what its parser says of wrong ones."""
+    """SGLang's ServerArgs; ValueError with the parser's message for wrong arguments."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -163,7 +163,7 @@ def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
 
 
 def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
-    """SGLang's KVCacheConfigurator of the target, as its model runner makes it, without a model."""
+    """SGLang's KVCacheConfigurator of the target, as its model runner makes it, but without a model."""
     import torch
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
@@ -177,7 +177,7 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
     dtypes = {"auto": model_config.dtype, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
     dtypes["fp8_e4m3"] = torch.float8_e4m3fn
     if view.kv_cache_dtype not in dtypes:
-        raise ValueError(f"--kv-cache-dtype {view.kv_cache_dtype} is none that this plans; leave it out")
+        raise ValueError(f"--kv-cache-dtype {view.kv_cache_dtype} is not supported by `plan`; leave it out")
     return KVCacheConfigurator(
         device="cuda",
         gpu_id=0,
@@ -194,7 +194,7 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
         sliding_window_size=None,
         spec_algorithm=algorithm,
         is_draft_worker=False,
-        post_capture_kv_active=False,  # which SGLang has for multi-head models alone
+        post_capture_kv_active=False,  # only for multi-head models in SGLang
         spec_aux_config=resolve_spec_aux_hidden_state_config(
             server_args=server_args,
             model_config=model_config,
@@ -213,14 +213,14 @@ def _configurator(server_args: Any, view: Any, model_config: Any) -> Any:
 
 
 def _draft_weights_gib(view: Any) -> float | None:
-    """Weights of a draft model of its own, which SGLang loads before it sizes the cache; None without one."""
+    """Weights of a separate draft model, which SGLang loads before it sizes the cache; None without one."""
     if not has_own_draft(view):
         return None
     return weights_gib(Path(view.speculative_draft_model_path)) or 0.0
 
 
 def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tuple[Any, int]:
-    """SGLang's MemoryPoolConfig, and the bytes for rows that it was made from."""
+    """SGLang's MemoryPoolConfig, and the bytes for rows from which SGLang computed it."""
     from types import SimpleNamespace
 
     from sglang.srt.mem_cache import kv_cache_configurator
@@ -237,7 +237,7 @@ def _sized(configurator: Any, machine: Machine, rank_weights_gib: float) -> tupl
         return from_budget(self, budget_bytes, **kwargs)
 
     type(configurator).config_from_budget = watched
-    # There are no process groups here, and the memory is the same on every rank.
+    # This process has no process groups, and the memory is the same on every rank.
     with get_parallel().override(world_group=SimpleNamespace(cpu_group=None)):
         return configurator._resolve_memory_pool_config(free_gib), found[-1]
 
@@ -249,19 +249,19 @@ def _pool_configurator(configurator: Any) -> Any:
 
 
 def _slot_bytes(configurator: Any) -> int:
-    """Of the states of a request in all linear layers; 0 for models without."""
+    """Bytes of the states of a request in all linear layers; 0 for models without linear layers."""
     states = configurator.mambaish_config
     return 0 if states is None else states.mamba2_cache_params.mamba_cache_per_req
 
 
 def _target_layers(configurator: Any) -> int:
-    """Layers of the target, of this stage, that have rows."""
+    """Number of layers with rows in this stage of the target."""
     with_rows = layers_with_rows(configurator.model_config)
     return configurator.layer_info.num_effective_layers if with_rows is None else len(with_rows)
 
 
 def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> dict[str, int]:
-    """Bytes that the host keeps; fields of `host_tier.HostBytes` but the device's sizes."""
+    """Host bytes: the fields of `host_tier.HostBytes` except the device's sizes."""
     from sgl_kvpool.sglang_plugin.options import host_tier_of
     from sgl_kvpool.srt.host.page_format import HostPageFormat
 
@@ -274,7 +274,7 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
         "token_bytes": HostPageFormat.of_rows(rows * page_size * host_row, page_size).bytes_per_token(
             page_size
         ),
-        # What SGLang counts for a token of the device besides.
+        # The device bytes that SGLang counts per token besides the rows.
         "index_bytes": _pool_configurator(configurator)._cell_size - rows * device_row - on_device,
         "draft_bytes": on_host,
         "slot_bytes": HostPageFormat.of_states(states_bytes).size_bytes if states_bytes else 0,
@@ -283,7 +283,7 @@ def _host_tier(configurator: Any, layout: MLAKVCacheLayout, page_size: int) -> d
 
 
 def _sharing_ranks(server_args: Any) -> int:
-    """Ranks of a node that keep one copy of a host page together."""
+    """Ranks of a node that share one copy of a host page."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sgl_kvpool.sglang_plugin.options import host_tier_of
@@ -296,7 +296,7 @@ def _sharing_ranks(server_args: Any) -> int:
 
 
 def _facts(model_config: Any, configurator: Any) -> dict[str, Any]:
-    """What the model is, for the report."""
+    """Properties of the model, for the report."""
     with_rows = layers_with_rows(model_config)
     return {
         "name": model_name(model_config),

@@ -1,4 +1,4 @@
-"""`sgl-kvpool warmup`: compiles what a server would compile, so that its start finds it on disk."""
+"""`sgl-kvpool warmup`: compiles a server's code in advance, so that the server finds it on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from sgl_kvpool.commands.named_model import NamedModel, find_model
-from sgl_kvpool.commands.warmup.caches import VARIABLES
+from sgl_kvpool.commands.warmup.steps import VARIABLES
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.options import (
     ARRANGEMENT,
@@ -28,7 +28,7 @@ __all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = f"""
 Compiled code is kept in folders, which are printed. A server finds it there if it runs as the same user, or
-with the same variables, on the same kind of machine, with the same versions of everything. The variables
+with the same variables, on the same kind of machine, with the same versions of all packages. The variables
 that move the folders, on a CPU: {", ".join(VARIABLES["cpu"])}. On CUDA: {", ".join(VARIABLES["cuda"])};
 SGLang puts the last two into SGLANG_CACHE_DIR (~/.cache/sglang) unless they are set. The CUDA part has not
 been run yet.
@@ -36,7 +36,7 @@ been run yet.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a server that change what it compiles, and the device."""
+    """Add the server arguments that change the compiled code, and the device."""
     parser.epilog = EPILOG
     parser.add_argument(
         "--model",
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     helps = {
         LAYOUT: "only this layout (all)",
-        ARRANGEMENT: "how the pages of all layers lie (layer_major)",
-        HOST_LAYOUT: "as the server's; changes nothing, engines have all of them in",
-        HOST_ENGINE: "as the server's; changes nothing, engines are compiled together",
-        HOST_SHARING: "as the server's; changes nothing",
+        ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
+        HOST_LAYOUT: "accepted for the server's command line; no effect, engines include all layouts",
+        HOST_ENGINE: "accepted for the server's command line; no effect, engines are compiled together",
+        HOST_SHARING: "accepted for the server's command line; no effect",
     }
     for option in OPTIONS:
         choices = option.values if option is LAYOUT else option.choices
@@ -56,24 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             option.flag, dest=option.name, choices=choices, help=f"{helps[option]}. Also {option.env}"
         )
     parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="ranks that share the heads (1)")
-    parser.add_argument("--page-size", type=_positive, default=64, metavar="N", help="tokens of a page (64)")
+    parser.add_argument("--page-size", type=_positive, default=64, metavar="N", help="tokens per page (64)")
     parser.add_argument(
         "--draft-tokens", type=_positive, default=0, metavar="N",
         help="the server's --speculative-num-draft-tokens (no drafts)",
     )  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="whose server (cuda if torch sees a GPU)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="server's device (cuda if torch sees a GPU)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile and say so; returns 1 if something could not be compiled."""
+    """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
     told = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
-    import sglang  # noqa: F401  # first: it moves caches, some of which are looked for at other imports
+    import sglang  # noqa: F401  # first: it sets cache folders that other imports read
     import torch
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here; what is compiled on one depends on it")
+        raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
     engine = told[HOST_ENGINE]
     if engine not in (None, HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
         raise ValueError(
@@ -89,15 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
         print(f"  {cache.name} in {cache.folder()} ({cache.variable})")
     outcomes = carry_out(steps)
-    counts = {state: sum(o.state == state for o in outcomes) for state in ("compiled", "was there", "FAILED")}
-    print(f"{counts['compiled']} compiled, {counts['was there']} there before, {counts['FAILED']} failed")
+    counts = {state: sum(o.state == state for o in outcomes) for state in ("compiled", "cached", "FAILED")}
+    print(f"{counts['compiled']} compiled, {counts['cached']} cached, {counts['FAILED']} failed")
     return 1 if counts["FAILED"] else 0
 
 
 def _served(
     model: NamedModel | None, arguments: argparse.Namespace, told: dict[Option, str | None]
 ) -> Served:
-    """A model's shape with the arguments of a server."""
+    """A model's shape, with a server's arguments."""
     from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)

@@ -1,8 +1,7 @@
-"""Batches of a few tokens through our attention backend on CUDA, as SGLang would bring them.
+"""Batches of a few tokens through our attention backend on CUDA, in SGLang's form.
 
-The pool, the request table and the backend are those of a server, so what they launch is what a server
-launches: the same kernels, with the same numbers compiled into them. Values are zeros, and nobody looks at
-the results.
+The pool, the request table and the backend are those of a server, so that the same kernels are launched with
+the same constants compiled into them. Values are zeros, and results are ignored.
 """
 
 from __future__ import annotations
@@ -13,19 +12,23 @@ from typing import Any
 
 import torch
 
-from sgl_kvpool.commands.warmup.batches import split_and_whole
+from sgl_kvpool.attention.decode import DecodeWorkspace, sm_count_of
+from sgl_kvpool.attention.decode_config import MAX_PROGRAMS_PER_SM, MAX_ROUNDS, decode_config
+from sgl_kvpool.codec import store_rows
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
-__all__ = ["Attention", "publish"]
+__all__ = ["Attention", "SparseRows", "publish"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 #: Slots of one prefill: a stored prefix, and the new tokens behind it.
 _PREFIX, _NEW = 40, 5
+#: Slots of the pool of sparse rows.
+_SPARSE_SLOTS = 64
 
 
 def publish(served: Served, device: str) -> None:
-    """Make this process one in which SGLang's parts find a server's arguments."""
+    """Set the global state in which SGLang's classes expect a server's arguments."""
     from sglang.srt.runtime_context import SpawnRanks
     from sglang.srt.runtime_context import publish as publish_arguments
     from sglang.srt.server_args import ServerArgs
@@ -40,13 +43,41 @@ def publish(served: Served, device: str) -> None:
     publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(0, None, 0))
 
 
+def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
+    """Smallest batches whose lists are cut into several splits and into one split, which use two kernels.
+
+    Parameters
+    ----------
+    fmt : RowFormat
+    heads : int
+        Query heads per rank.
+    queries : int
+        Queries that share a list.
+    width : int
+        Entries of a list.
+    device : str
+
+    Returns
+    -------
+    list of int
+        Number of lists of each batch; one entry if all batches use the same kernel.
+    """
+    index = torch.cuda.current_device() if device == "cuda" else None
+    sm_count = sm_count_of(torch.device(device, index))
+    first: dict[bool, int] = {}
+    for lists in range(1, MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count + 2):
+        config = decode_config(fmt, heads, queries, lists, width, sm_count)
+        first.setdefault(config.splits > 1, lists)
+    return sorted(first.values())
+
+
 class Attention:
-    """Attention over rows of one layout; nothing is allocated before it is needed.
+    """Attention over rows of one layout; pool and backends are allocated at first use.
 
     Parameters
     ----------
     served : Served
-        Of a dense model, or a hybrid one.
+        A dense or hybrid model.
     layout : MLAKVCacheLayout
     device : str
     """
@@ -56,9 +87,9 @@ class Attention:
         self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=False)
 
     def batch_sizes(self, queries: int) -> list[int]:
-        """Requests of a batch whose lists are split, and of one whose lists are not."""
+        """Batch sizes (requests) with split lists and with whole lists."""
         served = self.served
-        return split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
+        return _split_and_whole(self.fmt, served.heads_per_rank, queries, served.table_width, self.device)
 
     @cached_property
     def most_requests(self) -> int:
@@ -67,7 +98,7 @@ class Attention:
 
     @cached_property
     def pool(self) -> Any:
-        """SGLang's pool with rows of the layout, of a few pages."""
+        """SGLang's pool of a few pages, with rows of the layout."""
         from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
         served = self.served
@@ -95,14 +126,14 @@ class Attention:
 
     @cached_property
     def backend(self) -> Any:
-        """Of a server's target model."""
+        """Attention backend of a server's target model."""
         from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 
         return KVPoolMLACudaBackend(self.runner)
 
     @cached_property
     def runner(self) -> Any:
-        """What constructors of backends look at of SGLang's ModelRunner."""
+        """The attributes of SGLang's ModelRunner that constructors of backends read."""
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
         served = self.served
@@ -118,7 +149,7 @@ class Attention:
             kv_index_translator=None,
         )  # fmt: skip
 
-    # ---------------------------------------------------------------- what is used
+    # ---------------------------------------------------------------- attention calls
 
     def decode_or_verify(self, mode: str, queries: int) -> None:
         """Decode, verification of drafts or a draft's extend, in batches of all kinds.
@@ -128,28 +159,28 @@ class Attention:
         mode : str
             Name of a `ForwardMode`.
         queries : int
-            Per request.
+            Queries per request.
         """
         for requests in self.batch_sizes(queries):
             batch = self._batch(mode, [0] * requests, [queries] * requests)
             if mode == "TARGET_VERIFY":
-                batch.seq_lens = torch.zeros_like(batch.seq_lens)  # does not count what is verified
+                batch.seq_lens = torch.zeros_like(batch.seq_lens)  # excludes the verified tokens
             batch.spec_info = SimpleNamespace(draft_token_num=queries, num_tokens_per_req=queries)
             self._forward(batch, requests * queries)
 
     def draft_step(self) -> None:
-        """A step of a draft, which counts what was drafted before it."""
+        """A step of a draft, whose lengths include the tokens drafted before."""
         from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
 
         backend = KVPoolMLACudaBackend(self.runner, skip_prefill=True, draft_step=1)
         for requests in self.batch_sizes(1):
             self._forward(self._batch("DECODE", [0] * requests, [1] * requests), requests, backend)
 
-    def prefill(self, *, in_pieces: bool) -> None:
-        """Absorbed prefill behind a stored prefix, in one call of FlashInfer's or in pieces."""
+    def prefill(self, *, in_chunks: bool) -> None:
+        """Absorbed prefill after a stored prefix, in one FlashInfer call or in chunks."""
         reader, batch = self.backend._reader, self._batch("EXTEND", [_PREFIX, 0], [_NEW, _NEW])
         workspace_tokens, wrapper = reader.workspace_tokens, reader.wrapper
-        if in_pieces:
+        if in_chunks:
             reader.workspace_tokens, reader.wrapper = _PREFIX // 3, None
         try:
             self._forward(batch, 2 * _NEW)
@@ -168,12 +199,12 @@ class Attention:
         runner.forward(q, k, self._zeros(_NEW, served.heads_per_rank, served.v_head_dim), layer, batch)
 
     def read_rows(self) -> None:
-        """Rows as keys, for prefixes that the MHA form attends."""
+        """Read rows as keys, for prefixes that the MHA form attends."""
         for dtype in (torch.int32, torch.int64):
             slots = torch.arange(_NEW, dtype=dtype, device=self.device)
             self.pool.get_mla_kv_buffer(self.layer, slots, torch.bfloat16)
 
-    # ---------------------------------------------------------------- a batch
+    # ---------------------------------------------------------------- batches
 
     def _batch(self, mode: str, prefixes: list[int], fresh: list[int]) -> Any:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -184,7 +215,7 @@ class Attention:
             forward_mode=ForwardMode[mode],
             batch_size=len(fresh),
             input_ids=torch.zeros(sum(fresh), dtype=torch.int64, device=self.device),
-            # All of them the first: its slots are zeros, as those of SGLang's padding.
+            # Every request uses row 0 of the table, whose slots are zeros, as in SGLang's padding.
             req_pool_indices=torch.zeros(len(fresh), dtype=torch.int64, device=self.device),
             seq_lens=on_device,
             out_cache_loc=torch.arange(sum(fresh), dtype=torch.int64, device=self.device),
@@ -202,14 +233,60 @@ class Attention:
         backend.init_forward_metadata(batch)
         extra = {}
         if rope:
-            # Rotary parts are views of what they were computed in, beside the rest of a query or key.
+            # Rotary parts are strided views into whole queries and keys, as in the model.
             q = self._zeros(tokens, heads, served.qk_nope_head_dim + rope)
             keys = self._zeros(tokens, 1, rank + rope)
             extra = {"q_rope": q[..., -rope:], "k_rope": keys[..., -rope:]}
         latent = self._zeros(tokens, 1, rank)
-        # As a batched product per head leaves it.
+        # The strides that a batched product per head gives.
         absorbed = self._zeros(heads, tokens, rank).transpose(0, 1)
         backend.forward(absorbed, latent, latent, self.layer, batch, **extra)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+
+
+class SparseRows:
+    """Our kernels for models with sparse attention (DSA) on CUDA: writes, and reads of top-k lists.
+
+    Parameters
+    ----------
+    served : Served
+        A model with sparse attention.
+    layout : MLAKVCacheLayout
+    device : str
+    """
+
+    def __init__(self, served: Served, layout: MLAKVCacheLayout, device: str) -> None:
+        if served.top_k is None:
+            raise ValueError(f"{served.name} has no sparse attention")
+        self.served, self.layout, self.device, self.top_k = served, layout, device, served.top_k
+        self.fmt = layout.pool_row_format(served.kv_lora_rank, served.qk_rope_head_dim, is_dsa=True)
+        self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
+
+    def store(self) -> None:
+        """New tokens."""
+        keys = torch.zeros((2, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+        rank = self.fmt.kv_lora_rank
+        rope = keys[:, rank:] if self.fmt.rope is not None else None
+        slots = torch.arange(2, dtype=torch.int64, device=self.device)
+        store_rows(self.rows.squeeze(1), slots, keys[:, :rank], rope, self.fmt)
+
+    def read(self) -> None:
+        """Run `mla_decode` on split and whole top-k lists, and decode rows for extends."""
+        from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
+
+        heads = self.served.heads_per_rank
+        size = sparse_workspace_bytes(self.fmt, heads, self.top_k, self.device)
+        reader = SparseReader(self.fmt, DecodeWorkspace(size, self.device))
+        for queries in self.batch_sizes():
+            q = torch.zeros((queries, heads, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
+            lists = torch.zeros((queries, self.top_k), dtype=torch.int32, device=self.device)
+            counts = torch.ones(queries, dtype=torch.int32, device=self.device)
+            reader.attend(q, self.rows, lists, counts, self.served.scale)
+        for dtype in (torch.int32, torch.int64):
+            decoded_rows(self.rows, torch.arange(2, dtype=dtype, device=self.device), self.fmt)
+
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes (queries) with split lists and with whole lists."""
+        return _split_and_whole(self.fmt, self.served.heads_per_rank, 1, self.top_k, self.device)

@@ -1,13 +1,12 @@
-"""What a server compiles, as steps."""
+"""Compilation steps of a server."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from sgl_kvpool.attention.readers import sglang_dsa_reads
-from sgl_kvpool.commands.warmup.caches import CACHES
 from sgl_kvpool.commands.warmup.served import Served
-from sgl_kvpool.commands.warmup.steps import Step
+from sgl_kvpool.commands.warmup.steps import CACHES, Step
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["steps_of_model", "steps_on_cpu", "steps_on_cuda"]
@@ -16,7 +15,7 @@ _TRITON, _FLASHINFER = (CACHES["triton"],), (CACHES["flashinfer"],)
 
 
 def steps_on_cpu() -> list[Step]:
-    """The same for every model and layout: both have all of them in them, with and without conversion."""
+    """Steps on a CPU, the same for every model and layout: the code includes all layouts and conversions."""
     return [
         Step("CPU codec", (CACHES["tvm_ffi"],), _cpu_codec),
         Step("transfer engine cpu", (CACHES["tvm_ffi"],), _cpu_engine),
@@ -25,11 +24,11 @@ def steps_on_cpu() -> list[Step]:
 
 
 def steps_on_cuda(served: Served) -> list[Step]:
-    """Transfer engines, then what each layout of a model takes."""
+    """Steps on CUDA: transfer engines, then the steps of each layout of a model."""
     from sgl_kvpool.commands.warmup.attention import publish
 
     publish(served, "cuda")
-    # SGLang's loader compiles where SGLang is, which it is here.
+    # SGLang is installed, so engines are compiled by its loader.
     steps = [
         Step("transfer engines staged, copy_engine, kernel", (CACHES["sglang"],), _gpu_engines),
         _page_hash(),
@@ -38,7 +37,7 @@ def steps_on_cuda(served: Served) -> list[Step]:
 
 
 def steps_of_model(served: Served, device: str) -> list[Step]:
-    """What attention over the rows of each layout takes."""
+    """Steps of attention over rows, for each layout."""
     of_layout = _dense if served.top_k is None else _sparse
     return [step for layout in served.layouts for step in of_layout(served, layout, device)]
 
@@ -58,12 +57,12 @@ def _dense(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
         steps.append(Step(f"{layout}: steps of a draft", _TRITON, attention.draft_step))
     steps += [
         Step(f"{layout}: reading rows as keys", _TRITON, attention.read_rows),
-        Step(f"{layout}: prefill in pieces", _TRITON, partial(attention.prefill, in_pieces=True)),
+        Step(f"{layout}: prefill in chunks", _TRITON, partial(attention.prefill, in_chunks=True)),
     ]
-    if served.qk_rope_head_dim:  # FlashInfer's kernels want rotary values
+    if served.qk_rope_head_dim:  # FlashInfer's kernels need rotary values
         both = (*_TRITON, *_FLASHINFER)
         steps += [
-            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_pieces=False)),
+            Step(f"{layout}: prefill in one call", both, partial(attention.prefill, in_chunks=False)),
             Step(f"{layout}: prefill in the MHA form", both, attention.multi_head),
         ]
     return steps
@@ -77,7 +76,7 @@ _WORDS = {
 
 
 def _sparse(served: Served, layout: MLAKVCacheLayout, device: str) -> list[Step]:
-    from sgl_kvpool.commands.warmup.sparse import SparseRows
+    from sgl_kvpool.commands.warmup.attention import SparseRows
 
     rows, steps = SparseRows(served, layout, device), []
     if not layout.is_sglang_native:

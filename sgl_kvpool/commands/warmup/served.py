@@ -1,4 +1,4 @@
-"""What a server would serve, as far as compiled code depends on it."""
+"""A server's model and arguments, as far as compiled code depends on them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 
 __all__ = ["DEEPSEEK_V3", "Served", "model_of"]
 
-#: Entries of a request's list of slots beyond the model's context, in SGLang's configurators.
+#: Entries per request beyond the model's context in SGLang's request table.
 _EXTRA_SLOTS = 4
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model's shape, and how a server is told to serve it.
+    """A model's shape and a server's arguments.
 
     Attributes
     ----------
     name : str
-        For people.
+        Name in messages.
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim : int
-        Values of latent, rotary part, the rest of a key, and of a value of the MHA form.
+        Sizes of the latent, of the rotary part, of the rest of a key, and of a value in the MHA form.
     heads : int
-        Of the model, on all ranks.
+        Query heads of the model, over all ranks.
     layers : int
-        With rows; of a hybrid model those that are no linear attention.
+        Layers with rows: in a hybrid model, those without linear attention.
     context_tokens : int
     scale : float
-        Of the scores.
+        Scale of the attention scores.
     top_k : int or None
-        Rows that sparse attention (DSA) looks at; None for dense models.
+        Rows per query of sparse attention (DSA); None for dense models.
     layouts : tuple of MLAKVCacheLayout
     arrangement : KVArrangement
     page_size_tokens : int
     tensor_parallel : int
     draft_tokens : int
-        Verified per request and step; 0 without speculative decoding.
+        Tokens verified per request and step; 0 without speculative decoding.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Served:
     def __post_init__(self) -> None:
         if self.heads % self.tensor_parallel:
             raise ValueError(
-                f"--tp {self.tensor_parallel} does not divide the {self.heads} heads of {self.name}; give a "
-                "divisor of it"
+                f"--tp {self.tensor_parallel} does not divide the {self.heads} heads of {self.name}; give "
+                "--tp a divisor of them"
             )
 
     @property
@@ -71,15 +71,15 @@ class Served:
 
     @property
     def table_width(self) -> int:
-        """Slots of a request in SGLang's request table."""
+        """Slots per request in SGLang's request table."""
         return self.context_tokens + _EXTRA_SLOTS + self.draft_tokens
 
     def told(self, **options: Any) -> Served:
-        """The same model served otherwise."""
+        """The same model with other options."""
         return replace(self, **options)
 
 
-#: What is compiled for if no model is named.
+#: Default model.
 DEEPSEEK_V3 = Served(
     name="models of DeepSeek-V3's shape",
     kv_lora_rank=512,
@@ -99,9 +99,9 @@ def model_of(model: NamedModel) -> Served:
     Raises
     ------
     ValueError
-        A model whose rows no layout stores.
+        If no layout can store the model's rows.
     OSError
-        SGLang cannot read it.
+        If SGLang cannot read the model.
     """
     from sglang.srt.configs.model_config import ModelConfig, get_dsa_index_topk
 

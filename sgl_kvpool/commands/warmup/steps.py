@@ -1,30 +1,94 @@
-"""Things to compile, one after the other; one that fails does not keep the others from being compiled."""
+"""Compilation steps in sequence, after failures too, and the cache folders of their results."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from sgl_kvpool.commands.warmup.caches import Cache
+__all__ = ["CACHES", "VARIABLES", "Cache", "Outcome", "Step", "carry_out"]
 
-__all__ = ["Outcome", "Step", "carry_out"]
-
-#: Lines of a compiler's message that are shown.
+#: Lines shown of a compiler's message.
 _LINES = 20
+#: Suffixes of compiled files. Other files there (sources, logs, locks) may be left by a failed build.
+_COMPILED = (".so", ".cubin", ".hsaco")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache folder.
+
+    Attributes
+    ----------
+    name : str
+        Owner of the folder.
+    variable : str
+        Environment variable that moves it.
+    folder : callable
+        Returns its path; call it after the import of SGLang, which moves some folders.
+    """
+
+    name: str
+    variable: str
+    folder: Callable[[], Path]
+
+    def compiled(self) -> dict[Path, int]:
+        """Compiled files and their times of modification in ns; empty if the folder does not exist."""
+        found = {}
+        for path in self.folder().rglob("*"):
+            if path.suffix in _COMPILED:
+                with contextlib.suppress(FileNotFoundError):  # another process may replace it now
+                    found[path] = path.stat().st_mtime_ns
+        return found
+
+
+def _from(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or default).expanduser()
+
+
+def _torch_extensions() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return _from("TORCH_EXTENSIONS_DIR", get_default_build_root())
+
+
+def _flashinfer() -> Path:
+    return _from("FLASHINFER_WORKSPACE_BASE", "~") / ".cache" / "flashinfer"
+
+
+#: Folders by a short name. SGLang's import sets the variables of the last two unless they are set.
+CACHES = {
+    "tvm_ffi": Cache("tvm-ffi", "TVM_FFI_CACHE_DIR", lambda: _from("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")),
+    "torch": Cache("torch's extensions", "TORCH_EXTENSIONS_DIR", _torch_extensions),
+    "sglang": Cache(
+        "SGLang's kernels",
+        "SGLANG_JIT_CACHE_DIR",
+        lambda: _from("SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"),
+    ),
+    "triton": Cache("Triton", "TRITON_CACHE_DIR", lambda: _from("TRITON_CACHE_DIR", "~/.triton/cache")),
+    "flashinfer": Cache("FlashInfer", "FLASHINFER_WORKSPACE_BASE", _flashinfer),
+}
+#: Variables by device, for the help text.
+VARIABLES = {
+    "cpu": [CACHES[name].variable for name in ("tvm_ffi", "torch")],
+    "cuda": [CACHES[name].variable for name in ("torch", "sglang", "triton", "flashinfer")],
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is compiled when it is first used.
+    """Code that is compiled at its first use.
 
     Attributes
     ----------
     name : str
     caches : tuple of Cache
-        Where it is kept.
+        Caches of the compiled code.
     use : callable
-        Uses it; whatever it raises is the reason why it cannot be had.
+        Uses the code; an exception is reported as the reason of the failure.
     """
 
     name: str
@@ -34,16 +98,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """Result of a step.
 
     Attributes
     ----------
     name : str
     state : str
-        "compiled": files are new in its caches. "was there": none are. "FAILED".
+        "compiled": its caches have new files; "cached": they have not; or "FAILED".
     seconds : float
     reason : str or None
-        Of a failure.
+        Reason of a failure.
     """
 
     name: str
@@ -63,7 +127,7 @@ class Outcome:
 
 
 def carry_out(steps: Sequence[Step]) -> list[Outcome]:
-    """Use everything once, in order; prints a line for each."""
+    """Run all steps in order; prints a line for each."""
     outcomes = []
     for step in steps:
         outcomes.append(_outcome(step))
@@ -76,8 +140,8 @@ def _outcome(step: Step) -> Outcome:
     began = time.perf_counter()
     try:
         step.use()
-    except Exception as error:  # compilers and loaders fail in any way; what comes after may still work
+    except Exception as error:  # compilers and loaders raise anything; later steps may still work
         return Outcome(step.name, "FAILED", time.perf_counter() - began, f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - began
     after = [cache.compiled() for cache in step.caches]
-    return Outcome(step.name, "was there" if before == after else "compiled", seconds)
+    return Outcome(step.name, "cached" if before == after else "compiled", seconds)

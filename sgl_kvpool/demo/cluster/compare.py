@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.demo.cluster.asking import ask, metric_sum
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.peers import decode_arguments, peer_environment, prefill_arguments, router
 from sgl_kvpool.demo.cluster.servers import (
@@ -19,6 +18,8 @@ from sgl_kvpool.demo.cluster.servers import (
     PAGE_SIZE,
     POOL_TOKENS,
     PROMPT_TOKENS,
+    ask,
+    metric_sum,
     prompts,
     small_server,
     store_arguments,
@@ -30,7 +31,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["LAYOUTS", "compare_clusters", "missing_packages"]
 
-#: Without --layouts: each one takes a minute and a half on two cores.
+#: Default layouts: each takes a minute and a half on two cores.
 LAYOUTS = (MLAKVCacheLayout.BF16, MLAKVCacheLayout.FP4)
 
 #: Two of four prompts fit into the prefill server's pool, so the others are in its host tier only.
@@ -43,23 +44,24 @@ _FOLDER, _RESULTS = "cluster", "cluster.json"
 
 @dataclass(frozen=True)
 class ClusterResult:
-    """What prefill and decode servers of one layout did.
+    """Results of the prefill and decode servers of one layout.
 
     Attributes
     ----------
     layout : str
     transferred_page_bytes, stored_page_bytes : float
-        Of a page of 64 tokens in all layers: moved from the prefill to the decode server, and kept in the
-        store with padding and checksum.
+        Bytes of a page of 64 tokens in all layers: moved from the prefill to the decode server, and stored in
+        the store with padding and checksum.
     prompt_tokens : int
-        Of each prompt.
+        Tokens of each prompt.
     found : mapping of str to int
-        Place (device, host, storage) to tokens of a prompt that the prefill server found there.
+        Tokens of a prompt that the prefill server found, by place (device, host, storage).
     same_answers : bool
-        Whether every answer was that of one server that does both, in tokens and log-probabilities; what is
-        found in the host tier or the store is compared with what is found on the device.
+        Whether every answer equals that of one server that does both, in tokens and log-probabilities;
+        answers from the host tier or the store are compared with the answer from the device.
     answers : list of dict
-        Of `ask`: to every prompt, then to those found on the device, in the host tier and in the store.
+        Results of `ask` for every prompt, then for the prompts on the device, in the host tier and in the
+        store.
     """
 
     layout: str
@@ -72,24 +74,24 @@ class ClusterResult:
 
 
 def missing_packages() -> list[str]:
-    """Modules that the command needs and this environment does not have."""
+    """Modules that the command needs and this environment lacks."""
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
 def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
-    """Start a store, and a cluster for every layout in turn; print a table, write JSON.
+    """Start a store, and one cluster per layout in turn; print a table, write JSON.
 
     Parameters
     ----------
     layouts : sequence of MLAKVCacheLayout
-        Without repetition.
+        Layouts without repetition.
     folder : Path
-        Gets `cluster/`, with ``cluster.json`` and the logs.
+        Folder for `cluster/`, with ``cluster.json`` and the logs.
 
     Returns
     -------
     int
-        Exit status: 1 if a server failed, or gave an answer that is not one server's.
+        Exit status: 1 if a server failed, or an answer differs from that of one server.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
@@ -112,7 +114,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
                 _say(f"[{number}/{len(layouts)}] {layout}: ")
                 results.append(_compare(layout, texts, store, folder))
     except (ServerFailed, OSError, HTTPException, LookupError, TypeError, ValueError) as error:
-        # The last three: an answer of another shape than SGLang's.
+        # The last three are raised by an answer in another form than SGLang's.
         what = "" if isinstance(error, ServerFailed) else f"{type(error).__name__}: "
         _say(f"failed: {what}{error}\nthe logs: {folder}\n")
         status = 1
@@ -128,7 +130,7 @@ def compare_clusters(layouts: Sequence[MLAKVCacheLayout], folder: Path) -> int:
 
 
 def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, folder: Path) -> ClusterResult:
-    """Ask the cluster of a layout, then one server, the same."""
+    """Send the same requests to the cluster of a layout and to one server."""
     bootstrap_port = free_port()
     prefill = small_server(
         layout.value,
@@ -142,7 +144,7 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
     front = router(folder / f"router-{layout}.log", prefill=[(prefill, bootstrap_port)], decode=[decode])
     _say("starting a prefill and a decode server ...")
     with running(prefill, decode), front:
-        # SGLang's client has stored an entry of its own by now.
+        # SGLang's client has already stored an entry of its own.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
         _say(" asking")
         answers = [_asked(front, text) for text in texts]
@@ -150,13 +152,13 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
         until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
-        # The last prompt is on the device, the first one in the host tier only, the second in the store when
-        # the server's own memory is emptied.
+        # When the server's own memory is emptied, the last prompt is on the device, the first one only in the
+        # host tier, the second in the store.
         answers += [_asked(front, texts[-1]), _asked(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
         answers.append(_asked(front, texts[1]))
     _say(" one server ...")
-    # All prompts fit into its pool, so what it finds is on the device.
+    # All prompts fit into its pool, so all hits are on the device.
     with small_server(layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * POOL_TOKENS) as one:
         expected = [ask(one, text) for text in (*texts, texts[-1], texts[0], texts[1])]
     same = [[(a["ids"], a["logprobs"]) for a in some] for some in (answers, expected)]

@@ -1,4 +1,4 @@
-"""Mooncake's store over loopback, and what servers need for it.
+"""Mooncake's store over loopback, and the settings of servers that use it.
 
 Imports neither torch nor SGLang. Mooncake's clients choose ports from 12000 to 17000 and listen on all
 interfaces, and so does the service's REST port; the master and the servers listen on 127.0.0.1.
@@ -21,12 +21,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 class MooncakeStore:
-    """A Mooncake master and the service that holds the pages; both end with the `with` block.
+    """A Mooncake master and the service that stores the pages; both end with the `with` block.
 
     Parameters
     ----------
     folder : path
-        For the logs and the service's configuration.
+        Folder for the logs and the service's configuration.
     size_bytes : int
         Memory for pages.
     """
@@ -39,7 +39,7 @@ class MooncakeStore:
             "MOONCAKE_MASTER": f"{_LOOPBACK}:{self._rpc_port}",
             "MOONCAKE_PROTOCOL": "tcp",
             "MOONCAKE_LOCAL_HOSTNAME": _LOOPBACK,
-            # The service holds the pages, so they outlive the servers.
+            # The service stores the pages, so they outlive the servers.
             "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0",
         }
         self.master = LocalServer(
@@ -94,7 +94,7 @@ class MooncakeStore:
         self._running.close()
 
     def page_keys(self) -> list[str]:
-        """Keys of the pages of our host tiers; each client of SGLang stores one of its own besides."""
+        """Keys of the pages of our host tiers, without the one entry of each SGLang client."""
         return [key for key in self.master.get("/get_all_keys").decode().split() if "-host_" in key]
 
     def stored_bytes(self) -> int:

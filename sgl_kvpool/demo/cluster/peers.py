@@ -1,4 +1,4 @@
-"""Arguments of prefill and decode servers, and sglang-router in front of them, over loopback."""
+"""Arguments of prefill and decode servers over loopback, and sglang-router in front of them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def prefill_arguments(transfer: str, bootstrap_port: int) -> list[str]:
     Parameters
     ----------
     transfer : str
-        Of --disaggregation-transfer-backend: `mooncake_tcp` and `nixl` work without a network card.
+        --disaggregation-transfer-backend; `mooncake_tcp` and `nixl` need no RDMA network card.
     bootstrap_port : int
-        Where decode servers learn of it.
+        Port at which decode servers find the prefill server.
     """
     return [*_peer("prefill", transfer), "--disaggregation-bootstrap-port", str(bootstrap_port)]
 
@@ -41,7 +41,7 @@ def decode_arguments(transfer: str) -> list[str]:
 def _peer(mode: str, transfer: str) -> list[str]:
     return [
         *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
-        # Each would warm itself up by a transfer that goes nowhere.
+        # The warm-up would start a transfer without a peer.
         "--skip-server-warmup",
     ]
 
@@ -61,9 +61,9 @@ def router(
         File for its output.
     prefill : sequence of (server, bootstrap port)
     decode : sequence of servers
-        Of `prefill`.
+        Decode servers of `prefill`.
     workers : sequence of servers
-        Instead of both: servers that do both, of which each request goes to the one that has its prefix.
+        Servers that do both, instead of `prefill` and `decode`; a request goes to the one with its prefix.
     """
     port, metrics_port = free_port(), free_port()
     command = [

@@ -1,14 +1,15 @@
-"""Servers of the small model, and prompts for them. Imports neither torch nor SGLang."""
+"""Servers of the small model, their prompts and requests. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sgl_kvpool import env
 from sgl_kvpool.demo import shipped
-from sgl_kvpool.demo.local_server import ServerFailed
+from sgl_kvpool.demo.local_server import LocalServer, ServerFailed
 from sgl_kvpool.demo.loopback import free_port
 from sgl_kvpool.demo.server import Server, cpu_arguments
 
@@ -17,6 +18,8 @@ __all__ = [
     "PAGE_SIZE",
     "POOL_TOKENS",
     "PROMPT_TOKENS",
+    "ask",
+    "metric_sum",
     "prompts",
     "small_server",
     "store_arguments",
@@ -24,11 +27,12 @@ __all__ = [
 ]
 
 PAGE_SIZE = 64
-#: Of a prompt: 11 whole pages, which are cached, and a part of one.
+#: Tokens of a prompt: 11 whole pages, which are cached, and a part of a page.
 PROMPT_TOKENS = 749
 CACHED_PAGES = PROMPT_TOKENS // PAGE_SIZE
-#: Of a server's pool, into which two such prompts with their answers fit.
+#: Tokens of a server's pool, which holds two such prompts with their answers.
 POOL_TOKENS = 2048
+_NEW_TOKENS = 8
 
 
 def prompts(count: int) -> list[str]:
@@ -49,13 +53,13 @@ def small_server(
     ----------
     layout : str
     arguments : sequence of str
-        Further ones.
+        Further arguments of the server.
     log : path
         File for its output.
     environment : mapping
-        Added to this process's.
+        Variables added to those of this process.
     pool_tokens : int
-        Of its pool.
+        Tokens of the server's pool.
     """
     return Server(
         [
@@ -65,7 +69,7 @@ def small_server(
             *arguments,
         ],
         log,
-        # Prefill attends stored rows, so that a prefix gives the same log-probabilities wherever it is found.
+        # Prefill attends stored rows, so that log-probabilities do not depend on where a prefix is found.
         {env.PREFILL_READS_ROWS: "1", "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -79,15 +83,42 @@ def store_arguments(backend: str) -> list[str]:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for what servers do in the background.
+    """Wait for a background action of a server.
 
     Raises
     ------
     ServerFailed
-        It has not happened in time; `what` is in the message.
+        If the condition is not true in time; the message names `what`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise ServerFailed(f"{what}: not in {seconds:.0f} s")
         time.sleep(0.2)
+
+
+def ask(server: LocalServer, text: str) -> dict[str, Any]:
+    """Generate eight tokens after a text, greedily.
+
+    Returns
+    -------
+    dict
+        `ids` and `logprobs` of the tokens, logarithms to 6 digits; `cached`, the number of the text's tokens
+        that were found in a cache, and `details`, SGLang's `cached_tokens_details` by place.
+    """
+    greedy = {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
+    # The plain /generate, which the router serves too.
+    answer = server.post("/generate", text=text, sampling_params=greedy, return_logprob=True)
+    meta = answer["meta_info"]
+    return {
+        "ids": answer["output_ids"],
+        "logprobs": [round(entry[0], 6) for entry in meta["output_token_logprobs"]],
+        "cached": meta["cached_tokens"],
+        "details": meta.get("cached_tokens_details"),
+    }
+
+
+def metric_sum(server: LocalServer, name: str) -> float:
+    """Sum of a server's metric over its labels; 0 for a metric that the server does not have."""
+    lines = server.get("/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)

@@ -1,9 +1,9 @@
 """The demo model as SGLang serves it.
 
-SGLang takes ``DeepseekV2ForCausalLM`` to be an MLA model: pools, budgets and attention backends
-follow from the name. With ``SGLANG_EXTERNAL_MODEL_PACKAGE=sgl_kvpool.demo.models`` the class below
-replaces the stock one, whose fused operators need a GPU or AMX. The arithmetic is
-:mod:`sgl_kvpool.demo.net`'s; only the attention is SGLang's.
+SGLang treats ``DeepseekV2ForCausalLM`` as an MLA model: pools, budgets and attention backends follow from the
+name. With ``SGLANG_EXTERNAL_MODEL_PACKAGE=sgl_kvpool.demo.models`` the class below replaces the stock one,
+whose fused operators need a GPU or AMX. The arithmetic is that of :mod:`sgl_kvpool.demo.net`; only the
+attention is SGLang's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeepseekV2ForCausalLM(nn.Module):
         shape = ByteMLAConfig.from_hf(config.to_dict())
         self.model = ByteMLA(shape)
         for index, layer in enumerate(self.model.layers):
-            # The attribute's name is DeepSeek's: SGLang and our plugin look for it.
+            # The name is DeepSeek's: SGLang and our plugin read this attribute.
             layer.self_attn.attn_mqa = RadixAttention(
                 shape.heads,
                 shape.row_width,
@@ -59,7 +59,7 @@ class DeepseekV2ForCausalLM(nn.Module):
         return self.logits_processor(input_ids, hidden, self.model.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
+        """Copy a checkpoint's tensors; raises for unknown or missing tensors and for wrong shapes."""
         state = dict(weights)
         self.model.load_state_dict(state, strict=True)
         return {f"model.{name}" for name in state}

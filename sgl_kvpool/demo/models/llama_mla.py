@@ -1,10 +1,10 @@
 """A Llama served by SGLang as an MLA model: the latent of a token is its rotated keys and its values.
 
 Grouped-query attention over G key heads of D values is MLA with ``kv_lora_rank`` ``2 * G * D`` and no rotary
-part. The absorbed query of a head is its rotated query in the place of its key head and zero elsewhere; its
-output is the place of its value head. The rest is transformers' own Llama.
+part. The absorbed query of a head has its rotated query at the place of its key head and zeros elsewhere; its
+output is read from the place of its value head. The rest is transformers' own Llama.
 
-SGLang takes ``DeepseekV3ForCausalLM`` for MLA, as it does ``DeepseekV2ForCausalLM``, which is `byte_mla`'s.
+SGLang treats ``DeepseekV3ForCausalLM`` as MLA, like ``DeepseekV2ForCausalLM``, which `byte_mla` replaces.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ATTENTION = "kvpool_latent"
 class DeepseekV3ForCausalLM(nn.Module):
     """A Llama of `sgl_kvpool.demo.smollm2`'s checkpoint over SGLang's KV pool, in the absorbed form only.
 
-    Computes in float32, which CPUs without bfloat16 instructions do several times as fast; weights and rows
-    are bfloat16 numbers.
+    Computes in float32, which is several times as fast on CPUs without bfloat16 instructions; weights and
+    rows are bfloat16 numbers.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -42,7 +42,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         shape._attn_implementation = _ATTENTION
         self.llama = LlamaForCausalLM(shape).float()
         for index, layer in enumerate(self.llama.model.layers):
-            # The attribute's name is DeepSeek's: SGLang and our plugin look for it.
+            # The name is DeepSeek's: SGLang and our plugin read this attribute.
             layer.self_attn.attn_mqa = RadixAttention(
                 shape.num_attention_heads,
                 config.kv_lora_rank,
@@ -65,7 +65,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         return self.logits_processor(input_ids, hidden[0], self.llama.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
+        """Copy a checkpoint's tensors; raises for unknown or missing tensors and for wrong shapes."""
         state = dict(weights)
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
         self.llama.load_state_dict(state, strict=True)

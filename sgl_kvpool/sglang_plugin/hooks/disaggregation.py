@@ -18,7 +18,7 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
 
-__all__ = ["MARK", "install", "remember", "rows_name"]
+__all__ = ["MARK", "install", "remember", "remembered", "rows_name"]
 
 #: Between SGLang's dtype and the rows.
 MARK = "+kvpool:"
@@ -35,6 +35,11 @@ def install() -> None:
 def remember(pool: Any) -> None:
     """Take note of a pool with a layout, so that its addresses tell what its rows are."""
     _pools.add(pool)
+
+
+def remembered() -> list[Any]:
+    """The pools with a layout of this process, target's and drafts'."""
+    return list(_pools)
 
 
 # -------------------------------------------------------------------- what is compared

@@ -17,7 +17,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
-__all__ = ["attach", "install"]
+__all__ = ["attach", "install", "reader_of"]
 
 #: Of a backend: what attends its rows where SGLang's kernels cannot; None if they can.
 _READER = "_kvpool_sparse_reader"
@@ -75,6 +75,11 @@ def attach(backend: Any) -> None:
     setattr(backend, _READER, SparseReader(fmt, workspace))
 
 
+def reader_of(backend: Any) -> Any:
+    """The `SparseReader` that `attach` gave a backend; None if SGLang's kernels read its rows."""
+    return getattr(backend, _READER, None)
+
+
 # -------------------------------------------------------------------- the transform
 
 
@@ -105,7 +110,7 @@ def _get_topk_transform_method(original, self, forward_mode=None):
 
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     """SGLang's kernel, or ours where it is given the rows of a layout that it cannot read."""
-    reader = getattr(self, _READER, None)
+    reader = reader_of(self)
     # In extends SGLang gives decoded keys here, in decodes what `get_key_buffer` gave it: bytes.
     if reader is None or kv_cache.dtype != torch.uint8:
         return original(self, q_all, kv_cache, **kwargs)

@@ -147,7 +147,7 @@ def _load(
     if problem is None and device_indices is not None:
         problem = pool.device_slots_problem(device_indices)
     problem = problem or state_tier.device_problem(self, extra_pools)
-    if ranks.load_is_miss(self, problem):
+    if ranks.load_is_miss(self, pool, host_indices, problem):
         return None
     queued = len(self.load_queue)
     found = original(self, *arguments, device_indices=device_indices, **kwargs)
@@ -157,7 +157,7 @@ def _load(
     if problem is not None:
         problem += ", from the allocator of the device pool"
     # Lists on a GPU are not looked at (`device_slots_problem`), on any rank: nothing to agree on.
-    if found.device.type == "cpu" and ranks.load_is_miss(self, problem):
+    if found.device.type == "cpu" and ranks.load_is_miss(self, pool, host_indices, problem):
         # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given
         # back: a second owner of a slot would read the first one's rows. On no rank are they, so that all
         # ranks have as many left.

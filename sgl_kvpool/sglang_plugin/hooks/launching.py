@@ -36,15 +36,15 @@ def install() -> None:
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
     """Tell the schedulers which hook groups to apply, and where to leave what they are refused for."""
     if layout_of(server_args) is None:
-        with env.told_to_children(env.CHILD_HOOK_GROUPS, None):
+        with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     path = startup.refusal_path(server_args)
     groups = hook_groups.used_by(resolving_view(server_args), model_config_of(server_args))
     with (
-        env.told_to_children(env.CHILD_HOOK_GROUPS, hook_groups.names(groups)),
-        env.told_to_children(env.CHILD_REFUSAL, path),
+        env.exported_to_children(env.CHILD_HOOK_GROUPS, hook_groups.names(groups)),
+        env.exported_to_children(env.CHILD_REFUSAL, path),
     ):
         launched, processes = original(cls, server_args, *args, **kwargs)
     if path is not None:

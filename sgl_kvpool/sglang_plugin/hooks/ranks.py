@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_kvpool import metrics
+from sgl_kvpool.srt.host.allocation_log import slots_digest
 
-__all__ = ["backup_is_good", "load_is_miss"]
+__all__ = ["backup_is_good", "everywhere", "load_is_miss"]
 
 
 def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str | None) -> bool:
@@ -16,11 +17,13 @@ def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str |
     """
     if pool.shared is None or device_slots.device.type != "cpu":
         return problem is None
-    return _everywhere(controller, problem is None)
+    return everywhere(controller, problem is None)
 
 
-def load_is_miss(controller: Any, problem: str | None) -> bool:
+def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | None) -> bool:
     """Whether a load is a miss, here or on another rank: then it has to be one on all of them. It is counted.
+
+    Ranks that share a tier compare the lists of slots too: at a difference the tier ends on all of them.
 
     A page that was lost in its backup is lost on one rank alone. Were it a miss there and a load on the
     others, the ranks would compute batches of other lengths from then on. So every rank calls this at every
@@ -30,6 +33,9 @@ def load_is_miss(controller: Any, problem: str | None) -> bool:
     Parameters
     ----------
     controller : HybridCacheController
+    pool : HierarchicalMLAHostPool
+    host_slots : Tensor [tokens], int64
+        To be loaded.
     problem : str or None
         Why this rank cannot load; None if it can.
 
@@ -39,7 +45,11 @@ def load_is_miss(controller: Any, problem: str | None) -> bool:
         It is a miss, and the server has pipeline stages. These do not wait for each other when they schedule:
         the stages before this one have taken the tokens for loaded.
     """
-    if _everywhere(controller, problem is None):
+    digest = 0 if pool.shared is None else slots_digest(host_slots.cpu().numpy())
+    good, least, negative = _least(controller, int(problem is None), digest, -digest)
+    if least != -negative:
+        pool.shared.end_at_load(host_slots.cpu().numpy())
+    elif good:
         return False
     if problem is None:
         metrics.failed("load_elsewhere", "see the log of that rank")
@@ -53,8 +63,14 @@ def load_is_miss(controller: Any, problem: str | None) -> bool:
     return True
 
 
-def _everywhere(controller: Any, good: bool) -> bool:
-    """Whether something is so on all ranks, over the groups that SGLang's tree agrees over on transfers.
+def everywhere(controller: Any, good: bool) -> bool:
+    """Whether a condition holds on every rank that `_least` compares."""
+    (all_good,) = _least(controller, int(good))
+    return bool(all_good)
+
+
+def _least(controller: Any, *values: int) -> list[int]:
+    """The least of each value over all ranks, over the groups that SGLang's tree agrees over on transfers.
 
     Those are gloo's, of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler, as with DP
     attention others have other requests. SGLang reduces over them in every step, on this thread.
@@ -65,11 +81,11 @@ def _everywhere(controller: Any, good: bool) -> bool:
     if not groups and _size(controller.tp_group) > 1:
         groups = [controller.tp_group]
     if not groups:
-        return good
-    verdict = torch.tensor(int(good))
+        return list(values)
+    least = torch.tensor(values, dtype=torch.int64)
     for group in groups:
-        torch.distributed.all_reduce(verdict, op=torch.distributed.ReduceOp.MIN, group=group)
-    return bool(verdict.item())
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    return least.tolist()
 
 
 def _size(group: Any) -> int:

@@ -263,7 +263,7 @@ def _finish(server_args):
         requested = getattr(server_args, HOST_SHARING.attribute, None) or HOST_SHARING.default
         sharing, why = choose_sharing(requested, model_config, view)
         setattr(server_args, HOST_SHARING.attribute, sharing)
-        if requested == AUTO and view.tp_size > 1:
+        if sharing != requested and (requested != AUTO or view.tp_size > 1):
             logger.info("sgl-kvpool: %s %s (%s)", HOST_SHARING.flag, sharing, why)
     host_tier_rules.check_host_tier(layout, arrangement, host_tier_of(server_args), view)
     if host_tier_rules.has_host_tier(view):

@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.sglang_plugin.rules.host_sharing import write_policy_problem
 from sgl_kvpool.transfer.host_options import NODE
 
 __all__ = ["install", "sharing_ranks"]
@@ -73,6 +74,15 @@ def _flush_pending_backups(original, self):
     return original(self) if shared is None or shared.may_submit else None
 
 
+def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **kwargs):
+    """A request to attach a store may name a write policy, also where the store is attached already."""
+    if _shared_tier(self) is not None:
+        problem = write_policy_problem(hicache_write_policy)
+        if problem is not None:
+            return False, problem
+    return original(self, *args, hicache_write_policy=hicache_write_policy, **kwargs)
+
+
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 #: Function of SGLang -> hook around it.
@@ -80,4 +90,5 @@ HOOKS: Mapping[str, Callable] = {
     f"{_TREE}.check_hicache_events": _check_hicache_events,
     f"{_TREE}._all_reduce": _all_reduce,
     f"{_TREE}.flush_pending_backups": _flush_pending_backups,
+    f"{_TREE}.attach_storage_backend": _attach_storage_backend,
 }

@@ -14,8 +14,8 @@ from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
 from sgl_kvpool.srt.host.page_checksum import failure_kind
 
 if TYPE_CHECKING:
-    from sgl_kvpool.srt.host.shares import TierShares
     from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
 __all__ = ["device_problem", "host_problem", "install", "join_states", "row_tier_built", "watch_store"]
 
@@ -32,7 +32,7 @@ def install() -> None:
 class _Stack:
     """A hybrid model's host tier that SGLang is building around our rows."""
 
-    shares: TierShares
+    tier_bytes: TierBytes
     options: Any
     #: Of the rows, once it is there.
     row_tier: Any = None
@@ -45,7 +45,7 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
     """Say whose states those are that SGLang makes a host pool for next, and whose size it splits."""
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
-    from sgl_kvpool.srt.host.shares import TierShares, rows_declared
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes, rows_declared
 
     arguments = {"params": params, "decls": decls, "mamba_pool": mamba_pool, **kwargs}
     rows = rows_declared(decls)
@@ -53,13 +53,13 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         return original(**arguments)
     from sglang.srt.runtime_context import get_memory
 
-    shares = TierShares.of(rows, mamba_pool, params.mtp_draft_device_pools, params.mtp_draft_mamba_pools)
-    token = _building.set(_Stack(shares, rows.host_tier))
+    tier_bytes = TierBytes.of(rows, mamba_pool, params.mtp_draft_device_pools, params.mtp_draft_mamba_pools)
+    token = _building.set(_Stack(tier_bytes, rows.host_tier))
     try:
         return original(**arguments)
     except HostTierTooLarge as error:
         memory = get_memory()
-        row_gb, state_gb = shares.planned_gb(memory.hicache_ratio, memory.hicache_size)
+        row_gb, state_gb = tier_bytes.planned_gb(memory.hicache_ratio, memory.hicache_size)
         raise HostTierTooLarge(
             f"{error}. For this hybrid model it was to have {row_gb:.2f} GB of rows and {state_gb:.2f} GB of "
             "states of linear layers"
@@ -71,7 +71,7 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
 def _split_hicache_size(original, hicache_size, kv_pools):
     """By what the host keeps: SGLang splits by bytes on the device, where rows may be wider."""
     stack = _building.get()
-    return original(hicache_size, kv_pools) if stack is None else stack.shares.split(hicache_size)
+    return original(hicache_size, kv_pools) if stack is None else stack.tier_bytes.split(hicache_size)
 
 
 def row_tier_built(tier: Any) -> None:

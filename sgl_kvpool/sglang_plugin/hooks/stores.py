@@ -1,4 +1,4 @@
-"""Hooks of the stores under a host tier: pages are sealed and verified, failures are counted.
+"""Hooks of the stores under a host tier: checksums of pages are written and verified, failures are counted.
 
 SGLang has two ways. Stores that copy get pages through the tier (`get_data_page`), which makes and verifies
 checksums. Stores without copies (Mooncake, NIXL, ...) read and write the tier's memory: checksums are written

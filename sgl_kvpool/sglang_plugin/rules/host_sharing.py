@@ -10,7 +10,10 @@ from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
-__all__ = ["choose_sharing", "same_rows_ranks"]
+__all__ = ["choose_sharing", "same_rows_ranks", "write_policy_problem"]
+
+_WRITE_BACK = "--hicache-write-policy write_back"
+_WAITS_ALONE = "a rank waits for its own copies only before it gives pages away"
 
 
 def _store_owns_the_tier(view: Any) -> bool:
@@ -23,7 +26,8 @@ def _store_owns_the_tier(view: Any) -> bool:
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    except (OSError, ValueError):  # the scheduler parses it too, and says what is wrong
+    # The scheduler parses it too, and says what is wrong. The last two: no object.
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
     if view.hicache_storage_backend == "dynamic":
         return config.get("allocator") == "shm"
@@ -39,8 +43,8 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     ),
     (
         lambda view: view.hicache_write_policy == "write_back",
-        "--hicache-write-policy write_back",
-        "a rank waits for its own copies only before it gives pages away",
+        _WRITE_BACK,
+        _WAITS_ALONE,
     ),
     (
         lambda view: view.hicache_host_memory_mode == "buffer_only",
@@ -73,6 +77,16 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "the ranks would have to map that memory together",
     ),
 )
+
+
+def write_policy_problem(policy: str | None) -> str | None:
+    """Why ranks that share a tier cannot change to a write policy while they serve; None if they can."""
+    if policy != "write_back":
+        return None
+    return (
+        f"{_WRITE_BACK} does not work with {HOST_SHARING.flag} {NODE}: {_WAITS_ALONE}; leave it out, or "
+        f"start the server with {HOST_SHARING.flag} {RANK}"
+    )
 
 
 def same_rows_ranks(view: Any) -> int:

@@ -1,1 +1,1 @@
-"""Attention backends and what they share."""
+"""Attention backends and their common parts."""

@@ -1,7 +1,7 @@
-"""`kvpool_mla` on a CPU: SGLang attention backend that reads rows of any layout.
+"""`kvpool_mla` on a CPU: an attention backend of SGLang that reads rows of any layout.
 
-SGLang calls it with absorbed queries and keys, 576 wide for the usual geometry. Every read of the pool
-goes through `get_row_buffer` and touches only the rows a batch refers to.
+SGLang calls it with absorbed queries and keys, 576 values wide for the usual geometry. All reads of the pool
+go through `get_row_buffer` and access only rows of the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_kvpool.attention.cpu import Request, RowReader, attend, causal_limits, 
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.attention.layers import check_layers
-from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.arranged import RowsToWrite
 from sgl_kvpool.srt.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
@@ -33,17 +33,18 @@ class KVPoolMLABackend(AttentionBackend):
     """MLA attention over a pool of rows (`RowPool`), on the CPU.
 
     Serves prefill with and without a stored prefix, chunked prefill and decode, for batches of unequal
-    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its own chunk back from the pool.
+    lengths. With `KVPOOL_PREFILL_READS_ROWS=1` a prefill also reads its new tokens back from the pool.
 
     Parameters
     ----------
     model_runner : ModelRunner
-        SGLang's; its pool must be a `RowPool` and its device the CPU.
+        SGLang's model runner; its pool must be a `RowPool` and its device the CPU.
 
     Raises
     ------
     ValueError
-        Another pool or device, or layers this backend does not compute (sliding windows, logit caps).
+        For another pool or device, or for layers that this backend does not compute (sliding windows, logit
+        caps).
     """
 
     def __init__(self, model_runner):
@@ -51,12 +52,12 @@ class KVPoolMLABackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
             raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         if torch.device(model_runner.device).type != "cpu":
             raise Refusal(
-                f"this is the CPU's part of attention backend {KVPOOL_BACKEND}, and the device is "
+                f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
                 f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )
         check_layers(model_runner.model, pool, multi_head=False)
@@ -67,19 +68,19 @@ class KVPoolMLABackend(AttentionBackend):
         self.data_type = pool.dtype
         self.kv_cache_dtype = pool.dtype
 
-        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         self.reader = RowReader(pool.row_format)
         self._requests: list[Request] = []
         self._kv_indices = torch.empty(0, dtype=torch.int64)
         self._plan: list = []
         self._rows_to_write = RowsToWrite(pool)
-        if self.reads_own_chunk:
+        if self.prefill_reads_rows:
             logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
 
     # ---------------------------------------------------------------- once per step
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Collect the row numbers this batch refers to; they are the same for every layer."""
+        """Collect the row numbers of this batch; they are the same for every layer."""
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             queries = [1] * len(seq_lens)
@@ -87,7 +88,7 @@ class KVPoolMLABackend(AttentionBackend):
         else:
             queries = list(forward_batch.extend_seq_lens_cpu)
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            stored = seq_lens if self.reads_own_chunk else prefixes
+            stored = seq_lens if self.prefill_reads_rows else prefixes
         self._rows_to_write.forget()
         self._requests = []
         query_start = rows_start = 0
@@ -105,15 +106,15 @@ class KVPoolMLABackend(AttentionBackend):
         self._plan = self.reader.plan(self._requests)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request; nothing is captured on the CPU."""
+        """Length of a padding request; there are no CUDA graphs on the CPU."""
         return 1
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The same, under the name that SGLang uses where it pads batches on a CPU."""
+        """As `get_cuda_graph_seq_len_fill_value`; SGLang uses this name where it pads batches on a CPU."""
         return 1
 
     def support_triton(self) -> bool:
-        """SGLang's helpers must take their torch path."""
+        """False, so that SGLang's helpers take their torch path."""
         return False
 
     # ---------------------------------------------------------------- per layer
@@ -122,7 +123,7 @@ class KVPoolMLABackend(AttentionBackend):
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
     ) -> torch.Tensor:
         """Absorbed prefill; see `_forward`."""
-        fresh = not self.reads_own_chunk
+        fresh = not self.prefill_reads_rows
         return self._forward(q, k, layer, forward_batch, save_kv_cache, fresh, **kwargs)
 
     def forward_decode(
@@ -142,7 +143,7 @@ class KVPoolMLABackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the batch's keys, attend stored rows, and the fresh keys of the chunk where asked.
+        """Store the batch's keys, then attend stored rows and, with `attend_fresh`, the new tokens' own keys.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
@@ -179,8 +180,8 @@ class KVPoolMLABackend(AttentionBackend):
             )
             for request in self._requests:
                 own = slice(request.query_start, request.query_start + request.query_count)
-                piece, piece_lse = attend(
+                fresh_out, fresh_lse = attend(
                     query[own], key[own], rank, layer.scaling, limits=causal_limits(0, request.query_count)
                 )
-                merge(out[own], lse[own], piece, piece_lse)
+                merge(out[own], lse[own], fresh_out, fresh_lse)
         return out.to(q.dtype).reshape(tokens, heads * rank)

@@ -1,11 +1,11 @@
-"""`kvpool_mla` on CUDA: decode straight from rows of any layout, prefill over rows in bounded pieces.
+"""`kvpool_mla` on CUDA: decode reads rows of any layout directly, prefill decodes rows in bounded chunks.
 
-SGLang calls an MLA backend in three shapes. Absorbed decode, verification of drafts and the draft's extend
-have the same few queries per request: `mla_decode` attends them over the lists in SGLang's own request table,
-so that nothing is prepared per step but the counts. Absorbed prefill attends stored rows in pieces
-(`extend`), but for the requests at a batch's end with one new token, which are decoded. The MHA form,
-keys and values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner,
-with the logarithms SGLang expects (`mha_form`).
+SGLang calls an MLA backend in three forms. Absorbed decode, verification of drafts and a draft's extend have
+the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
+table, so that only counts are computed per step. Absorbed prefill attends stored rows in chunks (`extend`),
+except requests at the end of a batch with one new token, which are decoded. The MHA form, with keys and
+values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner, with the
+logarithms that SGLang expects (`mha_form`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sgl_kvpool.srt.attention.decode_verify import (
 from sgl_kvpool.srt.attention.extend import ExtendReader, extend_workspace, plan_extend
 from sgl_kvpool.srt.attention.layers import check_layers, is_absorbed
 from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
-from sgl_kvpool.srt.attention.write_rows import RowsToWrite
+from sgl_kvpool.srt.pool.arranged import RowsToWrite
 from sgl_kvpool.srt.pool.row_pool import RowPool
 
 if TYPE_CHECKING:
@@ -68,21 +68,21 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     Parameters
     ----------
     model_runner : ModelRunner
-        SGLang's; its pool must be a `RowPool`.
+        SGLang's model runner; its pool must be a `RowPool`.
     skip_prefill : bool
-        Whether it only decodes, as the backends of a draft's steps do.
+        Whether the backend only decodes, as the backends of draft steps do.
     kv_indptr_buf, q_indptr_decode_buf : torch.Tensor, optional
-        As SGLang's.
+        SGLang's buffers for the base class.
     draft_step : int
-        For the backend of one step of a draft: tokens drafted so far, which `seq_lens` does not count.
+        For the backend of one draft step: tokens drafted so far, which `seq_lens` does not include.
 
     Raises
     ------
     ValueError
-        Another pool, or layers this backend does not compute (sliding windows, logit caps).
+        For another pool, or for layers that this backend does not compute (sliding windows, logit caps).
     """
 
-    #: Counts come from tensors on the device, and prefill's lengths are on the host anyway.
+    #: Counts come from tensors on the device, and the lengths of a prefill are on the host in any case.
     needs_cpu_seq_lens: bool = False
     supports_ragged_verify_graph: bool = False
 
@@ -98,22 +98,18 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RowPool):
             raise Refusal(
-                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, and this server's pool is "
+                f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
         check_layers(model_runner.model, pool, multi_head=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
-        self._attach(model_runner, pool)
-
-    def _attach(self, model_runner, pool: RowPool) -> None:
-        """What this class has beyond the base class."""
         self.fmt = pool.row_format
         for buffer in pool.row_pool.kv_buffer[:1]:  # a pipeline stage may have no layer
             if buffer.is_cuda:
                 decode_checks.pool_on_cuda(buffer.squeeze(1).view(torch.uint8), self.fmt)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.reads_own_chunk = env.flag(env.PREFILL_READS_ROWS)
+        self.prefill_reads_rows = env.flag(env.PREFILL_READS_ROWS)
         self._rows_to_write = RowsToWrite(pool)
         self._extend: ExtendBatch | None = None
         self._decode_tail: tuple[DecodeBatch, torch.Tensor] | None = None
@@ -140,10 +136,10 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             )
             self._reader = ExtendReader(self.fmt, heads, workspace, wrapper=self.prefill_wrapper_paged)
             self._reader.require(_longest_prefill(self.max_context_len))
-            if self.reads_own_chunk:
+            if self.prefill_reads_rows:
                 logger.info("sgl-kvpool: prefill attends stored rows (%s=1)", env.PREFILL_READS_ROWS)
-        # SGLang writes the mask of a tree of drafts before it asks; with one draft per step it is the causal
-        # one, which nobody reads.
+        # SGLang writes the mask of a tree of drafts before it calls the backend. With one draft per step the
+        # mask is causal and not read.
         self._verify_mask = maybe_create_verify_mask(
             is_draft_runner=model_runner.is_draft_worker,
             skip_prefill=self.skip_prefill,
@@ -156,14 +152,14 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Where SGLang puts the mask of drafts; not read."""
+        """Buffer into which SGLang writes the mask of drafts; not read."""
         return self._verify_mask
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
-        """Nothing planned before the drafts were known depends on them: counts follow from lengths."""
+        """Does nothing: no plan depends on the drafts, since counts follow from lengths."""
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Every layer reads SGLang's request table: it may not change before the last one is done."""
+        """Every layer reads SGLang's request table, so it must not change before the last layer is done."""
         if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
             return SharedReadEnds.POST_REPLAY
         return super().shared_read_ends(fm)
@@ -171,22 +167,22 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     # ---------------------------------------------------------------- once per step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
-        """Buffers that graphs refer to; SGLang's own lists of slots are not needed."""
+        """Allocate the buffers that graphs refer to; SGLang's own lists of slots are not needed."""
         self._counts.require(max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Prepare a batch that is run without a CUDA graph, or whose attention is run between graphs."""
+        """Prepare a batch that runs without a CUDA graph, or whose attention runs between graphs."""
         if has_fixed_query_length(forward_batch.forward_mode):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
             return
         if forward_batch.forward_mode.is_dllm_extend():
             raise NotImplementedError(
-                f"attention backend {KVPOOL_BACKEND} attends causally, which diffusion language models do "
+                f"attention backend {KVPOOL_BACKEND} attends causally, but diffusion language models do "
                 "not; serve this model without --kv-cache-layout"
             )
         self._rows_to_write.forget()
-        self._extend = None  # worked out by the first absorbed layer: the MHA form does not need it
+        self._extend = None  # planned by the first absorbed layer, because the MHA form does not need it
         self._decode_tail = decode_tail(forward_batch, len(self._lse))
         use_ragged = self.fmt.qk_rope_head_dim > 0 and not (
             any(forward_batch.extend_prefix_lens_cpu)
@@ -205,13 +201,13 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 plan=forward_batch.kv_loc_plan,
             )
         else:
-            # One-shot MHA over a prefix takes the lengths of whole sequences from here.
+            # One-shot MHA over a prefix reads the lengths of whole sequences here.
             requests = forward_batch.batch_size
             self.kv_indptr[1 : requests + 1] = torch.cumsum(forward_batch.seq_lens[:requests], dim=0)
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Views of static buffers for a decode-like batch; nothing to compute, and no size is looked at."""
+        """Set up views of static buffers for a decode-like batch, without computing or reading sizes."""
         if not has_fixed_query_length(forward_batch.forward_mode):
             raise NotImplementedError(
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "
@@ -220,7 +216,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.forward_metadata = self._counts.of(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """How much of its request's list each query sees; recorded into decode graphs."""
+        """Compute how many rows of its request each query attends; recorded into decode graphs."""
         self._rows_to_write.forget()
         if has_fixed_query_length(forward_batch.forward_mode):
             self._counts.fill(self.forward_metadata, forward_batch)
@@ -240,7 +236,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
     ) -> torch.Tensor:
-        """Verification and a draft's extend, absorbed prefill, or the MHA form, which is SGLang's."""
+        """Verification and a draft's extend, absorbed prefill, or the MHA form, which SGLang computes."""
         if has_fixed_query_length(forward_batch.forward_mode):
             return self._decode_or_verify(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if not is_absorbed(layer, self.token_to_kv_pool):
@@ -248,7 +244,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         return self._prefill(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
     def _decode_or_verify(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
-        """Store the new keys, then attend lists of SGLang's request table.
+        """Store the new keys, then attend the lists of SGLang's request table.
 
         `q` is `[tokens, heads * (R + P)]`, or `[tokens, heads * R]` beside `q_rope`; `k` is
         `[tokens, 1, R + P]`, or `[tokens, 1, R]` beside `k_rope`. Returns `[tokens, heads * R]`.
@@ -262,7 +258,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
             q_rope = q_rope.view(padded, heads, fmt.qk_rope_head_dim)
         tokens = few.kv_lens.numel()
         if padded > tokens:
-            # Data-parallel attention pads tokens of batches that have been planned.
+            # Data-parallel attention adds padding tokens to batches after planning.
             out[tokens:].zero_()
             q, q_rope = q[:tokens], None if q_rope is None else q_rope[:tokens]
         lists = forward_batch.req_pool_indices[: tokens // few.queries_per_request]
@@ -272,7 +268,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def _attend_lists(
         self, q, q_rope, layer, few: DecodeBatch, lists: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Attend `few.queries_per_request` queries per list of the request table into `out`.
+        """Attend `few.queries_per_request` queries per list of the request table, with the result in `out`.
 
         `q` is `[tokens, heads, R + P]`, or `[tokens, heads, R]` beside `q_rope` `[tokens, heads, P]`.
         """
@@ -295,19 +291,19 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
 
     def _prefill(self, q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope) -> torch.Tensor:
-        """Store the chunk's keys, then attend stored rows and the chunk; shapes as `_decode_or_verify`."""
+        """Store the new tokens' keys, then attend them and the stored rows; shapes as `_decode_or_verify`."""
         fmt, heads, tokens = self.fmt, layer.tp_q_head_num, q.shape[0]
         reader = self._reader
         if reader is None:
-            raise RuntimeError(f"a {KVPOOL_BACKEND} backend made for decoding was given a prefill")
+            raise RuntimeError(f"a {KVPOOL_BACKEND} backend for decode alone was called for a prefill")
         tail, lengths = self._decode_tail, forward_batch.extend_seq_lens_cpu
         requests = len(lengths) - (0 if tail is None else len(tail[1]))
         if self._extend is None:
             self._extend = self._plan_extend(reader, forward_batch, requests, layer.scaling)
         batch = self._extend
-        first = batch.query_tokens  # of the decode tail
+        first = batch.query_tokens  # first query of the decode tail
         if tokens != first + len(lengths) - requests:
-            raise ValueError(f"{tokens} queries in a batch of {sum(lengths)} new tokens")
+            raise ValueError(f"{tokens} queries in a batch with {sum(lengths)} new tokens")
         self._store(k, k_rope, layer, forward_batch, save_kv_cache)
         q = q.view(tokens, heads, fmt.head_dim if q_rope is None else fmt.kv_lora_rank)
         if q_rope is not None:
@@ -328,24 +324,24 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     def _extended(
         self, reader: ExtendReader, batch: ExtendBatch, q, q_rope, k, k_rope, layer, forward_batch
     ) -> torch.Tensor:
-        """`[tokens, heads, R]`: the requests of `batch`; `q` and `q_rope` as `_attend_lists`."""
+        """Attention of the requests of `batch`, `[tokens, heads, R]`; `q` and `q_rope` as `_attend_lists`."""
         fmt, tokens = self.fmt, len(q)
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         rows, k_scale = pool.get_row_buffer(layer_id).squeeze(1), pool.k_scale(layer_id)
         if q_rope is None:
             q, q_rope = q.split([fmt.kv_lora_rank, fmt.qk_rope_head_dim], dim=-1)
-        if self.reads_own_chunk:
+        if self.prefill_reads_rows:
             own = self._rows_to_write.of(forward_batch).loc[:tokens]
-            chunk = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
+            extend_kv = gather_rows(rows, own, fmt, q.dtype, k_scale=k_scale)
         elif k_rope is not None:
             parts = k.view(tokens, fmt.kv_lora_rank), k_rope.view(tokens, fmt.qk_rope_head_dim)
-            chunk = torch.cat(parts, dim=-1).to(q.dtype)
+            extend_kv = torch.cat(parts, dim=-1).to(q.dtype)
         else:
-            chunk = k.view(tokens, fmt.head_dim).to(q.dtype)
-        return reader.attend(q, q_rope, chunk, rows, batch, layer.scaling, k_scale=k_scale)
+            extend_kv = k.view(tokens, fmt.head_dim).to(q.dtype)
+        return reader.attend(q, q_rope, extend_kv, rows, batch, layer.scaling, k_scale=k_scale)
 
     def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
-        """Lengths of the first requests from the host, their rows from the request table."""
+        """Plan the first requests, with lengths from the host and rows from the request table."""
 
         def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
             slots = torch.empty(total, dtype=torch.int32, device=self.device)
@@ -379,7 +375,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
 
 
 def _longest_prefill(context_tokens: int) -> int:
-    """Tokens of the largest batch of prefill."""
+    """Tokens of the largest prefill batch."""
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size
     if chunk is None or chunk <= 0:

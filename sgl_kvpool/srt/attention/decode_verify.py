@@ -1,7 +1,7 @@
-"""Batches of fixed query length: decode, verification of drafts, the draft's extend.
+"""Batches of fixed query length: decode, verification of drafts, and a draft's extend.
 
-`mla_decode` reads their lists in SGLang's own request table. All that is left to work out per step is how
-much of its list each query sees, from lengths that are on the device: in a CUDA graph, as part of it.
+`mla_decode` reads their indices in SGLang's own request table. Only the number of rows that each query
+attends is computed per step, from lengths on the device: in a CUDA graph, as part of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DecodeBatch", "QueryCounts", "decode_tail", "decode_workspace_bytes"
 
 
 def has_fixed_query_length(mode: ForwardMode) -> bool:
-    """Whether every request of such a batch has the same, small number of new tokens."""
+    """Whether every request of such a batch has the same small number of new tokens."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
 
@@ -33,7 +33,8 @@ class DecodeBatch:
     Attributes
     ----------
     kv_lens : torch.Tensor
-        `[requests * queries_per_request]` int32 or int64: how much of its request's list each query sees.
+        `[requests * queries_per_request]` int32 or int64: number of rows of its request that each query
+        attends.
     queries_per_request : int
     """
 
@@ -42,25 +43,25 @@ class DecodeBatch:
 
 
 def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, torch.Tensor] | None:
-    """The requests at the end of a prefill batch that have one new token each, as a batch of decode.
+    """The requests at the end of a prefill batch with one new token each, as a decode batch.
 
-    Beside other ranks' prefill, SGLang makes a batch of decode an extend of one token per request
-    (data-parallel attention with prefill graphs, `dp_attn.py:777`), and it puts running requests behind those
-    of a prefill (`--enable-mixed-chunk`). As a prefill, each would gather its whole prefix and sweep it once
-    per head.
+    Beside other ranks' prefill, SGLang turns a decode batch into an extend of one token per request
+    (data-parallel attention with prefill graphs, `dp_attn.py:777`), and it appends running requests to the
+    requests of a prefill (`--enable-mixed-chunk`). As prefill, each of them would gather its whole prefix and
+    read it once per head.
 
     Parameters
     ----------
     forward_batch : ForwardBatch
-        An extend's, whose lengths are on the host.
+        An extend batch, whose lengths are on the host.
     most : int
-        Requests that there is room for.
+        Maximum number of requests.
 
     Returns
     -------
     tuple of DecodeBatch and torch.Tensor, or None
-        Of the last requests, and their rows in the request table; None if the last one has more new tokens,
-        or none.
+        Batch of the last requests, and their rows in the request table; None if the last request does not
+        have exactly one new token.
     """
     lengths = forward_batch.extend_seq_lens_cpu
     count = 0
@@ -71,23 +72,23 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
     first, end = len(lengths) - count, len(lengths)
     counts, lists = forward_batch.seq_lens[first:end], forward_batch.req_pool_indices[first:end]
     if first:
-        # Copies begin at multiples of 16 bytes, as what the kernels have been compiled for does.
+        # Copies are aligned to 16 bytes, like the arguments that the kernels were compiled for.
         counts, lists = counts.clone(), lists.clone()
     return DecodeBatch(counts, 1), lists
 
 
 class QueryCounts:
-    """Works out the counts of batches into one static buffer.
+    """Computes the counts of batches in one static buffer.
 
     Parameters
     ----------
     requests : int
-        Of the largest batch.
+        Requests of the largest batch.
     most_queries : int
-        Per request.
+        Maximum number of queries per request.
     device : torch.device or str
     draft_step : int
-        For one step of a draft: tokens drafted so far, which SGLang's lengths do not count.
+        For the backend of one draft step: tokens drafted so far, which SGLang's lengths do not include.
     """
 
     def __init__(self, requests: int, most_queries: int, device: torch.device | str, draft_step: int = 0):
@@ -96,28 +97,28 @@ class QueryCounts:
         self._ordinals = torch.arange(1, most_queries + 1, dtype=torch.int32, device=device)
 
     def require(self, tokens: int) -> None:
-        """Refuse CUDA graphs for larger batches than there is room for."""
+        """Refuse CUDA graphs for batches that exceed the buffer."""
         if tokens > len(self.buffer):
             raise ValueError(
-                f"CUDA graphs of {tokens} tokens, but {len(self.buffer)} queries are the most this server "
-                "was sized for; lower --cuda-graph-max-bs-decode, or raise --max-running-requests"
+                f"CUDA graphs of {tokens} tokens requested, but this server was sized for {len(self.buffer)} "
+                "queries; lower --cuda-graph-max-bs-decode, or raise --max-running-requests"
             )
 
     def of(self, forward_batch: ForwardBatch) -> DecodeBatch:
-        """Where the counts of a batch are; nothing is computed, and no length is looked at.
+        """The buffer of a batch's counts; computes nothing and reads no lengths.
 
-        Replaying a graph, SGLang gives a padded number of requests beside tensors that are not, so how many
-        queries a request has is taken from the batch's own declaration.
+        When SGLang replays a graph, it passes a padded number of requests with unpadded tensors, so the
+        number of queries per request is taken from the batch's own declaration.
 
         Raises
         ------
         ValueError
-            More queries than there is room for.
+            If there are more queries than the buffer holds.
         """
         requests, mode, declared = forward_batch.batch_size, forward_batch.forward_mode, 1
         if not mode.is_decode_or_idle():
             spec = forward_batch.spec_info
-            if spec is None:  # a warm-up
+            if spec is None:  # a warm-up batch
                 declared = len(self._ordinals)
             else:
                 declared = spec.draft_token_num if mode.is_target_verify() else spec.num_tokens_per_req
@@ -133,7 +134,7 @@ class QueryCounts:
         return DecodeBatch(self.buffer[:tokens], queries)
 
     def fill(self, few: DecodeBatch, forward_batch: ForwardBatch) -> None:
-        """Compute the counts of a batch; operations on static tensors alone, which a graph can record."""
+        """Compute a batch's counts with operations on static tensors only, which a graph can record."""
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
             if self.draft_step:
@@ -144,7 +145,7 @@ class QueryCounts:
         lengths = forward_batch.seq_lens[: forward_batch.batch_size, None]  # [requests, 1]
         torch.add(lengths, self._ordinals[:queries], out=few.kv_lens.view(-1, queries))
         if mode.is_draft_extend_v2():
-            # Its lengths count the new tokens already; those of a verification do not.
+            # A draft extend's lengths already include the new tokens; those of a verification do not.
             few.kv_lens.sub_(queries)
 
 
@@ -156,7 +157,7 @@ def decode_workspace_bytes(
     most_queries: int,
     device: torch.device | str,
 ) -> int:
-    """Bytes that `mla_decode` needs beside its arguments, whatever the batch.
+    """Bytes of workspace that `mla_decode` needs for a batch of any size.
 
     Parameters
     ----------
@@ -164,13 +165,13 @@ def decode_workspace_bytes(
     heads : int
         Query heads of this rank.
     requests : int
-        Of the largest batch.
+        Requests of the largest batch.
     max_rows : int
         Width of SGLang's request table.
     most_queries : int
-        Per request, in a verification or a draft's extend; 1 without speculation.
+        Queries per request in a verification or a draft's extend; 1 without speculation.
     device : torch.device or str
-        Its multiprocessors decide how a list is split.
+        Device whose number of multiprocessors decides how a list is split.
     """
     sms = sm_count_of(torch.device(device))
     return max(

@@ -1,4 +1,4 @@
-"""`kvpool_mla` for the steps of a draft: one backend per step, each seeing one token more."""
+"""`kvpool_mla` for the steps of a draft: one backend per step, each of which attends one token more."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["KVPoolMultiStepDraftBackend"]
 
 
 class KVPoolMultiStepDraftBackend:
-    """The container SGLang wants for drafting several tokens one after the other.
+    """SGLang's container of backends for drafting several tokens one after the other.
 
-    Step `i` attends the stored rows of a request and the `i + 1` tokens drafted so far: SGLang has put their
-    slots into its request table before it asks. So the steps differ by their counts alone.
+    Step `i` attends the stored rows of a request and the `i + 1` tokens drafted so far, whose slots SGLang
+    has already written into its request table. Therefore the steps differ only in their counts.
 
     Parameters
     ----------
     model_runner : ModelRunner
-        The draft's.
+        The draft's model runner.
     topk : int
-        Drafts per step. More than one makes a tree, whose branches have lists of their own.
+        Drafts per step. More than one makes a tree, whose branches have separate lists.
     speculative_num_steps : int
 
     Raises
     ------
     ValueError
-        `topk` is not 1.
+        If `topk` is not 1.
     """
 
     needs_cpu_seq_lens: bool = False
@@ -58,12 +58,12 @@ class KVPoolMultiStepDraftBackend:
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that graphs refer to."""
+        """Allocate the buffers that graphs refer to."""
         for backend in self.attn_backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Views of static buffers, for every step."""
+        """Set up views of static buffers for every step."""
         view = build_inner_fb_view(
             forward_batch, bs=forward_batch.batch_size, forward_mode=ForwardMode.DECODE
         )
@@ -71,6 +71,6 @@ class KVPoolMultiStepDraftBackend:
             backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Counts of every step; recorded into the graph."""
+        """Compute the counts of every step; recorded into the graph."""
         for backend in self.attn_backends:
             backend.init_forward_metadata_in_graph(forward_batch)

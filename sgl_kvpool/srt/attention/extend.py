@@ -1,12 +1,12 @@
-"""Absorbed prefill over stored rows on CUDA: decoded in bounded pieces, attended, merged.
+"""Absorbed prefill over stored rows on CUDA: rows are decoded and attended in bounded chunks, then merged.
 
-A batch's stored prefixes are one list of rows, one request after the other. While they and the chunk fit
-into the workspace together, all of it is attended in one call of FlashInfer's MLA kernel, as SGLang's own
-backend calls it, only that its pages are the workspace. Longer lists are cut into pieces of the workspace's
-size; each is decoded and attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The
-chunk itself is attended last, from the values that were just computed.
+The stored prefixes of a batch form one list of rows, one request after the other. If this list and the new
+tokens fit into the workspace together, one call of FlashInfer's MLA kernel attends both, as in SGLang's own
+backend, with the workspace as pages. Longer lists are split into chunks of the workspace's size: each chunk
+is decoded, attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The new tokens are
+attended last, from the values that were just computed.
 
-Everything that depends on the batch alone is worked out once, on the host, from lengths SGLang has there.
+Everything that depends on the batch alone is computed once, on the host, from lengths that SGLang has there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 from sgl_kvpool.srt.attention.extend_batch import (
     ExtendBatch,
-    Piece,
+    PrefixChunk,
     bounds,
-    cut_into_pieces,
     rows_of_requests,
+    split_prefixes,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
+#: Maximum number of rows decoded at a time: 65536 rows of 576 bf16 values are 75 MB.
 WORKSPACE_TOKENS = 65536
 
 
@@ -51,18 +51,18 @@ def plan_extend(
     reader: ExtendReader,
     scale: float,
 ) -> ExtendBatch:
-    """Work out how a batch is attended.
+    """Compute how a batch is attended.
 
     Parameters
     ----------
     prefix_lens, query_lens : sequence of int
         Stored rows and new tokens per request, on the host.
     list_rows : callable
-        Given the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and the
-        total, returns the row numbers of all stored rows.
+        Function of the lengths and their bounds on the device (`[requests]` and `[requests + 1]` int32) and
+        of the total number of rows; returns the row numbers of all stored rows.
     reader : ExtendReader
     scale : float
-        Applied to the scores.
+        Softmax scale of the scores.
 
     Returns
     -------
@@ -71,10 +71,10 @@ def plan_extend(
     device = reader.workspace.device
     prefix_bounds, query_bounds = bounds(prefix_lens), bounds(query_lens)
     stored, queries = int(prefix_bounds[-1]), int(query_bounds[-1])
-    pieces = cut_into_pieces(prefix_bounds, query_bounds, reader.workspace_tokens)
+    chunks = split_prefixes(prefix_bounds, query_bounds, reader.workspace_tokens)
     fits = queries > 0 and reader.wrapper is not None and stored + queries <= reader.workspace_tokens
     # One copy to the device for all small integers of the batch; a pinned source makes it asynchronous.
-    parts = [query_bounds, prefix_bounds.diff(), prefix_bounds, *(piece.kv_indptr for piece in pieces)]
+    parts = [query_bounds, prefix_bounds.diff(), prefix_bounds, *(chunk.kv_indptr for chunk in chunks)]
     host = torch.cat([part.int() for part in parts])
     on_device = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     split = on_device.split([len(part) for part in parts])
@@ -86,7 +86,9 @@ def plan_extend(
         longest_query=max(query_lens, default=0),
         kv_indices=kv_indices,
         qo_indptr=split[0],
-        pieces=tuple(replace(p, kv_indptr=inside) for p, inside in zip(pieces, split[3:], strict=True)),
+        prefix_chunks=tuple(
+            replace(p, kv_indptr=inside) for p, inside in zip(chunks, split[3:], strict=True)
+        ),
         one_call=one_call,
     )
 
@@ -94,19 +96,19 @@ def plan_extend(
 def extend_workspace(
     fmt: RowFormat, dtype: torch.dtype, device: torch.device | str, tokens: int = WORKSPACE_TOKENS
 ) -> torch.Tensor:
-    """Memory for the decoded rows of one piece, `[tokens, R + P]`."""
+    """Memory for the decoded rows of one chunk, `[tokens, R + P]`."""
     if tokens < 1:
         raise ValueError(f"tokens={tokens} is not positive")
     return torch.empty((tokens, fmt.head_dim), dtype=dtype, device=device)
 
 
 def extend_workspace_bytes(fmt: RowFormat, tokens: int = WORKSPACE_TOKENS) -> int:
-    """Bytes of it in bfloat16 or float16, for the memory budget."""
+    """Bytes of `extend_workspace` in bfloat16 or float16, for the memory budget."""
     return tokens * fmt.head_dim * torch.bfloat16.itemsize
 
 
 class ExtendReader:
-    """Attends stored rows and a chunk of new tokens.
+    """Attends the stored rows and the new tokens of a batch.
 
     Parameters
     ----------
@@ -114,15 +116,16 @@ class ExtendReader:
     heads : int
         Query heads of this rank.
     workspace : torch.Tensor
-        From `extend_workspace`, in the dtype of queries and result; may be shared by readers of one stream.
+        From `extend_workspace`, in the dtype of queries and result; readers on one stream may share it.
     wrapper : flashinfer.BatchMLAPagedAttentionWrapper, optional
-        Attends what fits into the workspace in one call; without it everything is attended in pieces.
+        Attends batches that fit into the workspace in one call; without it, all batches are attended in
+        chunks.
     """
 
     def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
         self.fmt, self.heads, self.workspace = fmt, heads, workspace
         self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
-        # FlashInfer's kernel wants rotary values of its own.
+        # FlashInfer's kernel needs separate rotary values.
         self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
         self._refusal_logged = False
 
@@ -133,11 +136,12 @@ class ExtendReader:
         query_bounds: torch.Tensor,
         scale: float,
     ) -> bool:
-        """Plan FlashInfer's call for a batch whose rows are in the workspace, as `attend` puts them there.
+        """Plan FlashInfer's call for a batch whose rows `attend` puts into the workspace.
 
-        Bounds and lengths stay on the host, where FlashInfer wants them: nothing waits for the GPU. False if
-        FlashInfer's kernel does not take the batch, which then goes by pieces: it refuses some lengths where
-        the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384 pieces of work.
+        Bounds and lengths stay on the host, where FlashInfer takes them, so nothing waits for the GPU.
+        Returns False if FlashInfer's kernel refuses the batch, which is then attended in chunks: it refuses
+        some lengths if the heads of a rank do not divide its tile (12, 20, 40 heads), and more than 16384
+        work items.
         """
         lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
         rows = rows_of_requests(prefix_lens, query_lens).pin_memory()
@@ -156,43 +160,45 @@ class ExtendReader:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
             )
-        except ValueError as refusal:  # FlashInfer's way to say that no kernel takes it; CUDA errors go on
+        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; CUDA errors pass
             if not self._refusal_logged:
-                logger.warning("sgl-kvpool: FlashInfer refuses a prefill, which goes by pieces: %s", refusal)
+                logger.warning(
+                    "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: %s", refusal
+                )
                 self._refusal_logged = True
             return False
         return True
 
     def require(self, tokens: int) -> None:
-        """Refuse batches of more new tokens than SGLang's prefill kernel finds with 32-bit offsets."""
+        """Refuse batches of more new tokens than SGLang's prefill kernel addresses with 32-bit offsets."""
         most = (2**31 - 1) // (self.heads * self.fmt.head_dim)
         if tokens > most:
             raise ValueError(
-                f"batches of prefill of up to {tokens} tokens of {self.heads} heads, and SGLang's kernel "
-                f"takes {most}; set --chunked-prefill-size to {most} or less"
+                f"prefill batches have up to {tokens} tokens of {self.heads} heads, but SGLang's kernel "
+                f"takes at most {most}; set --chunked-prefill-size to {most} or less"
             )
 
     def attend(
         self,
         q: torch.Tensor,
         q_rope: torch.Tensor,
-        chunk: torch.Tensor,
+        extend_kv: torch.Tensor,
         rows: torch.Tensor,
         batch: ExtendBatch,
         scale: float,
         *,
         k_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Causal attention of a batch over its stored rows and over its own chunk.
+        """Causal attention of a batch over its stored rows and its own tokens.
 
         Parameters
         ----------
         q, q_rope : torch.Tensor
             `[query_tokens, heads, R]` and `[query_tokens, heads, P]`.
-        chunk : torch.Tensor
+        extend_kv : torch.Tensor
             `[query_tokens, R + P]` keys of the new tokens, in q's dtype.
         rows : torch.Tensor
-            `[slots, row_bytes]` uint8, any row stride: the pool.
+            Rows of the pool, `[slots, row_bytes]` uint8, with any row stride.
         batch : ExtendBatch
         scale, k_scale : float
 
@@ -202,35 +208,35 @@ class ExtendReader:
             `[query_tokens, heads, R]` in q's dtype.
         """
         if batch.one_call:
-            return self._in_one_call(q, q_rope, chunk, rows, batch, k_scale)
+            return self._in_one_call(q, q_rope, extend_kv, rows, batch, k_scale)
         self.require(len(q))
         q = torch.cat([q, q_rope], dim=-1)
-        *earlier, last = batch.pieces
+        *earlier, last = batch.prefix_chunks
         kv = self._decode(rows, batch, earlier[0] if earlier else last, k_scale)
         if not earlier:
-            return self._over_piece(q, kv, batch, last, scale, chunk=chunk, with_lse=False)[0]
-        merged = self._over_piece(q, kv, batch, earlier[0], scale)
-        for piece in earlier[1:]:
-            kv = self._decode(rows, batch, piece, k_scale)
-            self._add(merged, self._over_piece(q, kv, batch, piece, scale), piece)
+            return self._over_chunk(q, kv, batch, last, scale, extend_kv=extend_kv, with_lse=False)[0]
+        merged = self._over_chunk(q, kv, batch, earlier[0], scale)
+        for chunk in earlier[1:]:
+            kv = self._decode(rows, batch, chunk, k_scale)
+            self._add(merged, self._over_chunk(q, kv, batch, chunk, scale), chunk)
         kv = self._decode(rows, batch, last, k_scale)
-        final = self._over_piece(q, kv, batch, last, scale, chunk=chunk)
-        # `final` has the chunk, so that no query saw nothing on both sides.
+        final = self._over_chunk(q, kv, batch, last, scale, extend_kv=extend_kv)
+        # `final` includes the new tokens, so that every query attended at least one row.
         return _merge_state(merged, final)[0]
 
-    def _decode(self, rows, batch: ExtendBatch, piece: Piece, k_scale: float) -> torch.Tensor:
-        """`[count, R + P]`: the rows of a piece, in the workspace."""
-        kv = self.workspace[: piece.count]
-        ids = batch.kv_indices[piece.start : piece.start + piece.count]
+    def _decode(self, rows, batch: ExtendBatch, chunk: PrefixChunk, k_scale: float) -> torch.Tensor:
+        """Decode the rows of a chunk into the workspace: `[count, R + P]`."""
+        kv = self.workspace[: chunk.count]
+        ids = batch.kv_indices[chunk.start : chunk.start + chunk.count]
         gather_rows(rows, ids, self.fmt, self.dtype, out=kv, k_scale=k_scale)
         return kv
 
-    def _in_one_call(self, q, q_rope, chunk, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
+    def _in_one_call(self, q, q_rope, extend_kv, rows, batch: ExtendBatch, k_scale: float) -> torch.Tensor:
         rank = self.fmt.kv_lora_rank
         stored, queries = batch.prefix_tokens, batch.query_tokens
         kv = self.workspace[: stored + queries]
         gather_rows(rows, batch.kv_indices, self.fmt, self.dtype, out=kv[:stored], k_scale=k_scale)
-        kv[stored:].copy_(chunk)
+        kv[stored:].copy_(extend_kv)
         pages = kv.unsqueeze(1)  # [tokens, 1, R + P]: pages of one token
         out = torch.empty((queries, self.heads, rank), dtype=q.dtype, device=q.device)
         self.wrapper.run(
@@ -242,18 +248,21 @@ class ExtendReader:
         )
         return out
 
-    def _over_piece(self, q, kv, batch: ExtendBatch, piece: Piece, scale, *, chunk=None, with_lse=True):
-        """`[queries, heads, R]` and `[queries, heads]`: of the piece's queries over its rows and `chunk`."""
+    def _over_chunk(
+        self, q, kv, batch: ExtendBatch, chunk: PrefixChunk, scale, *, extend_kv=None, with_lse=True
+    ):
+        """Output `[queries, heads, R]` and lse `[queries, heads]` over a chunk's rows and `extend_kv`."""
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         rank = self.fmt.kv_lora_rank
-        # The kernel finds queries by their bounds in the whole batch, and leaves the others' results alone.
+        # The kernel indexes queries by their bounds in the whole batch and does not write the others'
+        # results.
         out = torch.zeros((len(q), self.heads, rank), dtype=q.dtype, device=q.device)
         lse = None
         if with_lse:
             lse = torch.full((len(q), self.heads), float("-inf"), dtype=torch.float32, device=q.device)
         kv = kv.unsqueeze(1)
-        own = kv[:0] if chunk is None else chunk.unsqueeze(1)
+        own = kv[:0] if extend_kv is None else extend_kv.unsqueeze(1)
         extend_attention_fwd(
             q,
             own,
@@ -261,8 +270,8 @@ class ExtendReader:
             out,
             kv,
             kv[..., :rank],
-            batch.qo_indptr[piece.first_request : piece.last_request + 1],
-            piece.kv_indptr,
+            batch.qo_indptr[chunk.first_request : chunk.last_request + 1],
+            chunk.kv_indptr,
             batch.kv_indices,  # not read: the rows are in order
             None,
             True,
@@ -272,29 +281,30 @@ class ExtendReader:
             1.0,
             sm_scale=scale,
             lse_extend=lse,
-            skip_extend=chunk is None,
-            skip_prefix=piece.count == 0,
+            skip_extend=extend_kv is None,
+            skip_prefix=chunk.count == 0,
             identity_kv_indices=True,
         )
         return out, lse
 
     @staticmethod
-    def _add(merged, partial, piece: Piece) -> None:
-        """Add what a piece gave its queries to what there is for all of them, in place."""
-        begin, end = piece.first_query, piece.continued_until
+    def _add(merged, partial, chunk: PrefixChunk) -> None:
+        """Merge a chunk's result for its queries into `merged`, the result for all queries, in place."""
+        begin, end = chunk.first_query, chunk.continued_until
         if begin < end:
-            # Of this request only: merging two results that saw no row would give NaN.
+            # Only for the first request: merging two results without any rows would give NaN.
             result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
-            # Not in place: a thread of SGLang's kernel may write a sum before another has read it.
+            # Copied afterwards: in place, a thread of SGLang's kernel could write a sum before another one
+            # reads it.
             for whole, part in zip(merged, result, strict=True):
                 whole[begin:end] = part
             begin = end
         for whole, part in zip(merged, partial, strict=True):
-            whole[begin : piece.last_query] = part[begin : piece.last_query]
+            whole[begin : chunk.last_query] = part[begin : chunk.last_query]
 
 
 def _merge_state(one, other) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of rows, `(out, lse)`, from that over each."""
+    """Merge attention over two disjoint sets of rows, `(out, lse)` each."""
     from sglang.srt.layers.attention.merge_state import merge_state
 
     return merge_state(*one, *other)

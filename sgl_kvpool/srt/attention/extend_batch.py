@@ -1,4 +1,4 @@
-"""How a batch of absorbed prefill is attended: its stored rows in pieces, worked out once, on the host."""
+"""Plan of an absorbed prefill batch: its stored rows in chunks, computed once, on the host."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ExtendBatch", "Piece", "bounds", "cut_into_pieces", "rows_of_requests"]
+__all__ = ["ExtendBatch", "PrefixChunk", "bounds", "rows_of_requests", "split_prefixes"]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of the list of stored rows that fits into the workspace.
+class PrefixChunk:
+    """Consecutive stored rows of a batch that fit into the workspace.
 
     Attributes
     ----------
     start, count : int
-        Its rows' place in the list.
+        Position of the chunk's rows in the list of stored rows.
     first_request, last_request : int
-        Requests with rows in it, the last one exclusive.
+        Requests with rows in the chunk; `last_request` is exclusive.
     first_query, last_query : int
-        Their queries' place among the batch's tokens, the last one exclusive.
+        Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
     continued_until : int
-        End of the first request's queries, if it has rows in earlier pieces; no other request can. Else
-        `first_query`.
+        End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
+        other request of the chunk can have rows in earlier chunks.
     kv_indptr : torch.Tensor
-        `[last_request - first_request + 1]` int32: bounds of the requests' rows within the piece.
+        `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
     """
 
     start: int
@@ -41,20 +41,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExtendBatch:
-    """What attending a batch needs, the same for every layer.
+    """Plan of a batch, the same for every layer.
 
     Attributes
     ----------
     prefix_tokens, query_tokens, longest_query : int
-        Stored rows and queries of all requests; queries of the longest one.
+        Number of stored rows and of queries of all requests, and of queries of the longest request.
     kv_indices : torch.Tensor
         `[prefix_tokens]` row numbers of the stored rows, one request after the other.
     qo_indptr : torch.Tensor
         `[requests + 1]` int32: bounds of the requests' queries.
-    pieces : tuple of Piece
-        The last one is attended together with the chunk and therefore names all requests.
+    prefix_chunks : tuple of PrefixChunk
+        Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
+        all requests.
     one_call : bool
-        Whether FlashInfer attends stored rows and chunk in one call; there is one piece at most then.
+        Whether FlashInfer attends stored rows and new tokens in one call; there is at most one chunk then.
     """
 
     prefix_tokens: int
@@ -62,32 +63,32 @@ class ExtendBatch:
     longest_query: int
     kv_indices: torch.Tensor
     qo_indptr: torch.Tensor
-    pieces: tuple[Piece, ...]
+    prefix_chunks: tuple[PrefixChunk, ...]
     one_call: bool
 
 
 def bounds(lengths: Sequence[int]) -> torch.Tensor:
-    """`[len + 1]` int64 running sums from 0, on the CPU."""
+    """Cumulative sums from 0, `[len + 1]` int64, on the CPU."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def cut_into_pieces(
-    prefix_bounds: torch.Tensor, query_bounds: torch.Tensor, piece_tokens: int
-) -> list[Piece]:
-    """Cut the list of stored rows; always at least one piece, and the last one names all requests."""
+def split_prefixes(
+    prefix_bounds: torch.Tensor, query_bounds: torch.Tensor, chunk_tokens: int
+) -> list[PrefixChunk]:
+    """Split the list of stored rows into at least one chunk; the last chunk covers all requests."""
     requests = len(prefix_bounds) - 1
     total = int(prefix_bounds[-1])
-    pieces = []
-    for start in range(0, max(total, 1), piece_tokens):
-        end = min(start + piece_tokens, total)
+    chunks = []
+    for start in range(0, max(total, 1), chunk_tokens):
+        end = min(start + chunk_tokens, total)
         if end == total:
             first, last = 0, requests
         else:
             first = int(torch.searchsorted(prefix_bounds, start, right=True)) - 1
             last = int(torch.searchsorted(prefix_bounds, end, right=False))
         inside = prefix_bounds[first : last + 1].clamp(start, end) - start
-        pieces.append(
-            Piece(
+        chunks.append(
+            PrefixChunk(
                 start,
                 end - start,
                 first,
@@ -98,13 +99,13 @@ def cut_into_pieces(
                 inside.int(),
             )
         )
-    return pieces
+    return chunks
 
 
 def rows_of_requests(prefix_lens: Sequence[int], query_lens: Sequence[int]) -> torch.Tensor:
-    """Workspace rows of each request, one request after the other: its stored rows, then its own.
+    """Workspace rows of each request, one request after the other: stored rows, then new tokens.
 
-    The workspace holds the stored rows of all requests first, then the chunk.
+    The workspace holds the stored rows of all requests first, then the new tokens.
     """
     prefix, query = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prefix_lens, query_lens))
     length = prefix + query

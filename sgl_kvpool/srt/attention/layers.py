@@ -1,4 +1,4 @@
-"""Whether our attention backend computes what a model's layers ask for; looked at when it is built."""
+"""Check at construction that our attention backend computes what a model's layers require."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["check_layers", "is_absorbed"]
 
 
 def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
-    """Whether a layer attends latent rows, and not keys and values that a model computes from them."""
+    """Whether a layer attends latent rows, not keys and values that the model computes from them."""
     shape = (layer.head_dim, layer.v_head_dim, layer.tp_k_head_num)
     return shape == (pool.row_format.head_dim, pool.kv_lora_rank, 1)
 
 
 def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> None:
-    """Refuse models with layers whose attention is not what our backend computes.
+    """Refuse models with layers whose attention our backend does not compute.
 
     Parameters
     ----------
@@ -36,12 +36,12 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     Raises
     ------
     ValueError
-        Names the layer, what it asks for, and the way out.
+        If a layer is not supported; the message names the layer, its requirement and the way out.
     """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    # Linear layers may be modules of this class too (lightning attention); SGLang's wrapper of backends tells
-    # them apart by their number alone, and ours is not asked for them.
+    # Linear layers may be modules of this class too (lightning attention). SGLang's wrapper of backends
+    # distinguishes them by layer id alone and does not pass them to our backend.
     attentions = [
         (name, m)
         for name, m in model.named_modules()
@@ -60,20 +60,20 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
         elif module.is_cross_attention or module.attn_type != AttentionType.DECODER:
             problem = f"is not causal ({getattr(module.attn_type, 'value', module.attn_type)})"
         elif module.head_dim != width and not (multi_head and module.layer_id in absorbed):
-            # On a CPU nothing chooses between the two forms, so that the other one cannot be meant.
+            # On a CPU nothing chooses between the two forms, so the layer cannot be the multi-head form.
             problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
         if problem:
             raise Refusal(_text(model, name, problem, where))
     if multi_head and len(scales) > 1:
-        # FlashInfer's call is planned once per batch, with the scale.
+        # FlashInfer's call is planned once per batch, with one scale.
         raise Refusal(
-            f"{type(model).__name__} has absorbed attention layers of softmax scales {sorted(scales)}, and "
-            f"attention backend {KVPOOL_BACKEND} takes one for all; serve the model without --kv-cache-layout"
+            f"{type(model).__name__} has absorbed attention layers with softmax scales {sorted(scales)}, but "
+            f"attention backend {KVPOOL_BACKEND} takes one scale; serve the model without --kv-cache-layout"
         )
     for name, other in model.named_modules():
         if getattr(other, "learnable_sink_param", None) is not None:
             raise Refusal(_text(model, name, "has an attention sink", where))
-    if not attentions and pool.row_pool.layer_num:  # a pipeline stage of a hybrid model may have none
+    if not attentions and pool.row_pool.layer_num:  # a pipeline stage of a hybrid model may lack MLA layers
         raise Refusal(
             f"{type(model).__name__} has no attention layer that attends latent rows; serve the model "
             "without --kv-cache-layout"

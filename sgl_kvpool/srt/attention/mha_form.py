@@ -1,4 +1,4 @@
-"""The MHA form of MLA on CUDA: FlashInfer's kernels, with the logarithms that SGLang merges by."""
+"""The MHA form of MLA on CUDA: FlashInfer's kernels, with the natural log-sum-exp that SGLang merges by."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["NaturalLSEChunkRunner"]
 
 
 class NaturalLSEChunkRunner(FlashInferMhaChunkKVRunner):
-    """SGLang's runner for prefixes in chunks, whose LSE is the natural logarithm.
+    """SGLang's runner for chunks of prefixes, with the natural logarithm in its LSE.
 
-    FlashInfer's `forward_return_lse` gives base 2, and SGLang's `merge_state` takes exponentials to base e,
-    so that SGLang 0.5.23 weighs the chunks of a long prefix wrongly (its issue 40903).
+    FlashInfer's `forward_return_lse` returns base 2, but SGLang's `merge_state` expects base e, so that
+    SGLang 0.5.23 weights the chunks of a long prefix wrongly (its issue 40903).
     """
 
     def forward(self, q, k, v, layer, forward_batch):
-        """As SGLang's: `out`, or `(out, lse)` where the batch asks for it or a prefix is attended."""
+        """As SGLang's: `out`, or `(out, lse)` if the batch requests it or a prefix is attended."""
         result = super().forward(q, k, v, layer, forward_batch)
         if not isinstance(result, tuple):
             return result
         out, lse = result
-        return out, lse * math.log(2.0)  # -inf, of a request without rows in a chunk, stays -inf
+        return out, lse * math.log(2.0)  # -inf of a request without rows in a chunk stays -inf

@@ -1,8 +1,8 @@
-"""Rows that SGLang's sparse attention (DSA) cannot read itself: decoded where its readers ask for them.
+"""Rows that SGLang's sparse attention (DSA) cannot read itself: decoded where its readers request them.
 
-Decode, verification and a draft's extend attend the rows of each query's top-k list by `mla_decode`; extends
-gather and decode the rows of their requests once per layer, for SGLang's kernel over 16-bit keys. Needs no
-SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` puts these where SGLang reads.
+Decode, verification and a draft's extend attend the rows of each query's top-k list by `mla_decode`. Extends
+gather and decode the rows of their requests once per layer, for SGLang's kernel over 16-bit keys. This module
+does not import SGLang; `sgl_kvpool.sglang_plugin.hooks.dsa` calls it where SGLang reads rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch.device | str) -> int:
-    """Bytes that decoding needs beside its arguments, whatever the batch.
+    """Bytes of workspace that decoding needs for a batch of any size.
 
-    Each query has a list of its own, and with more lists than a GPU runs programs at a time a list is not
-    split: there is a largest workspace (9 MB for 16 heads on an H100, 17 for 32 and more), which no batch
-    outgrows, padded or not.
+    Each query has its own list, and lists are not split if there are more of them than a GPU runs programs at
+    a time. Therefore the workspace has a maximum (9 MB for 16 heads on an H100, 17 for 32 and more), whatever
+    the batch size and padding.
 
     Parameters
     ----------
@@ -34,25 +34,25 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     heads : int
         Query heads of this rank.
     top_k : int
-        Width of the lists.
+        Width of the top-k lists.
     device : torch.device or str
-        Its multiprocessors decide how a list is split.
+        Device whose number of multiprocessors decides how a list is split.
     """
     return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))
 
 
-#: More than any GPU runs programs for, twice.
+#: Twice as many queries as any GPU runs programs at a time.
 _MOST_QUERIES = 1 << 16
 
 
 class SparseReader:
-    """Attends rows of one pool format by lists of slots.
+    """Attends rows of one pool format by lists of slots, such as top-k lists.
 
     Parameters
     ----------
     fmt : RowFormat
     workspace : DecodeWorkspace
-        Of `sparse_workspace_bytes`.
+        Workspace of `sparse_workspace_bytes`.
     """
 
     def __init__(self, fmt: RowFormat, workspace: DecodeWorkspace) -> None:
@@ -68,18 +68,18 @@ class SparseReader:
         counts: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Absorbed queries over the rows of their lists.
+        """Attention of absorbed queries over the rows of their lists.
 
         Parameters
         ----------
         q : Tensor [T, H, R + P]
         rows : Tensor [slots, 1, row_bytes], uint8
-            Of one layer.
+            Rows of one layer.
         slots : Tensor [T, K], int32
-            SGLang's `page_table_1`: the top-k of each query; -1 is none.
+            SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
         counts : Tensor [T or more], int32, or None
-            How many entries of each list to look at. For another number of queries they are not those of
-            this batch, as SGLang's own kernel takes it, and the lists' -1 say it alone.
+            Number of entries of each list to attend. Counts for another number of queries belong to another
+            batch, as SGLang's own kernel assumes, and are ignored; then only the -1 entries count.
         scale : float
 
         Returns
@@ -93,5 +93,5 @@ class SparseReader:
 
 
 def decoded_rows(rows: torch.Tensor, slots: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Keys of some slots, in order: `[tokens, 1, R + P]` bfloat16 from rows `[slots, 1, row_bytes]` uint8."""
+    """Keys of the given slots: `[tokens, 1, R + P]` bfloat16 from rows `[slots, 1, row_bytes]` uint8."""
     return gather_rows(rows.squeeze(1), slots, fmt).unsqueeze(1)

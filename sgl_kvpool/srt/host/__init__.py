@@ -1,4 +1,4 @@
-"""The host tier: pages that leave the device and come back."""
+"""The host tier: backup and loading of device pages."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __all__ = ["HierarchicalMLAHostPool"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at once: it imports SGLang's pools, and this package's other modules are read without them.
+    # Imported on demand: it imports SGLang's pools, which this package's other modules do not need.
     if name == "HierarchicalMLAHostPool":
         from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 

@@ -1,4 +1,4 @@
-"""What a host tier's allocator has done, as a digest that ranks compare. Needs numpy and xxhash alone."""
+"""Digests of a host tier's allocations, which ranks compare. Numpy and xxhash are the only dependencies."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 import numpy as np
 import xxhash
 
-__all__ = ["AllocationLog", "first_difference"]
+__all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
-#: Operations that are kept, to name the first in which two ranks differ: some hundred requests' worth.
+#: Number of operations kept to name the first one in which ranks differ: those of some hundred requests.
 _KEPT = 1024
-#: So that the digest and its negative are int64.
+#: 62 bits, so that the digest and its negative are int64.
 _DIGEST_BITS = 62
 
 
 class AllocationLog:
-    """A rolling digest of the allocations and frees of one rank, in order, and the latest of them.
+    """A rolling digest of the allocations and frees of one rank in order, and the latest operations.
 
-    Ranks that share a tier have to give the same pages to the same requests. They run the same scheduler, so
-    they do; if they ever did not, one would write over a page of another's.
+    Ranks that share a tier have to give the same pages to the same requests. They do, because they run the
+    same scheduler; if they ever did not, one rank would overwrite a page of another.
     """
 
     def __init__(self) -> None:
@@ -28,36 +28,46 @@ class AllocationLog:
         self._latest: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
 
     def add(self, what: str, slots: np.ndarray) -> None:
-        """Take note of an operation.
+        """Record an operation.
 
         Parameters
         ----------
         what : str
             "alloc", "free" or "clear".
         slots : ndarray [slots], int64
-            That were given out or given back.
+            Slots that were allocated or freed.
         """
         self._hash.update(what.encode())
         self._hash.update(np.ascontiguousarray(slots, dtype=np.int64).data)
         self._count += 1
-        self._latest.append((self._count, f"{what} of {_in_words(slots)}", self.digest))
+        self._latest.append((self._count, f"{what} of {slots_in_words(slots)}", self.digest))
 
     @property
     def digest(self) -> int:
-        """Equal on ranks that have done the same; from 0 to 2 ** 62 - 1."""
-        return self._hash.intdigest() >> (64 - _DIGEST_BITS)
+        """Digest from 0 to 2 ** 62 - 1, equal on ranks with the same operations."""
+        return _int62(self._hash)
 
     def latest(self) -> list[tuple[int, str, int]]:
-        """(number, operation in words, digest behind it) of the latest operations."""
+        """The latest operations as (number, text, digest after it)."""
         return list(self._latest)
 
 
-def _in_words(slots: np.ndarray) -> str:
+def slots_digest(slots: np.ndarray) -> int:
+    """Digest of one list in its order, from 0 to 2 ** 62 - 1."""
+    return _int62(xxhash.xxh3_64(np.ascontiguousarray(slots, dtype=np.int64).data))
+
+
+def slots_in_words(slots: np.ndarray) -> str:
+    """Text about a list for the log."""
     return f"{len(slots)} slots from {slots[0]}" if len(slots) else "0 slots"
 
 
+def _int62(hashed: xxhash.xxh3_64) -> int:
+    return hashed.intdigest() >> (64 - _DIGEST_BITS)
+
+
 def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
-    """The first operation in which ranks differ, in words.
+    """Text about the first operation in which ranks differ.
 
     Parameters
     ----------
@@ -68,7 +78,7 @@ def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
     for number in sorted(set().union(*by_number)):
         entries = [entries.get(number) for entries in by_number]
         digests = {entry[1] if entry else None for entry in entries}
-        # A number that has left one rank's history says nothing.
+        # Numbers that one rank no longer keeps cannot be compared.
         oldest = max((min(entries) for entries in by_number if entries), default=0)
         if len(digests) > 1 and number >= oldest:
             said = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]

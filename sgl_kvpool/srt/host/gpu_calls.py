@@ -1,4 +1,4 @@
-"""The compiled side of the GPU engines by SGLang's own loader, through tvm-ffi, without torch's headers."""
+"""The compiled side of the GPU engines, built by SGLang's loader with tvm-ffi, without torch's headers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def gpu_calls() -> Any:
     Raises
     ------
     Exception
-        Whatever the loader raises: no CUDA compiler, a folder that cannot be written.
+        Errors of the loader, such as a missing CUDA compiler or a folder that cannot be written.
     """
-    logger.info("sgl-kvpool: loading the GPU transfer engines, compiling them if this is their first time")
+    logger.info("sgl-kvpool: loading the GPU transfer engines, which are compiled on first use")
     with ninja_on_path():
         return load_jit(
             NAME,

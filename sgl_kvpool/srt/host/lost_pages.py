@@ -1,4 +1,4 @@
-"""Which host pages were lost in their backup, of one rank or of all that share a tier. Needs numpy alone."""
+"""Host pages lost in their backup, of one rank or of ranks that share a tier. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["LostPages"]
 
 
 class LostPages:
-    """A column of flags for each rank, which that rank alone writes; a page is lost if any column says so.
+    """One column of flags per rank, which only that rank writes; a page is lost if any column says so.
 
-    So a rank that is slow cannot clear what another one has lost.
+    Therefore a slow rank cannot clear the flag of another rank.
 
     Parameters
     ----------
     columns : ndarray [ranks, pages], uint8
-        Zeros; memory that the ranks share, if there are several.
+        Zeros, in memory that the ranks share if there are several.
     rank : int
-        Whose column is written here.
+        Rank whose column is written here.
     """
 
     def __init__(self, columns: np.ndarray, rank: int = 0):
@@ -26,23 +26,25 @@ class LostPages:
 
     @classmethod
     def private(cls, count: int) -> LostPages:
-        """Of `count` pages that this process alone has."""
+        """Flags of `count` pages that belong to this process alone."""
         return cls(np.zeros((1, count), dtype=np.uint8))
 
     def of(self, pages: np.ndarray) -> np.ndarray:
-        """Whether each of some pages is lost, `[pages]` bool."""
-        return np.asarray(self._columns[:, pages].any(axis=0))
+        """Flags of some pages, `[pages]` bool: whether each is lost."""
+        return np.asarray(self._columns[:, pages].any(axis=0) | self.is_closed)
 
     def any(self, pages: np.ndarray | slice | int) -> bool:
-        """Whether one of some pages is lost."""
+        """Whether any of some pages is lost."""
+        return self.is_closed or self.any_flagged(pages)
+
+    def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
+        """Whether the backup of any of some pages failed; loads agreed on before `close` continue."""
         return bool(self._columns[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:
-        """What this rank says of some pages."""
-        if not self.is_closed:
-            self._own[pages] = lost
+        """Set this rank's flags of some pages."""
+        self._own[pages] = lost
 
     def close(self) -> None:
-        """Every page is lost from now on."""
-        self._own[:] = True
+        """Mark every page as lost from now on; each rank has to call it."""
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""Memory of a host tier: allocated by SGLang, pinned piece by piece so that a log can follow it."""
+"""Memory of a host tier: allocated by SGLang, pinned in chunks so that the log shows progress."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 from sgl_kvpool import metrics
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PIECE_BYTES", "HostTierTooLarge", "page_pieces", "piece_step", "pin", "too_much"]
+__all__ = ["CHUNK_BYTES", "HostTierTooLarge", "chunk_step", "page_chunks", "pin", "too_much"]
 
-#: Bytes that are pinned in one call: some seconds' worth.
-PIECE_BYTES = 16 << 30
-#: Then 4 GiB, 1 GiB and 256 MiB, where CUDA refuses one.
+#: Bytes that are pinned in one call, which takes some seconds.
+CHUNK_BYTES = 16 << 30
+#: Shifts of the chunk size if CUDA refuses a chunk: 16 GiB, then 4 GiB, 1 GiB and 256 MiB.
 _SHRINKING = (0, 2, 4, 6)
-#: Seconds between two lines that say how far pinning is.
+#: Seconds between two log lines about the progress of pinning.
 _PROGRESS_SECONDS = 10.0
 
 
 class HostTierTooLarge(Refusal):
-    """A host tier that does not fit into memory."""
+    """Error for a host tier that does not fit into memory."""
 
 
 def too_much(
@@ -39,13 +39,13 @@ def too_much(
     Parameters
     ----------
     size_bytes, count : int
-        Of the tier.
+        Bytes of the tier, and its number of tokens or states.
     by_ratio : bool
-        Whether --hicache-ratio gave them; else --hicache-size did.
+        Whether --hicache-ratio set the size; otherwise --hicache-size did.
     error : exception
-        What the allocation ended with.
+        Error of the allocation.
     unit : str
-        What is counted: tokens or states.
+        Unit of `count`: tokens or states.
     """
     from sglang.srt.mem_cache.pool_host import base
 
@@ -61,83 +61,83 @@ def too_much(
     )
 
 
-def piece_step(page_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes from one piece of `page_pieces` to the next."""
+def chunk_step(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Bytes between the beginnings of two chunks of `page_chunks`."""
     step = math.lcm(page_bytes, mmap.PAGESIZE)
-    return step * max(1, piece_bytes // step)
+    return step * max(1, chunk_bytes // step)
 
 
-def page_pieces(total_bytes: int, page_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
-    """Pieces of a buffer, none of which ends inside a page.
+def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
+    """Chunks of a buffer that contain whole pages.
 
-    A copy must not cross two registrations, and no memory page of the system (4096 bytes) may be in two. So
-    pieces are multiples of both.
+    A copy must not cross two registrations, and a memory page of the system (4096 bytes) must not be in two
+    registrations. Therefore chunks are multiples of both page sizes.
 
     Parameters
     ----------
     total_bytes : int
-        Of the buffer.
+        Bytes of the buffer.
     page_bytes : int
-        What one copy moves at most.
-    piece_bytes : int
-        About how long a piece should be; at least the common multiple.
+        Maximum bytes of one copy.
+    chunk_bytes : int
+        Approximate bytes of a chunk; a chunk has at least the common multiple.
 
     Returns
     -------
     list of tuple of int
         Offset and size in bytes, in order, without gaps.
     """
-    step = piece_step(page_bytes, piece_bytes)
+    step = chunk_step(page_bytes, chunk_bytes)
     return [(offset, min(step, total_bytes - offset)) for offset in range(0, total_bytes, step)]
 
 
 def pin(
-    buffer: torch.Tensor, page_bytes: int, cudart: Any = None, piece_bytes: int = PIECE_BYTES
-) -> RegisteredPieces | None:
-    """Register a host buffer with CUDA, piece by piece; in smaller pieces if it refuses one.
+    buffer: torch.Tensor, page_bytes: int, cudart: Any = None, chunk_bytes: int = CHUNK_BYTES
+) -> RegisteredChunks | None:
+    """Register a host buffer with CUDA in chunks, and in smaller chunks if CUDA refuses one.
 
-    Drivers refuse long calls now and then where shorter ones work (SGLang's pull request 39744), and a tier
-    that is not pinned moves each layer by itself while the scheduler waits.
+    Drivers sometimes refuse long calls where shorter ones work (SGLang's pull request 39744). A tier that is
+    not pinned moves each layer separately while the scheduler waits.
 
     Parameters
     ----------
     buffer : Tensor, on the CPU, contiguous
         SGLang's `HostKVCache.destroy` unregisters what is registered here.
     page_bytes : int
-        What one copy moves at most.
+        Maximum bytes of one copy.
     cudart : module, optional
-        `torch.cuda.cudart()` unless given.
-    piece_bytes : int
-        About how much is registered in one call, at first; then a quarter of it, and so on.
+        Module to call; `torch.cuda.cudart()` by default.
+    chunk_bytes : int
+        Approximate bytes registered per call at first; then a quarter of it, and so on.
 
     Returns
     -------
-    RegisteredPieces or None
-        None if no size worked: then nothing is registered, and the memory stays pageable.
+    RegisteredChunks or None
+        None if no chunk size worked: then nothing is registered, and the memory stays pageable.
     """
     from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
 
     cudart = torch.cuda.cudart() if cudart is None else cudart
-    sizes = [piece_bytes >> shift for shift in _SHRINKING]
-    # Sizes that make the same pieces are one attempt.
-    attempts = {tuple(page_pieces(buffer.nbytes, page_bytes, size)): size for size in reversed(sizes)}
-    for pieces, size in reversed(attempts.items()):
-        registered, refusal = _register(cudart, buffer, pieces)
+    sizes = [chunk_bytes >> shift for shift in _SHRINKING]
+    # Try chunk sizes that give the same chunks only once.
+    attempts = {tuple(page_chunks(buffer.nbytes, page_bytes, size)): size for size in reversed(sizes)}
+    for chunks, size in reversed(attempts.items()):
+        registered, refusal = _register(cudart, buffer, chunks)
         if refusal is None:
             setattr(buffer, _CUDA_HOST_REGISTERED_RANGES_ATTR, registered)
-            return RegisteredPieces(buffer.data_ptr(), piece_step(page_bytes, size))
-        logger.warning("sgl-kvpool: pinning the host tier in %d pieces: %s", len(pieces), refusal)
+            return RegisteredChunks(buffer.data_ptr(), chunk_step(page_bytes, size))
+        logger.warning("sgl-kvpool: pinning the host tier in %d chunks: %s", len(chunks), refusal)
     metrics.failed("registration", str(refusal))
     return None
 
 
 def _register(
-    cudart: Any, buffer: torch.Tensor, pieces: Sequence[tuple[int, int]]
+    cudart: Any, buffer: torch.Tensor, chunks: Sequence[tuple[int, int]]
 ) -> tuple[list[tuple[int, int]], str | None]:
-    """What was registered; nothing, and why, if a piece was refused."""
+    """The registered chunks, or an empty list and the reason if a chunk was refused."""
     registered: list[tuple[int, int]] = []
     said = time.monotonic()
-    for offset, size in pieces:
+    for offset, size in chunks:
         address = buffer.data_ptr() + offset
         status = cudart.cudaHostRegister(address, size, 0)
         if int(status) != 0:
@@ -156,16 +156,16 @@ def _register(
 
 
 def _forget_error() -> None:
-    """Take back what CUDA keeps of a failed call: the next launch of a kernel would report it as its own."""
+    """Clear the error that CUDA keeps of a failed call, which the next kernel launch would report."""
     if torch.cuda.is_available():
         try:
             torch.zeros(1, device="cuda")
-        except RuntimeError as error:  # what was kept, or a GPU that is gone: the next call says it again
+        except RuntimeError as error:  # the kept error; the next call reports a lost GPU again
             logger.debug("sgl-kvpool: after a failed registration: %s", error)
 
 
 def _undo(cudart: Any, registered: list[tuple[int, int]]) -> None:
-    """Unregister pieces, the last first."""
+    """Unregister chunks in reverse order."""
     left = [size for address, size in reversed(registered) if int(cudart.cudaHostUnregister(address)) != 0]
     if left:
         logger.warning(

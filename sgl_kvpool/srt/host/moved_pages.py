@@ -1,4 +1,4 @@
-"""Host pages as SGLang's controller sees them: which are good, and transfers. A base of the tier's pools."""
+"""Host pages for SGLang's controller: page state and transfers. A base of the host tier's pools."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["MovedPagesPool", "kv_group"]
 
 
 def kv_group(caches: CanonicalKVCaches) -> CanonicalGroup:
-    """The one group of an MLA pool, or of a pool of states."""
+    """The only group of an MLA pool or of a pool of states."""
     (group,) = caches.groups
     return group
 
 
 class MovedPagesPool(StoredPagesPool):
-    """Base of the host tier's pools, which set these."""
+    """Base of the host tier's pools, which set the attributes below."""
 
     _device_views: list[CanonicalKVCaches]
     _channels: TransferChannels
-    #: Lists of the transfer at hand: SGLang's, and as the channels take them.
+    #: Lists of the current transfer: SGLang's, and in the channels' form.
     _listed: tuple[Any, ...]
-    #: Where the ranks of a machine have one tier together; None for one of this rank alone.
+    #: State of a tier that the ranks of a machine share; None for a tier of this rank alone.
     shared: SharedTier | None = None
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[TransferChannel, int]]:
-        """Channels, and parts of their groups, that make up a layer as the controller numbers them."""
+        """Channels and parts of their groups that make up a layer in the controller's numbering."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- page state
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Free all pages and discard their contents."""
         if self.shared is None:
             self._lost = LostPages.private(self.page_num)
         else:
@@ -53,7 +53,7 @@ class MovedPagesPool(StoredPagesPool):
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots of free pages, or None if there are not as many."""
+        """Slots of free pages, or None if too few are free."""
         if self.shared is not None and self.shared.lost.is_closed:
             return None
         slots = super().alloc(need_size)
@@ -64,28 +64,30 @@ class MovedPagesPool(StoredPagesPool):
         return slots
 
     def free(self, indices: torch.Tensor) -> int:
-        """Give slots back; how many are free again."""
+        """Free slots; returns how many slots are free again."""
         if self.shared is not None:
             self.shared.log.add("free", indices.cpu().numpy())
         return super().free(indices)
 
     def slots_problem(self, host_slots: torch.Tensor, *, allocated_here: bool = True) -> str | None:
-        """Why these slots cannot be loaded; None if they can.
+        """Reason why these slots cannot be loaded; None if they can.
 
         Parameters
         ----------
         host_slots : Tensor [tokens], int64
         allocated_here : bool
-            False for the tier of a draft, whose slots are its target's.
+            False for the tier of a draft, whose slots are its target's slots.
 
         Returns
         -------
         str or None
-            They are no list of pages, or a page is free, or was lost in its backup.
+            Reason: the slots are not a list of whole pages, or a page is free or was lost in its backup.
         """
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
             return problem
+        if self.shared is not None and self.shared.lost.is_closed:
+            return "the ranks have ended the tier; start the server again to use it"
         if allocated_here and not bool(self.slot_used[host_slots].all()):
             return "a host page of the list is not allocated"
         if self._lost.any(pages_of(host_slots, self.page_size)):
@@ -93,10 +95,10 @@ class MovedPagesPool(StoredPagesPool):
         return None
 
     def device_slots_problem(self, device_slots: torch.Tensor) -> str | None:
-        """Why these slots of the device pool are no list of its pages; None if they are.
+        """Reason why these slots of the device pool are not a list of its pages; None if they are.
 
-        None for a list on a GPU as well: to look at it is to wait for all that the GPU has been given, at
-        every load and every backup. Such lists come from SGLang's allocator.
+        Lists on a GPU are not checked, because that would wait for all work of the GPU at every load and
+        every backup. Such lists come from SGLang's allocator.
         """
         if device_slots.device.type != "cpu":
             return None
@@ -115,20 +117,20 @@ class MovedPagesPool(StoredPagesPool):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Host pages of one layer to device pages; the lists were checked when they were queued.
+        """Load one layer of host pages into device pages; the lists were checked when they were queued.
 
         Raises
         ------
         RuntimeError
-            A page that was lost in its backup.
+            If a page was lost in its backup.
         Exception
-            Engine and torch failed; see `TransferChannel.run`.
+            If engine and torch failed; see `TransferChannel.run`.
         """
         parts = self._parts_of(layer_id, is_draft)
         if not parts:
             return  # a layer of another pipeline stage
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
-        if self._lost.any(host_pages):
+        if self._lost.any_flagged(host_pages):
             # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
             raise RuntimeError("a host page that was lost in its backup is to be loaded")
         for channel, part in parts:
@@ -137,10 +139,10 @@ class MovedPagesPool(StoredPagesPool):
     def backup_from_device_all_layer(
         self, device_pool, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Device pages of all layers, drafts included, to host pages.
+        """Back up all layers of device pages, drafts included, to host pages.
 
-        A failure is not raised: SGLang would stop, and it need not. The pages are marked lost, every later
-        load of them is a miss, and no store gets them.
+        A failure is not raised, because SGLang would stop although it can go on. The pages are marked as
+        lost: every later load of them is a miss, and stores do not get them.
         """
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self.shared is not None:
@@ -150,7 +152,7 @@ class MovedPagesPool(StoredPagesPool):
         try:
             for channel in self._channels.to_host:
                 channel.run(device_pages, host_pages)
-        except Exception as error:  # whatever it is, these pages are not backed up
+        except Exception as error:  # whatever the error, these pages are not backed up
             self._lost.set(host_pages, True)
             metrics.failed("backup_lost", f"{len(host_pages)} pages", error=error)
         else:
@@ -159,21 +161,21 @@ class MovedPagesPool(StoredPagesPool):
     def slots_for_transfer(
         self, host_slots: torch.Tensor, device_slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both lists where the engines want them: the host's on the CPU, where SGLang has it anyway.
+        """Both lists on the devices that the engines need: the host's list on the CPU, where SGLang has it.
 
-        The device's stays on the GPU, unless an engine makes descriptors of it on the CPU; then this waits
-        for the GPU, as SGLang's own `direct` backend does.
+        The device's list stays on the GPU unless an engine needs page indices on the CPU; then this waits for
+        the GPU, as SGLang's own `direct` backend does.
         """
-        if self._channels.needs_page_numbers:
+        if self._channels.needs_page_indices:
             device_slots = device_slots.cpu()
         return host_slots, device_slots
 
     def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
-        """Lists for the channels. The layers of a load get the same objects, which engines know it by."""
+        """Lists for the channels. Engines recognize a load by getting the same objects for all layers."""
         known_host, known_device, lists = self._listed
         if known_host is not host_slots or known_device is not device_slots:
             host_pages = pages_of(host_slots.cpu(), self.page_size)
-            if self._channels.needs_page_numbers:
+            if self._channels.needs_page_indices:
                 lists = host_pages, pages_of(device_slots.cpu(), self.page_size)
             else:
                 lists = host_pages, DevicePages(device_slots, self.page_size)

@@ -1,4 +1,4 @@
-"""The ranks of one machine that hold the same rows, and what they tell each other. Needs torch alone."""
+"""The ranks of one machine that hold the same rows, and their collectives. Torch is the only dependency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_kvpool.refusal import Refusal
+
 __all__ = ["NodeRanks"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,13 @@ class NodeRanks:
     Attributes
     ----------
     group : ProcessGroup
-        Of gloo: all ranks that hold the same rows, on one machine or several.
+        Gloo group of all ranks that hold the same rows, on one or several machines.
     members : tuple of int
-        Ranks of the group that are on this machine, in order.
+        Ranks of the group on this machine, in order.
     rank : int
-        Place of this process among them.
+        Index of this process in `members`.
     fewest : int
-        Ranks on the machine of the group that has the fewest: tiers have to be of one size everywhere.
+        Number of ranks on the machine with the fewest: tiers have to be of one size everywhere.
     """
 
     group: Any
@@ -37,7 +41,7 @@ class NodeRanks:
 
     @classmethod
     def of(cls, group: Any) -> NodeRanks:
-        """Find out who of a group is on this machine; every rank of the group has to call it."""
+        """Find the ranks of a group on this machine; every rank of the group has to call it."""
         places: list[Any] = [None] * dist.get_world_size(group)
         here = _machine()
         dist.all_gather_object(places, here, group=group)
@@ -47,7 +51,7 @@ class NodeRanks:
 
     @property
     def count(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return len(self.members)
 
     @property
@@ -56,19 +60,29 @@ class NodeRanks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of every rank of this machine, in order; every rank of the group has to call it."""
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, value, group=self.group)
+        """Values of all ranks of this machine, in order; every rank of the group has to call it."""
+        found = self.gather_all(value)
         return [found[member] for member in self.members]
 
+    def gather_all(self, value: Any) -> list[Any]:
+        """Values of all ranks of the group, on every machine, in order; every rank has to call it."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
     def minimum(self, *values: int) -> list[int]:
-        """The least of each value over all ranks of the group, on every machine."""
+        """Minimum of each value over all ranks of the group, on all machines."""
         least = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return least.tolist()
 
 
 def _machine() -> tuple[str, int]:
-    """What processes have in common that can open each other's files in /proc: kernel and PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.stat("/proc/self/ns/pid").st_ino
+    """Kernel and PID namespace: equal for processes that can open each other's files in /proc."""
+    try:
+        return _BOOT_ID.read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        raise Refusal(
+            f"{error.filename} tells which ranks are on one machine and cannot be read ({error.strerror}); "
+            "give --kv-host-sharing rank"
+        ) from error

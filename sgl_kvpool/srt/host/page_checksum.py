@@ -1,9 +1,9 @@
-"""Checksums of host pages as stores keep them. Needs numpy and xxhash alone.
+"""Checksums of host pages in stores. Numpy and xxhash are the only dependencies.
 
-The last 16 bytes of a stored page are XXH3-128 of all bytes before them, seeded by the page's format and by
-the key it is stored under. So a page that was cut short, filled up, changed, written in another format or
-stored under another key is noticed, and not served. It is a checksum against faults, none against forgery:
-who may write to a store may write other pages.
+The last 16 bytes of a stored page are XXH3-128 of all bytes before them, seeded with the page's format and
+its storage key. Therefore a page that was truncated, extended, changed, written in another format or stored
+under another key is detected and not served. The checksum protects against faults, not against forgery:
+whoever may write to a store can replace pages.
 """
 
 from __future__ import annotations
@@ -18,21 +18,29 @@ import xxhash
 
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES
 
-__all__ = ["DamagedPage", "checksum", "damage", "failure_kind", "first_damage", "seal", "seal_all"]
+__all__ = [
+    "DamagedPage",
+    "checksum",
+    "damage",
+    "failure_kind",
+    "first_damage",
+    "write_checksum",
+    "write_checksums",
+]
 
-#: Threads of a process that make checksums: four read faster than a network or a disk delivers.
+#: Threads of a process that compute checksums: four read faster than a network or a disk delivers.
 _THREADS = 4
-#: Bytes of a page from which threads are worth it. xxhash keeps the GIL for short inputs.
+#: Bytes of a page from which threads pay off; xxhash keeps the GIL for short inputs.
 _THREADED_BYTES = 1 << 18
-_DAMAGED = "its checksum is not that of its bytes, format and key"
+_DAMAGED = "its checksum does not match its bytes, format and key"
 
 
 class DamagedPage(ValueError):
-    """A stored page that is not what was stored; it must be taken for a miss."""
+    """A stored page that differs from what was stored; callers have to treat it as a miss."""
 
 
 def failure_kind(error: Exception) -> str:
-    """Kind, of `sgl_kvpool.metrics.FAILURES`, of a page of a store that could not be read."""
+    """Kind in `sgl_kvpool.metrics.FAILURES` for a page of a store that could not be read."""
     return "page_checksum" if isinstance(error, DamagedPage) else "page_read"
 
 
@@ -42,49 +50,49 @@ def checksum(content: np.ndarray, tag: str, key: str = "") -> bytes:
     Parameters
     ----------
     content : ndarray [bytes], uint8, contiguous
-        All of the page before its checksum.
+        All bytes of the page before its checksum.
     tag : str
-        What the bytes are; see `HierarchicalMLAHostPool.storage_format_tag`.
+        Tag of the bytes; see `HierarchicalMLAHostPool.storage_format_tag`.
     key : str
-        What the page is stored under; empty where that is not known.
+        Storage key of the page; empty if unknown.
 
     Returns
     -------
     bytes
-        `CHECKSUM_BYTES` of them.
+        The checksum, `CHECKSUM_BYTES` long.
     """
-    # Lengths first, so that no tag and key together read as another tag and key.
+    # Lengths first, so that different pairs of tag and key cannot make the same text.
     seed = xxhash.xxh3_64_intdigest(f"{len(tag)} {len(key)} {tag}{key}".encode())
     return xxhash.xxh3_128_digest(content.data, seed)
 
 
-def seal(page: np.ndarray, tag: str, key: str = "") -> None:
+def write_checksum(page: np.ndarray, tag: str, key: str = "") -> None:
     """Write a page's checksum into its last bytes.
 
     Parameters
     ----------
     page : ndarray [size_bytes], uint8, contiguous
     tag, key : str
-        As `checksum`.
+        Parameters of `checksum`.
     """
     page[-CHECKSUM_BYTES:] = np.frombuffer(checksum(page[:-CHECKSUM_BYTES], tag, key), dtype=np.uint8)
 
 
 def damage(page: np.ndarray, tag: str, key: str = "") -> str | None:
-    """What is wrong with a page that `seal` was called for; None if nothing is. Parameters as `seal`."""
+    """Reason why a page with a checksum is damaged; None if it is not. Parameters as `write_checksum`."""
     if len(page) < CHECKSUM_BYTES:
-        return f"{len(page)} bytes are no page"
+        return f"{len(page)} bytes are too short for a page"
     whole = page[-CHECKSUM_BYTES:].tobytes() == checksum(page[:-CHECKSUM_BYTES], tag, key)
     return None if whole else _DAMAGED
 
 
-def seal_all(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> None:
-    """`seal` of several pages, on several threads if they are long."""
-    list(_map(seal, pages, tag, keys))
+def write_checksums(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> None:
+    """Call `write_checksum` for several pages, with threads if they are long."""
+    list(_map(write_checksum, pages, tag, keys))
 
 
 def first_damage(pages: Sequence[np.ndarray], tag: str, keys: Sequence[str]) -> tuple[int, str] | None:
-    """Place of the first page that `damage` finds wrong, and what it says; None if all are whole."""
+    """Index of the first damaged page, and the reason by `damage`; None if no page is damaged."""
     found = enumerate(_map(damage, pages, tag, keys))
     return next(((place, problem) for place, problem in found if problem is not None), None)
 

@@ -1,12 +1,12 @@
-"""Bytes of a host page: rows, padding, checksum. A leaf module: the arithmetic that tier and `plan` share.
+"""Bytes of a host page: rows, padding, checksum. A leaf module that the host tier and `plan` share.
 
-A host page of format version 2 is one run of bytes that stores may read and write where it lies: ::
+A host page of format version 2 is contiguous, so that stores can read and write it in place: ::
 
-    [rows of all layers | padding | checksum]     size_bytes in all, the checksum is the last of them
+    [rows of all layers | padding | checksum]     size_bytes in all; the checksum is at the end
 
-`size_bytes` is also the distance of one page to the next. It is a multiple of 4096 where that costs little,
-so that stores which open files with O_DIRECT (NIXL's default) move pages without a copy. Where it would cost
-more, pages lie close together and copies for such stores are as long as the next multiple.
+`size_bytes` is also the distance between pages. It is a multiple of 4096 if that costs little, so that stores
+which open files with O_DIRECT (NIXL's default) move pages without a copy. If it would cost more, pages are
+not padded to it, and copies for such stores are as long as the next multiple.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 __all__ = ["CHECKSUM_BYTES", "DIRECT_IO_BYTES", "HostPageFormat"]
 
-#: XXH3-128.
+#: Bytes of a checksum, XXH3-128.
 CHECKSUM_BYTES = 16
-#: What O_DIRECT wants addresses and sizes to be multiples of, on every file system that SGLang names.
+#: Alignment of addresses and sizes that O_DIRECT needs on every file system that SGLang names.
 DIRECT_IO_BYTES = 4096
-#: What pages begin at multiples of at least: enough for every dtype, and for the widest words of kernels.
+#: Minimum alignment of pages: enough for every dtype and for the widest words of kernels.
 _ALIGNMENT_BYTES = 16
-#: Share of the rows that padding to `DIRECT_IO_BYTES` may cost.
+#: Maximum share of padding to `DIRECT_IO_BYTES` in the bytes of the rows.
 _MAX_PADDING = 0.03
 
 
@@ -32,16 +32,16 @@ def _rounded_up(size_bytes: int, multiple_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class HostPageFormat:
-    """Sizes of a page.
+    """Sizes of a host page.
 
     Attributes
     ----------
     content_bytes : int
-        Of what the page is for: rows of all layers, or the states of a slot.
+        Bytes of the content: rows of all layers, or the states of a slot.
     size_bytes : int
-        With padding and checksum.
+        Bytes of the page with padding and checksum.
     copied_bytes : int
-        Of a copy for a store: the page, and zeros behind it.
+        Bytes of a copy for a store: the page, then zeros.
     has_checksum : bool
     """
 
@@ -57,9 +57,10 @@ class HostPageFormat:
         Parameters
         ----------
         content_bytes : int
-            Rows of `page_size` tokens in all layers.
+            Bytes of the rows of `page_size` tokens in all layers.
         page_size : int
-            Tokens. The page is a whole number of bytes per token, because SGLang and its stores count so.
+            Tokens of a page. The page gets a whole number of bytes per token, because SGLang and its stores
+            count bytes per token.
         """
         sealed_bytes = content_bytes + CHECKSUM_BYTES
         aligned_bytes = _rounded_up(sealed_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
@@ -72,22 +73,22 @@ class HostPageFormat:
     def of_states(cls, content_bytes: int) -> HostPageFormat:
         """Format of a slot of states.
 
-        Not rounded to `DIRECT_IO_BYTES`: stores without copies keep each part of a slot under a key of its
-        own, and those parts are seldom a multiple.
+        Slots are not padded to `DIRECT_IO_BYTES`: zero-copy stores keep each part of a slot under a separate
+        key, and those parts are seldom a multiple.
 
         Parameters
         ----------
         content_bytes : int
-            States of one slot in all linear layers.
+            Bytes of the states of one slot in all linear layers.
         """
         size_bytes = _rounded_up(content_bytes + CHECKSUM_BYTES, _ALIGNMENT_BYTES)
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
 
     @classmethod
     def bare(cls, content_bytes: int) -> HostPageFormat:
-        """Format of a page in SGLang's own size: nothing but its content."""
+        """Format of a page in SGLang's own size: content without padding and checksum."""
         return cls(content_bytes, content_bytes, content_bytes, has_checksum=False)
 
     def bytes_per_token(self, page_size: int) -> int:
-        """Of a token in all layers, with its share of padding and checksum."""
+        """Bytes per token in all layers, with its share of padding and checksum."""
         return self.size_bytes // page_size

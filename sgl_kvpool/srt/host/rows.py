@@ -1,16 +1,16 @@
 """The host tier of MLA pools: SGLang's `MLATokenToKVPoolHost` with page-major bytes of any layout.
 
-The layout may be narrower than the device's (`--kv-host-layout`): rows are then encoded on their way to the
-host and decoded on their way back, and everything here that counts bytes or tokens counts those of the host.
+The layout may be narrower than the device's (`--kv-host-layout`): rows are then encoded on the way to the
+host and decoded on the way back, and all numbers of bytes and tokens here are the host's.
 
-A host page holds all layers, one after the other, so it is one run of bytes on a disk or on a wire: ::
+A host page holds all layers one after the other, so it is contiguous on a disk or on a network: ::
 
     kv_buffer : [pages, size_bytes / itemsize]        one page: rows, padding, checksum (`page_format.py`)
     rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
 
-SGLang calls the rows' shape `page_first_direct`. Here the memory has it under both labels, `page_first` and
-`page_first_direct`: the label stays what the server was asked for, because SGLang's controller, side pools
-and stores read it. The padding is part of the one contiguous tensor: stores register all of it.
+SGLang calls the shape of the rows `page_first_direct`. Here the memory has this shape under both labels,
+`page_first` and `page_first_direct`. The label stays the requested one, because SGLang's controller, side
+pools and stores read it. The padding is part of the one contiguous tensor, because stores register all of it.
 """
 
 from __future__ import annotations
@@ -49,51 +49,52 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     Parameters
     ----------
     kv_pool : LayoutMLATokenToKVPool
-        Any layout, any arrangement.
+        Pool of any layout and arrangement.
     host_to_device_ratio : float
-        Bytes of the host tier per byte of the device pool, if `host_size` is 0; of tokens too, if the layout
-        is the same.
+        Bytes of the host tier per byte of the device pool, if `host_size` is 0. With the same layout on both
+        sides, this is also the ratio of tokens.
     host_size : float
-        GB (1e9 bytes) of the host tier; 0 for the ratio.
+        GB (1e9 bytes) of the host tier; if 0, the ratio decides.
     page_size : int
-        Tokens.
+        Tokens of a page.
     layout : str
-        Label, of `HOST_LABELS`.
+        One of `HOST_LABELS`.
     draft_pools : sequence of LayoutMLATokenToKVPool
-        One layer each, with the target's rows.
+        Pools with one layer each and the target's row format.
     pin_memory : bool, optional
-        Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+        Whether to register the memory with CUDA; by default for pools on a GPU.
     io_backend : str
-        Of --hicache-io-backend, which a GPU engine's choice depends on.
+        Value of --hicache-io-backend, on which the choice of a GPU engine depends.
     node_ranks : NodeRanks, optional
         Ranks that share the tier, with one copy of each page for all of them; `host_to_device_ratio` and
-        `host_size` are each rank's part. Every rank has to make the pool. Unless given, the tier is this
-        rank's alone.
+        `host_size` then mean each rank's part, and every rank has to make the pool. By default the tier
+        belongs to this rank alone.
     with_checksum : bool
-        Whether pages have room for a checksum. Not for a draft with a tier of its own: stores handle
-        its pages in SGLang's sizes, and wrong ones cost accepted tokens and nothing else.
+        Whether pages have room for a checksum. False for a draft with a separate tier: stores handle its
+        pages in SGLang's sizes, and damaged pages cost nothing but accepted tokens.
     **kwargs
-        As SGLang's: `allocator_type`, `pool_label`, `host_token_capacity`.
+        SGLang's arguments: `allocator_type`, `pool_label`, `host_token_capacity`.
 
     Attributes
     ----------
     row_format : RowFormat
-        Of a stored row.
+        Format of a stored row.
     page_bytes : int
-        Of a page of all layers, without padding and checksum.
+        Bytes of a page of all layers, without padding and checksum.
     page_format : HostPageFormat
-        The same with them.
+        Sizes of a page with padding and checksum.
     storage_format_tag : str
-        Names these bytes in the keys of stores, so that a server with others misses.
+        Tag of these bytes in the keys of stores, so that a server with other bytes misses.
 
     Raises
     ------
     TypeError
-        A pool of another class.
+        If a pool is of another class.
     ValueError
-        A label that is none, drafts with other rows, a layout that is not narrower, or not enough memory.
+        If the label is not in `HOST_LABELS`, drafts have other rows, the layout is not narrower, or there is
+        not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        If an engine that was requested by name cannot be built.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         row_bytes = kv_pool.kv_cache_dim * kv_pool.store_dtype.itemsize
         if row_bytes != kv_pool.row_format.row_bytes:
             raise RuntimeError(
-                f"SGLang takes a row for {row_bytes} bytes, it has {kv_pool.row_format.row_bytes}"
+                f"SGLang counts {row_bytes} bytes per row, but rows have {kv_pool.row_format.row_bytes}"
             )
-        # Before the base class, whose constructor calls the overrides below.
+        # Set before the base class's constructor runs, because that calls the overrides below.
         self._options: HostTierOptions = kv_pool.host_tier
         host_layout = self._options.host_layout(kv_pool.kv_cache_layout)
         problem = host_layout_problem(kv_pool.row_format, host_layout)
@@ -140,7 +141,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self._k_scales = [
             [pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools
         ]
-        # The rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under its pages.
+        # Rows alone: SGLang keeps index keys of DSA models in a pool beside this one, under the same page
+        # indices.
         self._device_views = [describe(pool, page_size).only("kv") for pool in pools]
         counts = [kv_group(view).num_pages for view in self._device_views]
         if min(counts) < counts[0]:
@@ -179,7 +181,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
 
     @staticmethod
     def takes(pool: Any) -> bool:
-        """Whether a device pool's host tier is made of this class; `HostTierOptions.takes`."""
+        """Whether a device pool's host tier is of this class; see `HostTierOptions.takes`."""
         return isinstance(pool, LayoutMLATokenToKVPool) and pool.host_tier.takes(
             pool.kv_cache_layout, pool.kv_cache_arrangement, torch.device(pool.device).type
         )
@@ -197,7 +199,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error
 
     def _allocate_shared_buffer(self, shared: SharedTier) -> None:
-        """SGLang's check of free memory, of each rank's part, on all ranks before any of them allocates."""
+        """Check free memory for each rank's part as SGLang does, on all ranks before any rank allocates."""
         part_bytes = self.size * self.size_per_token // shared.ranks.fewest
         problem = shared.room_problem(part_bytes, base.host_memory_budget_bytes(part_bytes))
         if problem is not None:
@@ -206,9 +208,9 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.fd = None
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """Memory of the tier, in page-major order; pinned if it was asked for and can be."""
+        """Memory of the tier in page-major order, pinned if requested and possible."""
         if self.row_format != self._device_rows:
-            # The base class has taken both from the device pool.
+            # The base class has set both from the device pool.
             self.dtype, self.kv_cache_dim = torch.uint8, self.row_format.row_bytes
         fmt = self.page_format
         shape = (self.page_num, fmt.size_bytes // self.dtype.itemsize)
@@ -217,19 +219,19 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         else:
             buffer = self.allocator.allocate(shape, dtype=self.dtype, device=self.device)
         if fmt.has_checksum:
-            # Stores get the padding too, and it must not be what the memory held before.
+            # Stores write the padding too, so it must not keep earlier contents of the memory.
             buffer.view(torch.uint8)[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
         self.token_stride_size = self.kv_cache_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self._pieces = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._pieces is not None
+        self._chunks = memory.pin(buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
         return buffer
 
     def _initialize_transfer_views(self) -> None:
         self.can_use_jit = False
         self._pages = self.kv_buffer.view(torch.uint8)  # [pages, size_bytes]
         self.data_refs = list(self._rows().unbind(1))
-        self.data_ptrs = None  # no kernel of SGLang's moves these rows
+        self.data_ptrs = None  # no kernel of SGLang moves these rows
         self._init_write_back_staging_buffers()
         # The drafts' layers follow the target's, as SGLang numbers the layers of a host tier.
         firsts = range(self.target_layer_num, self.layer_num)
@@ -242,7 +244,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             self._device_rows,
             self.row_format,
             self._k_scales,
-            EngineRequest(self._options.engine, self._io_backend, self._pieces, gpu_calls),
+            EngineRequest(self._options.engine, self._io_backend, self._chunks, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
@@ -259,14 +261,14 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             " and ".join(map(str, self._channels.run_bytes)) or "no",
             ", pinned" if self.pin_memory else "",
             self.page_format.size_bytes,
-            "" if self.shared is None else f", {self.shared}",
+            "" if self.shared is None else f", {self.shared.in_words(self.size)}",
         )
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> list[tuple[TransferChannel, int]]:
         if not is_draft and layer_id not in self._host_layer_by_controller:
             return []
         host_layer = self._host_layer_by_controller[layer_id]
-        draft = host_layer - self.target_layer_num + 1  # place of the layer's pool behind the target's
+        draft = host_layer - self.target_layer_num + 1  # index of the layer's pool; the target's is 0
         channels = self._channels.to_device
         return [(channels[draft], 0) if draft > 0 else (channels[0], host_layer)]
 
@@ -285,15 +287,15 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         self.can_use_write_back_jit = False
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Address, size and page size in bytes of the one buffer."""
+        """Lists of the address, size and page size in bytes of the one buffer."""
         return [self.kv_buffer.data_ptr()], [self.kv_buffer.nbytes], [self.page_format.size_bytes]
 
     def get_size_per_token(self) -> int:
         """Bytes of a token in all layers, with its share of padding and checksum."""
-        # SGLang asks for it, too, before it knows the size of a page.
+        # SGLang also calls this before it has set the page size.
         return self.page_format.bytes_per_token(self._tokens_per_page)
 
     def is_stride_page_aligned(self, page_size_bytes: int = DIRECT_IO_BYTES) -> bool:
-        """Whether addresses and sizes of all pages are multiples, as O_DIRECT wants them."""
+        """Whether addresses and sizes of all pages are multiples of `page_size_bytes`, as O_DIRECT needs."""
         numbers = (self.kv_buffer.data_ptr(), self.page_format.size_bytes)
         return not any(number % page_size_bytes for number in numbers)

@@ -1,7 +1,7 @@
-"""Memory that the ranks of a machine map together: a host tier with one copy of each page.
+"""Memory that all ranks of a machine map: a host tier with one copy of each page.
 
-The first rank makes an anonymous file (memfd), the others open it through /proc. It has no name in any file
-system, so its memory is gone with the last process that maps it, however that ends.
+The first rank makes an anonymous file (memfd), and the others open it through /proc. The file has no name in
+any file system, so its memory is released when the last process that maps it ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["SharedSegment"]
 
 logger = logging.getLogger(__name__)
 
-#: Of <linux/mman.h>, since Linux 5.14; Python has no name for it.
+#: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes that are faulted in between two looks at the clock: about a second's worth.
+#: Bytes that are faulted in between two looks at the clock, in about a second.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 
 
 class SharedSegment:
-    """A mapping of memory that all ranks of a machine have.
+    """Memory mapping that all ranks of a machine share.
 
-    Every rank of the group has to make it, with the same size.
+    Every rank of the group has to create it with the same size.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ class SharedSegment:
     Attributes
     ----------
     memory : Tensor [size_bytes], uint8
-        Zeros, and in memory: each rank has faulted in its part of it.
+        Zeros that are resident in memory: each rank has faulted in its part.
     is_interleaved : bool
-        Whether its pages alternate between the machine's NUMA nodes.
+        Whether its memory pages alternate between the machine's NUMA nodes.
 
     Raises
     ------
     Refusal
-        Some rank could not map it; then no rank has it.
+        If a rank of the group could not map it; then no rank has it.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -68,25 +68,28 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        problems = [found for found in ranks.gather(failed) if found is not None]
+        # Errors of all machines: otherwise the ranks of a machine without errors would later wait for the
+        # others.
+        problems = [found for found in ranks.gather_all(failed) if found is not None]
         if descriptor >= 0:
             os.close(descriptor)
         if problems:
             raise Refusal(
-                f"the ranks of this machine could not share {size_bytes / 1e9:.2f} GB of host memory "
+                f"the ranks of a machine could not share {size_bytes / 1e9:.2f} GB of host memory "
                 f"({problems[0]}); give --kv-host-sharing rank, or a smaller --hicache-size"
             )
         assert self._mapping is not None
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.is_interleaved = self._interleave()
-        # The policy is the mapping's of each rank, and has to be everyone's before the first page is there.
+        # Each rank sets the memory policy of its own mapping, and all have to do so before the first page is
+        # allocated.
         ranks.gather(None)
         step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))
         ranks.gather(None)
 
     def _interleave(self) -> bool:
-        """Spread it over the NUMA nodes; else each page is on the node of the rank that faults it in."""
+        """Interleave memory over NUMA nodes; otherwise the rank that faults in a page places it."""
         nodes = numa_nodes()
         if len(nodes) < 2:
             return False
@@ -96,14 +99,14 @@ class SharedSegment:
         return problem is None
 
     def _fault_in(self, begin: int, end: int) -> None:
-        """Have pages in memory before a request waits for them: the kernel makes a few GB a second."""
+        """Fault in memory before a request has to wait for it: the kernel provides a few GB per second."""
         assert self._mapping is not None
         said = time.monotonic()
         for offset in range(begin, end, _STEP_BYTES):
             size = min(_STEP_BYTES, end - offset)
             try:
                 self._mapping.madvise(_MADV_POPULATE_WRITE, offset, size)
-            except OSError:  # an older kernel
+            except OSError:  # a kernel without MADV_POPULATE_WRITE
                 self.memory[offset : offset + size].zero_()
             if time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()

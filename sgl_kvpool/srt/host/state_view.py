@@ -1,11 +1,11 @@
-"""States of linear-attention layers as one group of byte pages, in the order in which the host keeps them.
+"""States of linear-attention layers as one group of byte pages, in the host's order.
 
-A page is a state slot: what one prefix has of all layers. SGLang stores it part by part, the ssm states of
-all layers, then each convolution's, and so does the host: ::
+A page is a state slot with the states of one prefix in all layers. SGLang stores a slot part by part: the ssm
+states of all layers, then the states of each convolution. The host uses the same order: ::
 
     [ssm of layer 0, 1, ... | conv_0 of layer 0, 1, ... | conv_1 ...]
 
-Layers of packed drafts follow the target's in each part. Needs SGLang for the pools alone.
+In each part, layers of packed drafts follow the target's. SGLang is imported for its pools alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sgl_kvpool.srt.pool.regions import describe
 
 __all__ = ["STATE_FORMAT_VERSION", "StateView"]
 
-#: Of what `StateView.tag` names: counted up when stored states change in another way than their parts do.
+#: Version in `StateView.tag`: increased when stored states change in a way that their parts do not show.
 STATE_FORMAT_VERSION = 3
 _SSM = "ssm"
 
 
 def _order(part: str) -> int:
-    """Place of a part among those of a layer: ssm, conv_0, conv_1, ..."""
+    """Sort key of a part within a layer: ssm, conv_0, conv_1, ..."""
     return 0 if part == _SSM else 1 + int(part.removeprefix("conv_"))
 
 
@@ -40,21 +40,21 @@ class StateView:
     Attributes
     ----------
     caches : CanonicalKVCaches
-        One group, "state", its parts in the host's order.
+        One group, "state", with its parts in the host's order.
     """
 
     caches: CanonicalKVCaches
 
     @classmethod
     def of(cls, pools: Sequence[Any]) -> StateView:
-        """View of a target's `MambaPool`, then of drafts'.
+        """View of a target's `MambaPool` and of those of its drafts.
 
         Raises
         ------
         TypeError
-            Another kind of pool.
+            If a pool is of another kind.
         ValueError
-            Parts that are not described, or that a draft has not; drafts with fewer slots.
+            If a part is not described or a draft lacks it, or if a draft has fewer slots.
         """
         tensors: list = []
         layers: list[LayerReference] = []
@@ -82,12 +82,12 @@ class StateView:
 
     @property
     def group(self) -> CanonicalGroup:
-        """The one group."""
+        """The view's only group."""
         return self.caches.group("state")
 
     @cached_property
     def parts_by_layer(self) -> list[tuple[int, ...]]:
-        """For each layer, the target's first, the places of its parts in the group."""
+        """Indices of each layer's parts in the group; the target's layers come first."""
         places: dict = {}
         for place, layer in enumerate(self.group.layers):
             places.setdefault(layer.layer_id, []).append(place)
@@ -95,7 +95,7 @@ class StateView:
 
     @cached_property
     def components(self) -> tuple[tuple[int, int], ...]:
-        """Offset and bytes of each part of all layers in a slot, in order: what SGLang calls a component."""
+        """Offset and size in bytes of each part of all layers in a slot: SGLang's components, in order."""
         sizes: dict[str, int] = {}
         for layer in self.group.layers:
             sizes[layer.part] = sizes.get(layer.part, 0) + layer.runs.size_bytes
@@ -104,12 +104,12 @@ class StateView:
 
     @property
     def largest_part_bytes(self) -> int:
-        """Of one state of one layer."""
+        """Bytes of the largest state of one layer."""
         return max((layer.runs.size_bytes for layer in self.group.layers), default=0)
 
     @cached_property
     def tag(self) -> str:
-        """Name of the bytes of a slot, equal only where slots are interchangeable."""
+        """Tag of the bytes of a slot, equal only for interchangeable slots."""
         layers = [(str(r.layer_id), r.part, r.content, r.runs.size_bytes) for r in self.group.layers]
         digest = hashlib.blake2b(repr((STATE_FORMAT_VERSION, layers)).encode(), digest_size=8)
         return f"m{digest.hexdigest()}"

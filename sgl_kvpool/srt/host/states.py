@@ -1,8 +1,8 @@
-"""The host tier of states beside that of rows: SGLang's `MambaPoolHost` with whole state slots as pages.
+"""The host tier of states beside the tier of rows: SGLang's `MambaPoolHost` with whole state slots as pages.
 
-A host slot keeps the conv and ssm states of all layers of one state slot in one run of bytes, in the order
-of `state_view.py`, which is also that of SGLang's stores, then padding and a checksum (`page_format.py`).
-Transfers, retries and lost slots are as for rows.
+A host slot holds the conv and ssm states of all layers of one state slot as contiguous bytes, in the order of
+`state_view.py` and of SGLang's stores, followed by padding and a checksum (`page_format.py`). Transfers,
+retries and lost slots work as for rows.
 """
 
 from __future__ import annotations
@@ -35,48 +35,48 @@ __all__ = ["HierarchicalStatePoolHost"]
 
 
 class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
-    """Host tier of the states of a `MambaPool` and of drafts that are packed with it.
+    """Host tier of the states of a `MambaPool` and of the drafts that are packed with it.
 
     Parameters
     ----------
     mamba_pool : MambaPool
-        On any device.
+        State pool on any device.
     host_to_device_ratio : float
         Host slots per slot of the pool, if `host_size` is 0.
     host_size : float
-        GB (1e9 bytes); 0 for the ratio.
+        GB (1e9 bytes) of the host tier; if 0, the ratio decides.
     layout : str
-        Label, of `HOST_LABELS`.
+        One of `HOST_LABELS`.
     draft_pools : sequence of MambaPool
-        One layer each, with the target's states.
+        Pools with one layer each, whose states have the target's geometry.
     options : HostTierOptions, optional
-        Of the rows; their layout is none of states.
+        Options of the host tier of rows; their layout does not apply to states.
     pin_memory : bool, optional
-        Whether to register the memory with CUDA; unless given, where the pool is on a GPU.
+        Whether to register the memory with CUDA; by default for pools on a GPU.
     io_backend : str
-        Of --hicache-io-backend.
+        Value of --hicache-io-backend.
     allocator_type : str
-        As SGLang's.
+        SGLang's argument.
 
     Attributes
     ----------
     page_bytes : int
-        Of the states of a slot.
+        Bytes of the states of a slot.
     size_per_token : int
-        The same with padding and checksum: SGLang's name for what a slot takes.
+        `page_bytes` with padding and checksum; SGLang's name for the size of a slot.
     storage_format_tag : str
-        Names these bytes; the controller puts it into the keys of stores with the rows' tag.
+        Tag of these bytes; the controller adds it with the rows' tag to the keys of stores.
 
     Raises
     ------
     TypeError
-        A pool of another class.
+        If the pool is of another class.
     ValueError
-        A label that is none, or parts that are not carried.
+        If the label is not in `HOST_LABELS`, or the pool has parts that the host tier does not carry.
     HostTierTooLarge
-        Not enough memory.
+        If there is not enough memory.
     Exception
-        An engine that was asked for by name cannot be built.
+        If an engine that was requested by name cannot be built.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
                 mtp_draft_buffer_infos=infos[1:],
             )
         except (ValueError, MemoryError, OSError, RuntimeError) as error:
-            # Nothing else is left that could fail: pools and label were looked at.
+            # Pools and label have been checked, so only the allocation can have failed.
             size_bytes = getattr(self, "size", 0) * self.page_format.size_bytes
             raise memory.too_much(
                 size_bytes, getattr(self, "size", 0), not host_size, error, unit="states"
@@ -124,26 +124,26 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     # ---------------------------------------------------------------- construction
 
     def get_size_per_token(self) -> int:
-        """Bytes of a host slot."""
+        """Bytes of a host slot, with padding and checksum."""
         return self.page_format.size_bytes
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """SGLang's stores get states as bytes."""
+        """uint8: SGLang's stores get states as bytes."""
         return torch.uint8
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
-        """Memory of the tier; SGLang wants the buffers of all components in a list, and here they are one."""
+        """Memory of the tier: one buffer, in a list because SGLang expects one buffer per component."""
         fmt = self.page_format
         self._buffer = self.allocator.allocate(
             (self.size, fmt.size_bytes), dtype=torch.uint8, device=self.device
         )
-        # Stores get the padding too, and it must not be what the memory held before.
+        # Stores write the padding too, so it must not keep earlier contents of the memory.
         self._buffer[:, fmt.content_bytes : fmt.size_bytes - CHECKSUM_BYTES].zero_()
-        self._pieces = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
-        self.pin_memory: bool = self._pieces is not None
+        self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
+        self.pin_memory: bool = self._chunks is not None
         self._pages = self._buffer  # [slots, size_bytes] uint8
-        # As bytes: SGLang's stores ask how many there are.
+        # Views of bytes, because SGLang's stores ask for the number of components.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
         has_ssm = self.temporal_state_elem_size > 0
         self.temporal_buffer = views.pop(0) if has_ssm else self._buffer[:, :0]
@@ -151,7 +151,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         return [self._buffer]
 
     def _configure_npu_mamba_io(self) -> None:
-        """Not for this memory."""
+        """Does nothing: NPU memory is not supported here."""
 
     def _init_write_back_staging_buffers(self) -> None:
         self.can_use_write_back_jit = False
@@ -169,7 +169,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
             plans,
             self._buffer,
             staged_state_bytes(group.bytes_per_page, self._view.largest_part_bytes),
-            EngineRequest(options.engine, io_backend, self._pieces, gpu_calls),
+            EngineRequest(options.engine, io_backend, self._chunks, gpu_calls),
         )
         self._listed: tuple[Any, ...] = (None, None, None)
         logger.info(
@@ -187,13 +187,13 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     # ---------------------------------------------------------------- slots
 
     def clear(self) -> None:
-        """Forget all states."""
+        """Free all slots and discard all states."""
         self.slot_used = torch.zeros(self.size, dtype=torch.bool)
         super().clear()
 
     @synchronized
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Free slots, or None if there are not as many."""
+        """Free slots, or None if too few are free."""
         slots = super().alloc(need_size)
         if slots is not None:
             self.slot_used[slots] = True
@@ -201,16 +201,16 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     @synchronized
     def free(self, indices: torch.Tensor) -> int:
-        """Give slots back; how many that were not free are now.
+        """Free slots; returns how many slots this call freed.
 
-        SGLang's does not look at them: a slot given back twice would get two owners. Nobody in SGLang decides
-        by the number; `release_transfers` adds it up as what was released.
+        SGLang's own method does not check them, and a slot freed twice would get two owners. SGLang makes no
+        decision by the number; `release_transfers` adds it up as released slots.
         """
         slots = indices.cpu()
         owned = torch.unique(slots[self.slot_used[slots]])
         if len(owned) != len(slots):
             logger.warning(
-                "sgl-kvpool: state slots %s of the host are free already", sorted(set(slots.tolist()))
+                "sgl-kvpool: state slots %s of the host are already free", sorted(set(slots.tolist()))
             )
         self.slot_used[owned] = False
         return super().free(owned)
@@ -228,18 +228,18 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         return self._pages[page, : self.page_format.content_bytes]
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        """The buffer that stores register which copy from and to it."""
+        """The buffer that zero-copy stores register."""
         return [self._buffer]
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes in bytes: of each slot the ssm states, if any, then each convolution's.
+        """Addresses and sizes in bytes: for each slot its ssm states, if any, then those of each convolution.
 
-        The last one reaches to the end of the slot: padding and checksum go where it goes.
+        The last part includes the rest of the slot, so that padding and checksum are stored with it.
 
         Raises
         ------
         IndexError
-            No such slot.
+            If an index is not a slot.
         """
         slot_bytes = self.page_format.size_bytes
         begins = self._buffer.data_ptr() + self.first_pages_of(indices) * slot_bytes
@@ -248,6 +248,6 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         return (begins[:, None] + offsets).ravel().tolist(), np.tile(sizes, len(begins)).tolist()
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        """Whether every address and size of `get_page_buffer_meta` is a multiple."""
+        """Whether all addresses and sizes of `get_page_buffer_meta` are multiples of `page_size_bytes`."""
         numbers = [self._buffer.data_ptr(), self.page_format.size_bytes, *sum(self._view.components, ())]
         return not any(number % page_size_bytes for number in numbers)

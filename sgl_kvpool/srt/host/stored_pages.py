@@ -1,4 +1,4 @@
-"""Host pages as SGLang's stores see them: names, bytes, addresses. A base of the host tier's pools."""
+"""Host pages for SGLang's stores: names, bytes, addresses. A base of the host tier's pools."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 
-#: Of what `storage_format_tag` names: counted up when stored pages change in another way than rows do.
+#: Version in `storage_format_tag`: increased when stored pages change in a way that rows do not show.
 PAGE_FORMAT_VERSION = 2
 
 
 def storage_format_tag(
     pools: Sequence[LayoutMLATokenToKVPool], page_size: int, host_layout: MLAKVCacheLayout | None = None
 ) -> str:
-    """Name of the bytes of a host page, for the keys of stores.
+    """Tag of the bytes of a host page, for the keys of stores.
 
     Parameters
     ----------
     pools : sequence of LayoutMLATokenToKVPool
-        The target's, then those of packed drafts.
+        The target's pool, then those of packed drafts.
     page_size : int
-        Tokens.
+        Tokens of a page.
     host_layout : MLAKVCacheLayout, optional
-        Of the host tier; the device's unless given.
+        Layout of the host tier; the device's by default.
 
     Returns
     -------
     str
-        Equal only where pages are interchangeable: row format, layout on the host, first layer and number of
-        layers, number of drafts, page size, version, and the k_scales if one is not 1.
+        Tag that is equal only for interchangeable pages: row format, layout on the host, first layer and
+        number of layers, number of drafts, page size, version, and the k_scales if one of them is not 1.
     """
     target, fmt = pools[0], pools[0].row_format
     tag = (
@@ -53,35 +53,35 @@ def storage_format_tag(
 
 
 class StoredPagesPool(HostKVCache):
-    """Base of the host tier's pools, which set these.
+    """Base of the host tier's pools, which set these attributes.
 
     Attributes
     ----------
     storage_format_tag : str
     page_format : HostPageFormat
-        Of what stores keep.
+        Format of stored pages.
     stored_dtype : torch.dtype
-        Of what stores that copy are given.
+        Dtype of pages for stores that copy.
     page_bytes : int
-        Of a page of all layers, without padding and checksum.
+        Bytes of a page of all layers, without padding and checksum.
     """
 
     storage_format_tag: str
     page_format: HostPageFormat
-    #: `stored_under`: SGLang stores and fetches on threads of their own.
+    #: Keys of `stored_under`, per thread, because SGLang stores and fetches on separate threads.
     _key_of = threading.local()
-    #: [pages, size_bytes] uint8, as stores keep them; a page of states is a slot.
+    #: Pages in the stores' format, `[pages, size_bytes]` uint8; a page of states is a slot.
     _pages: torch.Tensor
-    #: Pages whose backup failed: SGLang takes them for backed up, and they must not be read.
+    #: Pages whose backup failed: SGLang assumes that they are backed up, but they must not be read.
     _lost: LostPages
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of what stores that copy are given: SGLang's for this kind of pool."""
+        """Dtype of pages for stores that copy: SGLang's dtype for this kind of pool."""
         return self.dtype
 
     def _page_view(self, page: int) -> torch.Tensor:
-        """A page that stores without copies write to and read from, a view."""
+        """View of a page that zero-copy stores read and write."""
         raise NotImplementedError
 
     @property
@@ -91,7 +91,7 @@ class StoredPagesPool(HostKVCache):
 
     @contextmanager
     def stored_under(self, keys: Mapping[int, str]) -> Iterator[None]:
-        """Tell this thread's stores of pages under which keys (by a page's first slot) they happen."""
+        """Set the storage keys of pages, by a page's first slot, for the stores that this thread calls."""
         self._key_of.keys = keys
         try:
             yield
@@ -102,12 +102,12 @@ class StoredPagesPool(HostKVCache):
         return getattr(self._key_of, "keys", {}).get(slot, "")
 
     def first_pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Pages that begin at the first of every `page_size` slots, `[pages]` int64; others may be anything.
+        """Pages of the first slot of every `page_size` slots, `[pages]` int64; other slots are not checked.
 
         Raises
         ------
         IndexError
-            No page begins there.
+            If no page begins at such a slot.
         """
         firsts = slots.numpy()[:: self.page_size].astype(np.int64)
         pages = firsts // self.page_size
@@ -120,37 +120,37 @@ class StoredPagesPool(HostKVCache):
         return pages
 
     def pages_before_a_lost_one(self, slots: torch.Tensor) -> int:
-        """How many pages of a list may be stored: those before the first that was lost in its backup."""
+        """Number of pages of a list that may be stored: those before the first page lost in its backup."""
         lost = np.flatnonzero(self._lost.of(self.first_pages_of(slots)))
         return int(lost[0]) if len(lost) else len(slots) // self.page_size
 
     def seal_pages(self, slots: torch.Tensor) -> None:
-        """Write checksums of pages, under the keys of `stored_under`, into them: for stores without copies.
+        """Write checksums into pages, under the keys of `stored_under`, for zero-copy stores.
 
         Parameters
         ----------
         slots : Tensor [tokens], int64
-            Of whole pages. No other thread may write to them during the call.
+            Slots of whole pages. No other thread may write to them during the call.
         """
-        page_checksum.seal_all(*self._pages_and_keys(slots))
+        page_checksum.write_checksums(*self._pages_and_keys(slots))
 
     def first_damaged(self, slots: torch.Tensor) -> tuple[int, str] | None:
-        """Which page that a store without copies has written is not what was stored under its key.
+        """Find the first damaged page among pages that a zero-copy store has written.
 
         Parameters
         ----------
         slots : Tensor [tokens], int64
-            Of whole pages.
+            Slots of whole pages.
 
         Returns
         -------
         (int, str) or None
-            Place of the first in the list, and what is wrong with it; None if all are whole.
+            Index of the page in the list, and the reason; None if no page is damaged.
         """
         return page_checksum.first_damage(*self._pages_and_keys(slots))
 
     def _pages_and_keys(self, slots: torch.Tensor) -> tuple[list[np.ndarray], str, list[str]]:
-        """Arguments of `page_checksum`'s functions of several pages."""
+        """Arguments for those functions of `page_checksum` that take several pages."""
         raw = self._pages.numpy()
         pages = [raw[page] for page in self.first_pages_of(slots)]
         keys = [self._key(slot) for slot in slots[:: self.page_size].tolist()]
@@ -164,42 +164,42 @@ class StoredPagesPool(HostKVCache):
         index : int
             First slot of the page.
         flat : bool
-            True: a copy of it, `[copied_bytes / itemsize]`, with a checksum if the format has one. False: a
-            view, of rows `[size_bytes / itemsize]`, which zero-copy stores write to and read from.
+            True: a copy of the page, `[copied_bytes / itemsize]`, with a checksum if the format has one.
+            False: a view, for rows `[size_bytes / itemsize]`, which zero-copy stores read and write.
 
         Raises
         ------
         IndexError
-            No page begins there.
+            If no page begins there.
         ValueError
-            A copy of a page that was lost in its backup.
+            If a copy was requested of a page that was lost in its backup.
         """
         slot = int(index)
         (page,) = self.first_pages_of(torch.tensor([slot]))
         if not flat:
             return self._page_view(page)
         if self._lost.any(page):
-            raise ValueError(f"the page of slot {slot} was lost in its backup, and must not be stored")
+            raise ValueError(f"the page of slot {slot} was lost in its backup and must not be stored")
         copied: np.ndarray = np.zeros(self.page_format.copied_bytes, dtype=np.uint8)
         copied[: self._pages.shape[1]] = self._pages[page].numpy()
         if self.page_format.has_checksum:
-            sealed = copied[: self.page_format.size_bytes]
-            page_checksum.seal(sealed, self.storage_format_tag, self._key(slot))
+            rows = copied[: self.page_format.size_bytes]
+            page_checksum.write_checksum(rows, self.storage_format_tag, self._key(slot))
         return torch.from_numpy(copied).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Memory that takes what `get_data_page` gave a store, `[bytes / itemsize]`."""
+        """Memory for a page from a store, `[bytes / itemsize]`, as `get_data_page` returned it."""
         return torch.zeros(self.page_format.copied_bytes, dtype=torch.uint8).view(self.stored_dtype)
 
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
-        """Take a page back from a store, or nothing of it.
+        """Copy a page from a store into the tier, or leave the tier unchanged.
 
         Raises
         ------
         DamagedPage
-            It is not what was stored, there and under this key.
+            If the page differs from what was stored there under this key.
         IndexError
-            No page begins at `index`.
+            If no page begins at `index`.
         """
         slot = int(index)
         (page,) = self.first_pages_of(torch.tensor([slot]))
@@ -210,24 +210,24 @@ class StoredPagesPool(HostKVCache):
         if fmt.has_checksum:
             problem = page_checksum.damage(stored[: fmt.size_bytes], self.storage_format_tag, self._key(slot))
             if problem is None and stored[fmt.size_bytes :].any():
-                problem = "what follows it is not empty"
+                problem = "the bytes behind it are not zero"
             if problem is not None:
                 raise page_checksum.DamagedPage(problem)
         self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
         self._lost.set(page, False)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes in bytes, for stores that copy from and to pages directly: one each.
+        """Address and size in bytes of each page, for zero-copy stores.
 
         Raises
         ------
         IndexError
-            No page begins at one of the first slots.
+            If no page begins at one of the first slots.
         ValueError
-            No whole number of pages.
+            If the slots are not a multiple of the page size.
         """
         if len(indices) % self.page_size:
-            raise ValueError(f"{len(indices)} slots are no whole number of pages of {self.page_size}")
+            raise ValueError(f"{len(indices)} slots are not a multiple of the page size {self.page_size}")
         pages = self.first_pages_of(indices)
         addresses = self._pages.data_ptr() + pages * self.page_format.size_bytes
         return addresses.tolist(), [self.page_format.size_bytes] * len(pages)

@@ -1,14 +1,15 @@
-"""Where an MLA pool's layers lie: SGLang's `MLATokenToKVPool` with a `KVArrangement`.
+"""Arrangement of an MLA pool's layers in memory: SGLang's `MLATokenToKVPool` with a `KVArrangement`.
 
-`layer_major` is SGLang's own: everything is inherited. In the others the layers are views of one buffer;
-what SGLang does with slots is then done with row numbers (`slot_to_row`), and what it does layer by layer is
-done with the buffer.
+`layer_major` is SGLang's arrangement and inherits everything. In the other arrangements, layers are views of
+one buffer: where SGLang indexes with slots, these pools index with row numbers (`slot_to_row`), and where it
+loops over layers, they use the whole buffer.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -20,23 +21,26 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.srt.pool.cross_layer_rows import CrossLayerRows
 
-__all__ = ["ArrangedMLATokenToKVPool", "RowWriteLoc"]
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.pool.row_pool import RowPool
+
+__all__ = ["ArrangedMLATokenToKVPool", "RowWriteLoc", "RowsToWrite"]
 
 
 @dataclass
 class RowWriteLoc(KVWriteLoc):
-    """A `KVWriteLoc` whose `loc` has been through `slot_to_row`, for writers that do so once per step."""
+    """A `KVWriteLoc` whose `loc` holds row numbers already, for writers that convert slots once per step."""
 
 
 class ArrangedMLATokenToKVPool(MLATokenToKVPool):
-    """Base of `LayoutMLATokenToKVPool`, which sets these before SGLang's constructor runs.
+    """Base of `LayoutMLATokenToKVPool`, which sets the attributes before SGLang's constructor runs.
 
     Attributes
     ----------
     kv_cache_arrangement : KVArrangement
     row_format : RowFormat
     cross_layer : CrossLayerRows or None
-        The buffer of all layers; None if each has its own.
+        The buffer of all layers; None if each layer has its own.
     """
 
     kv_cache_arrangement: KVArrangement
@@ -47,10 +51,10 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         if self.kv_cache_arrangement.is_layer_packed or not self.layer_num:
             super()._create_buffers()  # a pipeline stage may have no layer
             return
-        slots = self.size + self.page_size  # the first page holds the slot that padded tokens write to
+        slots = self.size + self.page_size  # padded tokens write to a slot of the first page
         if slots % self.page_size:
             raise Refusal(
-                f"a pool of {self.size} tokens is no whole number of pages of {self.page_size}, which "
+                f"a pool of {self.size} tokens is not a multiple of the page size {self.page_size}, which "
                 f"{self.kv_cache_arrangement} needs; make --max-total-tokens a multiple of --page-size"
             )
         memory_pool = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.custom_mem_pool else nullcontext()
@@ -75,17 +79,17 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
     def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
         """Row numbers of SGLang's slots, the same in every layer; negative ones stay as they are.
 
-        `slots` itself unless the arrangement is `page_major`. Once per step is enough.
+        Returns `slots` itself unless the arrangement is `page_major`. One call per step is enough.
         """
         return slots if self.cross_layer is None else self.cross_layer.placement.slot_to_row(slots)
 
     @property
     def slot_pages(self) -> tuple[int, int] | None:
-        """How slots become row numbers, for kernels: `RowPlacement.slot_pages`; None where they are."""
+        """`RowPlacement.slot_pages`, by which kernels turn slots into rows; None if slots are row numbers."""
         return None if self.cross_layer is None else self.cross_layer.placement.slot_pages
 
     def get_kv_size_bytes(self) -> int:
-        """Bytes of all layers."""
+        """Bytes of the rows of all layers."""
         if self.cross_layer is None:
             return super().get_kv_size_bytes()
         return self.cross_layer.group.tensor.nbytes
@@ -97,7 +101,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         return self.cross_layer.buffer_infos()
 
     def get_device_pool_infos(self):
-        """As SGLang's; its description of rows has no place for the two steps to a page-major row."""
+        """SGLang's description of the pool; it cannot express the two strides of a page-major row."""
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "
@@ -106,10 +110,10 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         return super().get_device_pool_infos()
 
     def host_tier_info(self):
-        """SGLang's `MLABufferInfo` of any arrangement, for `HierarchicalMLAHostPool`.
+        """SGLang's `MLABufferInfo` for any arrangement, for `HierarchicalMLAHostPool`.
 
-        That reads sizes and layers in it and takes addresses from `CanonicalKVCaches`, so it may be given
-        what `get_device_pool_infos` refuses to others.
+        That class reads only sizes and layers from it and takes addresses from `CanonicalKVCaches`, so it may
+        have a description that `get_device_pool_infos` refuses to others.
         """
         return super().get_device_pool_infos()[0].buffer_info
 
@@ -118,7 +122,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         return self.cross_layer is None or self.cross_layer.placement.slots_are_rows
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy the rows of slots `src_loc` to slots `tgt_loc`, in all layers."""
+        """Copy the rows of slots `src_loc` to slots `tgt_loc` in all layers."""
         if self.cross_layer is None:
             super().move_kv_cache(tgt_loc, src_loc)
             return
@@ -127,16 +131,54 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         self.cross_layer.move(tgt_loc, src_loc)
 
     def get_cpu_copy(self, indices, *args, **kwargs):
-        """Rows of some slots on the CPU, as SGLang's."""
+        """Copy the rows of some slots to the CPU, in SGLang's form."""
         return super().get_cpu_copy(self._rows_to_copy(indices), *args, **kwargs)
 
     def load_cpu_copy(self, kv_cache_cpu, indices, *args, **kwargs):
-        """Put rows that `get_cpu_copy` took into slots."""
+        """Write rows from `get_cpu_copy` to some slots."""
         super().load_cpu_copy(kv_cache_cpu, self._rows_to_copy(indices), *args, **kwargs)
 
     def _rows_to_copy(self, slots: torch.Tensor) -> torch.Tensor:
-        # Torch would count a negative row from the end of the view, where other layers' rows are. These
-        # copies wait for the device anyway.
+        # Torch would count a negative row from the end of the view, into rows of other layers. These copies
+        # wait for the device anyway, so the check costs no extra synchronization.
         if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
-            raise IndexError(f"slot {int(slots.min())} is none; leave out tokens without a slot")
+            raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
         return self.slot_to_row(slots)
+
+
+class RowsToWrite:
+    """Row numbers at which the tokens of a batch are stored.
+
+    Parameters
+    ----------
+    pool : RowPool
+    """
+
+    def __init__(self, pool: RowPool):
+        self.pool = pool
+        self._slots: torch.Tensor | None = None
+        self._rows: RowWriteLoc | None = None
+
+    def forget(self) -> None:
+        """Discard the row numbers; call at every step, and inside a CUDA graph too.
+
+        SGLang refills the same tensor, and a graph repeats only what it has recorded.
+        """
+        self._slots = self._rows = None
+
+    def of(self, forward_batch) -> RowWriteLoc:
+        """Rows of a batch's tokens, computed again if SGLang has another `out_cache_loc`.
+
+        Between prefill graphs every layer has a new view of the same slots, so the memory is compared. A
+        reference to it is kept, so that no other tensor can get the same memory.
+        """
+        slots, rows = forward_batch.out_cache_loc, self._rows
+        if rows is None or self._slots is None or not _same_memory(self._slots, slots):
+            loc = KVWriteLoc.for_batch(forward_batch)
+            rows = RowWriteLoc(self.pool.slot_to_row(loc.loc), physical=loc.physical)
+            self._slots, self._rows = slots, rows
+        return rows
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -1,4 +1,4 @@
-"""Rows of all layers of a pool in one buffer, token-major or page-major. Needs torch alone."""
+"""One buffer for the rows of all layers, token-major or page-major. Torch is the only dependency."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CrossLayerRows:
     arrangement : KVArrangement
         `token_major` or `page_major`.
     layer_ids : sequence of int
-        Model layer ids, in their order.
+        Model layer ids in the buffer's order.
     pages, page_size_tokens : int
     fmt : RowFormat
     device : torch.device
@@ -56,20 +56,20 @@ class CrossLayerRows:
         ]
         (self.group,) = allocate_cross_layer([layers], pages=pages, arrangement=arrangement, device=device)
         self.placement = RowPlacement(arrangement, len(layers), pages, page_size_tokens, fmt.row_bytes)
-        # Two descriptions of one buffer: bytes for transfers, rows for kernels. They have to agree.
+        # One buffer has two descriptions, bytes for transfers and rows for kernels, which have to agree.
         last = len(layers) - 1
         if self.layer(last).data_ptr() != self.group.layer_view(layer_ids[last]).data_ptr():
             raise RuntimeError(f"rows and pages of {arrangement} begin at different addresses")
-        # What `move` indexes: an axis each for pages and tokens.
+        # `move` indexes this view, which has separate axes for pages and tokens.
         shape = [self.placement.sizes[axis] for axis in arrangement.axes]  # B N L C or B L N C
         self._axes = self.group.tensor.view(shape)
 
     def layer(self, index: int) -> torch.Tensor:
-        """Rows of the layer at a position, `[rows, row_bytes]` uint8, zero-copy."""
+        """Rows of the layer at a position, `[rows, row_bytes]` uint8, without a copy."""
         return self.placement.layer_view(self.group.tensor.view(-1).view(torch.uint8), index)
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
-        """Copy the rows of some slots to other slots, in all layers at once.
+        """Copy the rows of some slots to other slots in all layers at once.
 
         Sources are read before targets are written, so the lists may share slots.
         """
@@ -85,6 +85,6 @@ class CrossLayerRows:
         return (page, slice(None), token)
 
     def buffer_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, sizes and page sizes in bytes as transfer engines register them: one buffer."""
+        """Address, size and page size in bytes as transfer engines register them: lists of one buffer."""
         tensor = self.group.tensor
         return [tensor.data_ptr()], [tensor.nbytes], [self.group.page_bytes]

@@ -1,10 +1,10 @@
 """The pool of models with sparse attention: SGLang's `DSATokenToKVPool` with rows of a chosen layout.
 
-Rows are `LayoutMLATokenToKVPool`'s but for their padding, of which they have none: 656, 528 and 264 bytes are
-what SGLang's kernels read. The indexer's pages of keys lie beside them and are SGLang's own.
+Rows are those of `LayoutMLATokenToKVPool` without padding: SGLang's kernels read rows of 656, 528 and 264
+bytes. The pages of index keys beside them are SGLang's own.
 
-SGLang's DSA backend asks for the rows before it decides what reads them, so `get_key_buffer` never raises
-here: it gives `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.hooks.dsa`).
+SGLang's DSA backend requests the rows before it chooses their reader. Therefore `get_key_buffer` never raises
+here: it returns `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.hooks.dsa`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
     Raises
     ------
     ValueError
-        As `LayoutMLATokenToKVPool`; another arrangement than `layer_major`, which SGLang's DSA kernels and
-        graphs do not read; a `kv_cache_dim` of SGLang's for rows of another layout; `fp4` with pooled index
-        keys.
+        As `LayoutMLATokenToKVPool`; also for another arrangement than `layer_major`, which SGLang's DSA
+        kernels and graphs do not read, for a `kv_cache_dim` from SGLang that belongs to rows of another
+        layout, and for `fp4` with pooled index keys.
     """
 
     serves_dsa = True
@@ -47,7 +47,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         index_kpool: int = 1,
         **kwargs,
     ):
-        # Read below, by what the base classes' constructors call.
+        # _check_what_sglang_reads needs it, which the base classes' constructors call.
         self._sglang_row_values = kv_cache_dim
         layout = MLAKVCacheLayout.parse(kv_cache_layout)
         if not sglang_dsa_reads(layout):
@@ -61,18 +61,18 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         if others:
             raise Refusal(
                 f"attention backend {', '.join(others)} does not read pools of models with sparse attention; "
-                f"leave it out, SGLang takes {DSA_BACKEND}"
+                f"leave the argument out, SGLang uses {DSA_BACKEND}"
             )
         if self.kv_cache_arrangement is not KVArrangement.LAYER_MAJOR:
             raise Refusal(
-                f"rows of models with sparse attention are layer_major, not {self.kv_cache_arrangement}: "
-                "SGLang's DSA kernels take rows without others between them; leave out "
+                f"rows of models with sparse attention are layer_major, not {self.kv_cache_arrangement}, "
+                "because SGLang's DSA kernels read rows that are adjacent; leave out "
                 "--kv-cache-arrangement"
             )
 
     def _check_what_sglang_reads(self) -> None:
-        # SGLang's readers take this for the shape of a row. It is the number of values where it has no
-        # scaled rows, and of bytes where it has.
+        # SGLang's readers take this as the width of a row: the number of values without scales, the number of
+        # bytes with scales.
         row = self.row_format
         scaled = self.dsa_kv_cache_store_fp8
         expected = row.row_bytes if scaled else row.head_dim
@@ -80,12 +80,12 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         if scaled != wanted or self._sglang_row_values != expected:
             raise Refusal(
                 f"SGLang's DSA implementations read rows of {self._sglang_row_values} "
-                f"{'bytes' if scaled else 'values'}, and those of KV cache layout {self.kv_cache_layout} are "
-                "others; name others with --dsa-prefill-backend and --dsa-decode-backend, or leave them out"
+                f"{'bytes' if scaled else 'values'}, which rows of KV cache layout {self.kv_cache_layout} do "
+                "not have; use other --dsa-prefill-backend and --dsa-decode-backend, or leave both out"
             )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Rows of a layer, as SGLang's `[slots, 1, row]` in the dtype it is shown; else the bytes, uint8."""
+        """Rows of a layer: SGLang's `[slots, 1, row]` in the dtype that it sees, or else bytes in uint8."""
         stored = self._stored(layer_id)
         if not sglang_dsa_reads(self.kv_cache_layout):
             return stored

@@ -1,9 +1,8 @@
-"""The pool of models that mix MLA with linear attention: SGLang's `HybridLinearKVPool` around one of ours.
+"""The pool of models that mix MLA with linear attention: SGLang's `HybridLinearKVPool` around our pool.
 
-The rows of the MLA layers lie in a `LayoutMLATokenToKVPool`, or a `LayoutDSATokenToKVPool` where attention is
-sparse, which knows its layers by their place among the MLA layers: 0, 1, ... Everybody else calls a layer by
-its number in the model, and this class translates. The states of the linear layers are SGLang's own, in its
-`MambaPool`.
+The rows of the MLA layers are in a `LayoutMLATokenToKVPool`, or a `LayoutDSATokenToKVPool` for sparse
+attention, which numbers the MLA layers 0, 1, ... All callers use model layer ids, and this class translates
+them. The states of the linear layers stay in SGLang's own `MambaPool`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ __all__ = ["LayoutHybridLinearKVPool"]
 class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     """`HybridLinearKVPool` whose MLA layers store rows of one `MLAKVCacheLayout`.
 
-    Takes SGLang's own arguments and, by keyword, those of `LayoutMLATokenToKVPool`; `k_scales` by the layers'
-    numbers in the model. States are not touched: their pool is SGLang's, with SGLang's bytes.
+    Takes SGLang's own arguments and, by keyword, those of `LayoutMLATokenToKVPool`; the keys of `k_scales`
+    are model layer ids. States stay in SGLang's pool, with SGLang's bytes.
 
     Attributes
     ----------
     full_kv_pool : LayoutMLATokenToKVPool
-        The rows; a `LayoutDSATokenToKVPool` for models with sparse attention.
+        The pool of the rows; a `LayoutDSATokenToKVPool` for models with sparse attention.
 
     Raises
     ------
     ValueError
-        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; a model without MLA; a pool, or a class of
-        pool, for the rows that is not SGLang's own; a k_scale of a layer that has no rows.
+        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a pool or
+        a class of pool for the rows that is not SGLang's own, and for a k_scale of a layer without rows.
     """
 
     full_kv_pool: LayoutMLATokenToKVPool
@@ -66,19 +65,19 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
                 f"KV cache layout {layout} stores rows of multi-head latent attention (MLA), which this "
                 "hybrid model does not use; serve it without --kv-cache-layout"
             )
-        # SGLang may bring another class along (a platform's), or the pool itself (unified memory).
+        # SGLang may pass another class (a platform's) or the pool itself (unified memory).
         stock = (None, DSATokenToKVPool if use_dsa else MLATokenToKVPool)
         if full_kv_pool is not None or full_kv_pool_class not in stock:
             brought = full_kv_pool_class if full_kv_pool is None else type(full_kv_pool)
             raise Refusal(
-                f"a {getattr(brought, '__name__', brought)} was given for the rows of layout {layout}, which "
+                f"SGLang passed a {getattr(brought, '__name__', brought)} for rows of layout {layout}, which "
                 "cannot store them; leave --kv-cache-layout out"
             )
         layer_ids = list(full_attention_layer_ids)
         places = {layer_id: place for place, layer_id in enumerate(layer_ids)}
         if len(places) < len(layer_ids):
-            raise Refusal(f"full_attention_layer_ids {layer_ids} has a layer twice")
-        scales = checked_k_scales(k_scales)  # here, where layers have the model's numbers
+            raise Refusal(f"full_attention_layer_ids {layer_ids} lists a layer twice")
+        scales = checked_k_scales(k_scales)  # checked here, where keys are still model layer ids
         others = sorted(set(scales) - set(places))
         if others:
             raise Refusal(
@@ -105,40 +104,40 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
 
     @property
     def row_pool(self) -> LayoutMLATokenToKVPool:
-        """The pool inside, which knows its layers as 0, 1, ..."""
+        """The wrapped pool, which numbers its layers 0, 1, ..."""
         return self.full_kv_pool
 
     @property
     def kv_cache_layout(self) -> MLAKVCacheLayout:  # type: ignore[override]
-        """Of the rows."""
+        """Layout of the rows."""
         return self.full_kv_pool.kv_cache_layout
 
     @property
     def kv_cache_arrangement(self) -> KVArrangement:  # type: ignore[override]
-        """Of the rows of all MLA layers."""
+        """Arrangement of the rows of all MLA layers."""
         return self.full_kv_pool.kv_cache_arrangement
 
     @property
     def row_format(self) -> RowFormat:  # type: ignore[override]
-        """Of a row."""
+        """Format of a row."""
         return self.full_kv_pool.row_format
 
     @property
     def kv_lora_rank(self) -> int:  # type: ignore[override]
-        """Values of a row's latent."""
+        """Number of latent values in a row."""
         return self.full_kv_pool.kv_lora_rank
 
     @property
     def qk_rope_head_dim(self) -> int:  # type: ignore[override]
-        """Values of a row's rotary part."""
+        """Number of rotary values in a row."""
         return self.full_kv_pool.qk_rope_head_dim
 
     def has_rows(self, layer_id: int) -> bool:
-        """Whether a model layer is one of MLA; the others keep states."""
+        """Whether a model layer is an MLA layer; the other layers keep states."""
         return layer_id in self.full_attention_layer_id_mapping
 
     def k_scale(self, layer_id: int) -> float:
-        """What the stored values of a model layer are divided by; 1.0 for layouts without k_scale."""
+        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
         return self.full_kv_pool.k_scale(self._transfer_full_attention_id(layer_id))
 
     def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
@@ -147,12 +146,12 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
 
     @property
     def slot_pages(self) -> tuple[int, int] | None:
-        """How slots become row numbers, for kernels; None where they are."""
+        """`RowPlacement.slot_pages`, by which kernels turn slots into rows; None if slots are row numbers."""
         return self.full_kv_pool.slot_pages
 
     def get_v_head_dim(self) -> int:
-        """Values of a row that are attended as V: the latent."""
-        return self.full_kv_pool.get_v_head_dim()  # SGLang's reads a value buffer, which packed rows have not
+        """Number of a row's values that are attended as V: the latent."""
+        return self.full_kv_pool.get_v_head_dim()  # SGLang's reads a value buffer, which packed rows lack
 
     # ---------------------------------------------------------------- rows
 
@@ -162,16 +161,16 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         Waits until a load of this layer from the host tier is done. ValueError for a layer without rows.
         """
         place = self._transfer_full_attention_id(layer_id)
-        self._wait_for_layer(layer_id)  # the pool inside has no counter: this one has taken it over
+        self._wait_for_layer(layer_id)  # the wrapped pool has no transfer counter; this pool holds it
         return self.full_kv_pool.get_row_buffer(place)
 
-    # SGLang's own renumber the layer object for the time of a call, which another thread would see, and make
-    # slots of row numbers (`RowWriteLoc`).
+    # SGLang's own methods change the layer object's id during a call, which another thread would see, and
+    # treat row numbers (`RowWriteLoc`) as slots.
 
     def set_kv_buffer(
         self, layer, loc_info, cache_k, cache_v, k_scale=1.0, v_scale=1.0, dcp_kv_mask=None
     ) -> None:
-        """Store combined rows `cache_k` `[tokens, 1, R + P]`; the scales are the pool's own."""
+        """Store combined rows `cache_k` `[tokens, 1, R + P]` with the pool's own scales."""
         place = self._transfer_full_attention_id(layer.layer_id)
         self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override=place)
 

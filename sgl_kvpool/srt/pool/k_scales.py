@@ -1,4 +1,4 @@
-"""The k_scales of pools: what they may be, and as a part of names: rows divided by others are other rows."""
+"""Valid k_scales of pools, and a digest of them for keys: rows divided by other scales are other bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class _ScaledPool(Protocol):
 
 
 def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
-    """k_scales by layer, as Python's numbers.
+    """The k_scales by layer id as Python floats.
 
     Raises
     ------
     ValueError
-        A key that is no layer id, or a scale that is not finite and positive as kernels see it.
+        If a key is not a layer id, or a scale is not finite and positive in float32.
     """
     checked = {}
     for layer_id, k_scale in (k_scales or {}).items():
@@ -38,27 +38,27 @@ def checked_k_scales(k_scales: Mapping[int, float] | None) -> dict[int, float]:
             checked[layer_id] = float(k_scale)
             stored = torch.tensor(checked[layer_id], dtype=torch.float32).item()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise Refusal(f"k_scale={k_scale!r} of layer {layer_id} is no number") from error
+            raise Refusal(f"k_scale={k_scale!r} of layer {layer_id} is not a number") from error
         if not 0.0 < stored < float("inf"):
             raise Refusal(
                 f"k_scale={k_scale} of layer {layer_id} is not finite and positive in float32; "
-                "the checkpoint's KV scales are damaged, or choose a layout that uses none"
+                "the checkpoint's KV scales are damaged, or choose a layout without k_scale"
             )
     return checked
 
 
 def k_scales_digest(pools: Sequence[_ScaledPool]) -> str:
-    """Name of what the rows of some pools were divided by, for storage keys and handshakes.
+    """Digest of the k_scales of some pools, for storage keys and handshakes.
 
     Parameters
     ----------
     pools : sequence of LayoutMLATokenToKVPool
-        The target's, then those of drafts.
+        The target's pool, then those of drafts.
 
     Returns
     -------
     str
-        8 hexadecimal digits that depend on every layer's scale; empty if all are 1.
+        8 hexadecimal digits that depend on every layer's k_scale; empty if all are 1.
     """
     scales = [[pool.k_scale(pool.start_layer + i) for i in range(pool.layer_num)] for pool in pools]
     if all(scale == 1.0 for layers in scales for scale in layers):

@@ -1,10 +1,10 @@
 """The MLA pool: SGLang's `MLATokenToKVPool` with rows of a chosen `MLAKVCacheLayout`.
 
-For the packed layouts every layer is one uint8 tensor `[slots, 1, row_bytes]`. Because a row is one
-run of bytes, everything in SGLang that moves rows (`move_kv_cache`, CPU copies, buffer descriptions for
-transfer engines, sizes) is inherited and right; what is overridden is what interprets a row. `bf16` and
-`fp8` keep SGLang's own tensors, so that SGLang's own attention backends read them.
-Where the layers of such rows lie is `sgl_kvpool.srt.pool.arranged`'s.
+In packed layouts every layer is one uint8 tensor `[slots, 1, row_bytes]`. Because a row is contiguous, the
+pool inherits everything in SGLang that moves rows (`move_kv_cache`, CPU copies, buffer descriptions for
+transfer engines, sizes), and overrides only methods that interpret a row. `bf16` and `fp8` keep SGLang's own
+tensors, so that SGLang's own attention backends can read them. `sgl_kvpool.srt.pool.arranged` arranges the
+layers in memory.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from sgl_kvpool.srt.pool.k_scales import checked_k_scales
 from sgl_kvpool.srt.pool.row_pool import RowPool
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
-__all__ = ["LayoutMLATokenToKVPool"]
+__all__ = ["SHOWN_DTYPES", "LayoutMLATokenToKVPool"]
 
-#: torch dtype of the `kv_cache_dtype` that SGLang is shown.
-_SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+#: torch dtypes for the `kv_cache_dtype` that SGLang sees.
+SHOWN_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     """`MLATokenToKVPool` that stores rows of one `MLAKVCacheLayout`.
 
-    Takes SGLang's own arguments and, by keyword, those below.
+    Takes SGLang's own arguments and the following ones by keyword.
 
     Parameters
     ----------
     kv_cache_layout : MLAKVCacheLayout or str
-        The bytes of a row.
+        Layout of a row.
     k_scales : mapping of int to float, optional
-        Model layer id to k_scale, for layouts that divide by it. A layer that is missing has 1.0. The
-        scale belongs to the pool and not to the layer object of a call: SGLang's prefill writes through
-        a layer that has none, and one cache must not hold two scales.
+        k_scale by model layer id, for layouts that divide by it; 1.0 for layers without an entry. The scale
+        belongs to the pool and not to the layer object of a call, because SGLang's prefill writes through a
+        layer object without a scale, and one cache must not hold rows of two scales.
     kv_cache_arrangement : KVArrangement or str, optional
-        How the layers lie in memory.
+        Arrangement of the layers in memory.
     readers : sequence of str, optional
         Names of the attention backends that will read the pool.
     host_tier : HostTierOptions, optional
-        What was asked for of its host tier.
+        Options of the pool's host tier.
 
     Attributes
     ----------
     cross_layer : CrossLayerRows or None
-        The buffer of all layers; None if each has its own, as SGLang allocates them.
+        The buffer of all layers; None if each layer has its own, as SGLang allocates them.
     host_tier : HostTierOptions
 
     Raises
     ------
     ValueError
-        A geometry no layout stores, a dtype other than the one SGLang is to be shown, a DSA model, a
-        k_scale that is not finite and positive, a reader that cannot read such rows, or slots that are no
-        whole number of pages where the arrangement has pages.
+        For a geometry that no layout stores, a dtype other than the one that SGLang has to see, a DSA model,
+        a k_scale that is not finite and positive, a reader that cannot read the rows, or a number of slots
+        that is not a multiple of the page size in an arrangement by pages.
     """
 
     #: Whether the class is for models with sparse attention.
@@ -79,13 +79,13 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         host_tier: HostTierOptions | None = None,
         **kwargs,
     ):
-        # Before the base class: its constructor calls _create_buffers.
+        # Set before the base class's constructor runs, because that calls _create_buffers.
         self.kv_cache_layout = MLAKVCacheLayout.parse(kv_cache_layout)
         self.kv_cache_arrangement = KVArrangement.parse(kv_cache_arrangement)
         self.host_tier = host_tier or HostTierOptions()
         self._check_readers(readers)
         self._k_scales = checked_k_scales(k_scales)
-        env.flag(env.CHECK_FINITE)  # a value that is neither yes nor no is an error now, not at a write
+        env.flag(env.CHECK_FINITE)  # an invalid value has to fail now, not at a write
         super().__init__(*args, **kwargs)
 
     def _check_readers(self, readers: Sequence[str]) -> None:
@@ -99,10 +99,10 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
                 f"{type(self).__name__} serves models {'with' if self.serves_dsa else 'without'} sparse "
                 "attention (DSA); LayoutMLATokenToKVPool is for dense MLA, LayoutDSATokenToKVPool for DSA"
             )
-        shown = _SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
+        shown = SHOWN_DTYPES[self.kv_cache_layout.sglang_kv_cache_dtype(is_dsa=self.use_dsa)]
         if self.dtype != shown:
             raise Refusal(
-                f"layout {self.kv_cache_layout} is shown to SGLang as {shown}, but the pool was built "
+                f"SGLang sees layout {self.kv_cache_layout} as {shown}, but the pool was built "
                 f"with {self.dtype}; leave --kv-cache-dtype and --speculative-draft-kv-cache-dtype unset"
             )
         self.row_format = self.kv_cache_layout.pool_row_format(
@@ -123,18 +123,18 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
             )
 
     def _check_what_sglang_reads(self) -> None:
-        """Refuse rows that are not those of SGLang's readers, before anything is allocated."""
+        """Refuse rows that SGLang's readers cannot read, before anything is allocated."""
 
     def k_scale(self, layer_id: int) -> float:
-        """What the stored values of a model layer are divided by; 1.0 for layouts without k_scale."""
+        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
         return self._k_scales.get(layer_id, 1.0) if self.kv_cache_layout.uses_k_scale else 1.0
 
     # ---------------------------------------------------------------- reading
 
     def _index(self, layer_id: int) -> int:
-        """Place of a model layer in the pool; IndexError for one that the pool does not hold."""
+        """Index of a model layer in the pool; IndexError if the pool does not hold it."""
         index = layer_id - self.start_layer
-        if not 0 <= index < self.layer_num:  # a negative index would be another layer's rows
+        if not 0 <= index < self.layer_num:  # a negative index would select the rows of another layer
             raise IndexError(
                 f"layer {layer_id} is outside of this pool, which holds layers {self.start_layer} to "
                 f"{self.start_layer + self.layer_num - 1}"
@@ -143,7 +143,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
 
     def _stored(self, layer_id: int) -> torch.Tensor:
         index = self._index(layer_id)
-        # The load fence of the host tier: rows of this layer may still be on their way in.
+        # Wait for the host tier: rows of this layer may still be loading.
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(index)
         return self.kv_buffer[index]
@@ -151,41 +151,41 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
 
-        The one way to read stored bytes; the rows of slots are `slot_to_row(slots)`. Waits until a load of
-        this layer from the host tier is done.
+        This is the only way to read stored bytes; `slot_to_row(slots)` gives the rows of slots. Waits until a
+        load of this layer from the host tier is done.
         """
         return self._stored(layer_id).view(torch.uint8)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """As SGLang's for `bf16` and `fp8`, strided if token-major.
+        """SGLang's key buffer for `bf16` and `fp8`, strided in token-major pools.
 
-        TypeError for packed rows, which have no dtype, and for page-major ones, which no slot indexes.
+        TypeError for packed rows, which have no dtype, and for page-major rows, which slots cannot index.
         """
         self._require_values("get_key_buffer", layer_id)
         return super().get_key_buffer(layer_id)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """As `get_key_buffer`."""
+        """SGLang's value buffer, with the errors of `get_key_buffer`."""
         self._require_values("get_value_buffer", layer_id)
         return super().get_value_buffer(layer_id)
 
     def _require_values(self, method: str, layer_id: int) -> None:
-        self._index(layer_id)  # the base class takes a layer below the first for one of the last
+        self._index(layer_id)  # the base class takes an id below the first layer as one of the last layers
         if not self._slots_are_rows:
             raise TypeError(
-                f"{method} on a {self.kv_cache_arrangement} pool: a slot times a stride is not the place of "
-                "its row; call get_row_buffer(layer_id) with slot_to_row(slots), or serve with "
+                f"{method} on a {self.kv_cache_arrangement} pool: slots do not index its rows "
+                "directly; call get_row_buffer(layer_id) with slot_to_row(slots), or serve with "
                 "--attention-backend kvpool_mla"
             )
         if self.kv_cache_layout.is_packed:
             raise TypeError(
-                f"{method} on a {self.kv_cache_layout} pool: its rows are bytes with scales inside, which "
-                "only a reader that knows the layout can use; call get_row_buffer(layer_id)"
+                f"{method} on a {self.kv_cache_layout} pool: its rows contain scales beside the values, so "
+                "only a reader that knows the layout can use them; call get_row_buffer(layer_id)"
                 f"{'' if self.use_dsa else ', or serve with --attention-backend kvpool_mla'}"
             )
 
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
-        """Shapes `[slots, 1, R + P]` and `[slots, 1, R]` in values, whatever the layout stores."""
+        """Shapes `[slots, 1, R + P]` and `[slots, 1, R]` in values, for every layout."""
         slots = self.size + self.page_size
         return (
             torch.Size((slots, 1, self.row_format.head_dim)),
@@ -193,7 +193,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         )
 
     def get_v_head_dim(self) -> int:
-        """Values of a row that are attended as V: the latent."""
+        """Number of a row's values that are attended as V: the latent."""
         return self.kv_lora_rank
 
     def get_mla_kv_buffer(
@@ -208,13 +208,13 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         Parameters
         ----------
         layer : RadixAttention
-            Only its `layer_id` is used, and that only without an override.
+            Only its `layer_id` is used, unless there is an override.
         loc : torch.Tensor
-            `[tokens]` int32 or int64 slots.
+            Slots, `[tokens]` int32 or int64.
         dst_dtype : torch.dtype, optional
-            Of the result. As in SGLang's pool the default is the pool's dtype, which for `fp8` means the
-            stored values as they are, not multiplied by k_scale. For packed rows it is bfloat16, whatever
-            SGLang is shown.
+            Dtype of the result. As in SGLang's pool, the default is the pool's dtype; for `fp8` this means
+            the stored values without multiplication by k_scale. For packed rows the default is bfloat16,
+            whatever dtype SGLang sees.
 
         Returns
         -------
@@ -224,7 +224,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         dtype = dst_dtype or (torch.bfloat16 if self.kv_cache_layout.is_packed else self.dtype)
         as_stored = dtype == torch.float8_e4m3fn
-        # Every e4m3 value is a bf16 value, so the stored ones survive the way through bf16.
+        # Every e4m3 value is also a bf16 value, so stored values are exact in bf16.
         decoded = torch.bfloat16 if as_stored else dtype
         rows = self.get_row_buffer(layer_id).squeeze(1)
         tokens, rank, rope_dim = loc.shape[0], self.kv_lora_rank, self.qk_rope_head_dim
@@ -245,7 +245,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     # ---------------------------------------------------------------- writing
 
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override: int | None = None) -> None:
-        """Store combined rows `cache_k` `[tokens, 1, R + P]`; `cache_v` is part of it and ignored."""
+        """Store combined rows `cache_k` `[tokens, 1, R + P]`; ignores `cache_v`, which is part of them."""
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         index = self._index(layer_id)
         if self._stock_writers:
@@ -267,7 +267,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         if cache_k_rope is None and self.qk_rope_head_dim:
             raise ValueError(
                 f"cache_k_rope is None, but rows of this pool hold {self.qk_rope_head_dim} rotary values; "
-                "the slots would keep those of their former tokens"
+                "the slots would keep the rotary values of their former tokens"
             )
         if cache_k_nope.shape[0] == 0:
             return
@@ -278,7 +278,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
 
     @property
     def _stock_writers(self) -> bool:
-        """Whether SGLang's own writers store these rows as they are."""
+        """Whether SGLang's own writers store the bytes of these rows."""
         return self.kv_cache_layout.is_sglang_native and self.cross_layer is None
 
     def _store(self, index: int, layer_id: int, loc_info, nope, rope, method: str) -> None:
@@ -288,7 +288,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         kv_indices = loc if isinstance(loc_info, RowWriteLoc) else self.slot_to_row(loc)
         rows = self.kv_buffer[index].squeeze(1).view(torch.uint8)  # [rows, row_bytes]
         maybe_detect_oob(kv_indices, 0, len(rows), where)
-        # Writers do not wait for loads: SGLang never writes a slot that a load is filling.
+        # Writers do not wait for loads, because SGLang never writes a slot that a load is filling.
         store_rows(
             rows,
             kv_indices,
@@ -300,5 +300,5 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
 
 
 def _flat(part: torch.Tensor) -> torch.Tensor:
-    """`[tokens, 1, width]` or `[tokens, width]` as `[tokens, width]`, without a copy."""
+    """A view `[tokens, width]` of `[tokens, 1, width]` or `[tokens, width]`."""
     return part.squeeze(1) if part.dim() == 3 else part

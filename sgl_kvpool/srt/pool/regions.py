@@ -1,8 +1,8 @@
 """Byte views of SGLang's pools.
 
-Geometry comes from what a pool says of itself (`get_device_pool_infos` and its fields), never from shapes. A
-kind of pool is described if it stands in the table at the end, by its exact class (ours also by subclass): a
-subclass may store other bytes. And what is described has to be all that the pool says it stores.
+A pool's geometry is read from `get_device_pool_infos` and the pool's fields, never from shapes. A pool is
+described if its exact class (or, for ours, a base class) is in the table at the end, because a subclass may
+store other bytes. The described bytes have to be all bytes that the pool reports as stored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["describe"]
 
-#: Names of a wrapper's layers, by the layer ids of the pool inside; None if they are the same.
+#: Layer ids by the layer ids of a wrapped pool; None if they are the same.
 _LayerIds = Mapping[int, int] | None
 
 
@@ -55,11 +55,11 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
     Parameters
     ----------
     pool : KVCache or MambaPool
-        MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window, hybrid linear,
-        or a pool of Mamba states.
+        Pool of MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window or hybrid
+        linear attention, or of Mamba states.
     page_size_tokens : int, optional
-        Tokens of a page of the view; the pool's page size unless given. A multiple of it, and of the
-        pages that kernels see, folds several of them into one.
+        Tokens of a page of the view; the pool's page size by default. A multiple of the pool's page size, and
+        of the page size of its kernels' views, makes one page of several.
 
     Returns
     -------
@@ -68,9 +68,9 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
     Raises
     ------
     TypeError
-        A kind of pool, or of buffers in it, that is not described here, by name.
+        If a kind of pool, or of its buffers, is not described here; the message names it.
     ValueError
-        A page size that is no such multiple, or does not divide the pool's slots.
+        If the page size is no such multiple, or does not divide the pool's slots.
     """
     if page_size_tokens is not None:
         page_size_tokens = whole_number("page_size_tokens", page_size_tokens)
@@ -80,7 +80,7 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
 
 
 class _Regions:
-    """Tensors and groups found so far."""
+    """The tensors and groups described so far."""
 
     def __init__(self, page_size_tokens: int | None) -> None:
         self.page_size_tokens = page_size_tokens
@@ -88,7 +88,7 @@ class _Regions:
         self.groups: list[CanonicalGroup] = []
 
     def add(self, pool: Any, name: str = "kv", layer_ids: _LayerIds = None) -> None:
-        """Describe a pool, or each pool in it."""
+        """Describe a pool, or every pool that a wrapper contains."""
         reader = _KINDS.get(type(pool))
         if reader is None and isinstance(pool, LayoutMLATokenToKVPool):
             reader = _Regions._layout_mla
@@ -96,7 +96,7 @@ class _Regions:
             reader = _Regions._hybrid_linear
         if reader is None:
             raise TypeError(
-                f"{type(pool).__name__} is no kind of pool whose bytes are known; known are "
+                f"the bytes of {type(pool).__name__} are unknown; known kinds of pools are "
                 f"{', '.join(sorted(kind.__name__ for kind in _KINDS))}, LayoutMLATokenToKVPool "
                 "and LayoutHybridLinearKVPool"
             )
@@ -111,7 +111,7 @@ class _Regions:
         if info.buffers.layout is KVBufferLayout.NHD:
             unit_tokens, order = 1, "by token"
         elif info.buffers.layout is KVBufferLayout.HND:
-            # Folded or not, heads take turns every `page_size` tokens.
+            # Within a page, heads are the outer axis, whether or not pages are folded.
             unit_tokens, order = info.page_size, f"by head in pages of {info.page_size}"
         else:
             raise TypeError(f"{type(pool).__name__} with {info.buffers.layout} buffers is not described")
@@ -148,7 +148,7 @@ class _Regions:
         page = self._page_tokens(pool)
         references = self._mla_references(pool, layer_ids, page)
         scale_bytes = sum(scale.nbytes for scale in pool.kv_scale_buffer)
-        # SGLang leaves out the scales when it counts.
+        # SGLang's count leaves out the scales.
         self._group(pool, name, references, page, stored_bytes=_stored_bytes(pool) + scale_bytes)
 
     def _mla_references(self, pool, layer_ids: _LayerIds, page: int) -> list[LayerReference]:
@@ -197,7 +197,7 @@ class _Regions:
     ) -> list[LayerReference]:
         if pool.kpool_use_compress:
             raise TypeError(
-                f"{type(pool).__name__} with compressed index keys keeps tails per request, which are not "
+                f"{type(pool).__name__} with compressed index keys keeps a tail per request, which is not "
                 "described"
             )
         references = []
@@ -208,10 +208,10 @@ class _Regions:
         for layer_id, rows, skipped in zip(
             ids, pool.index_k_with_scale_buffer, pool.skip_topk_layers, strict=True
         ):
-            # A layer that takes over the top-k of the one before it has no index keys, only a placeholder.
+            # A layer that reuses the top-k of the layer before it has a placeholder instead of index keys.
             if skipped:
                 continue
-            # One row of index keys covers the pool's page, in pages of the indexer's kernels.
+            # A row of index keys covers one page of the pool; the indexer's kernels see it as their pages.
             if len(rows) * pool.page_size != pool.size + pool.page_size:
                 raise TypeError(
                     f"{type(pool).__name__} has {len(rows)} pages of index keys beside {pool.size} + "
@@ -226,7 +226,7 @@ class _Regions:
             ("full", pool.full_kv_pool, False),
             ("window", pool.swa_kv_pool, True),
         ):
-            # The ids a leaf knows its layers by are not the same for all kinds of leaves.
+            # Some kinds of inner pools use model layer ids, others count from 0.
             ids = [layer for layer, (_, window) in pool.layers_mapping.items() if window == is_window]
             own = getattr(child, "model_layer_ids", range(len(ids)))
             self.add(child, part, dict(zip(own, ids, strict=True)))
@@ -248,7 +248,7 @@ class _Regions:
             self._reference(_as_stored(states[index]), layer_id, kind, _shape_of_state(states[index]), 1)
             for index, layer_id in enumerate(pool_info.layer_ids)
             for kind, states in kinds.items()
-            if states[index].numel()  # a model without convolutions has empty ones
+            if states[index].numel()  # models without convolutions have empty states
         ]
         references += [
             self._reference(states, None, f"extra_{index}", _shape_of_state(states), 1)
@@ -262,17 +262,17 @@ class _Regions:
     # ---------------------------------------------------------------- shared
 
     def _page_tokens(self, pool: Any) -> int:
-        """Tokens of a page of the view; ValueError if the pool's pages do not make up whole ones."""
+        """Tokens of a page of the view; ValueError unless it consists of whole pages of the pool."""
         page = self.page_size_tokens or pool.page_size
         if page % pool.page_size:
             raise ValueError(
-                f"pages of {page} tokens are not made of whole pages of the pool, which have "
-                f"{pool.page_size}; choose a multiple of {pool.page_size}"
+                f"pages of {page} tokens do not consist of whole pages of the pool, which have "
+                f"{pool.page_size} tokens; choose a multiple of {pool.page_size}"
             )
         if (pool.size + pool.page_size) % page:
             raise ValueError(
-                f"{type(pool).__name__} has {pool.size} + {pool.page_size} slots, which are no whole "
-                f"number of pages of {page} tokens; choose a pool size and a page size that divide"
+                f"{type(pool).__name__} has {pool.size} + {pool.page_size} slots, which are not a multiple "
+                f"of the page size {page}; choose a pool size and a page size that divide"
             )
         return page
 
@@ -285,7 +285,7 @@ class _Regions:
         page_tokens: int,
         unit_tokens: int = 1,
     ) -> LayerReference:
-        """One part of one layer with a tensor of its own, `[units, ...]` of `unit_tokens` tokens each."""
+        """One part of one layer in its own tensor, `[units, ...]` with `unit_tokens` tokens each."""
         if page_tokens % unit_tokens:
             raise ValueError(
                 f"{part} of layer {layer_id} has pages of {unit_tokens} tokens, which do not divide pages of "
@@ -304,17 +304,17 @@ class _Regions:
         page_tokens: int,
         stored_bytes: int | None = None,
     ) -> None:
-        """Add a group, if it is all that the pool says it stores."""
+        """Add a group if it holds all bytes that the pool reports as stored."""
         described = sum(
             len(self.tensors.tensors[r.runs.tensor_index]) * r.runs.size_bytes for r in references
         )
         stored = _stored_bytes(pool) if stored_bytes is None else stored_bytes
         if described != stored:
             raise TypeError(
-                f"{type(pool).__name__} stores {stored} bytes, of which {described} are in buffers that are "
-                "described; a page without the others would be another page"
+                f"{type(pool).__name__} stores {stored} bytes, of which {described} are in described "
+                "buffers; copies of its pages would be incomplete"
             )
-        # Not the length of a tensor: a pool may reserve addresses for more pages than it has.
+        # The length of a tensor would be wrong: a pool may reserve addresses for more pages than it has.
         pages = (pool.size + pool.page_size) // page_tokens
         self.groups.append(
             CanonicalGroup(name=name, layers=tuple(references), num_pages=pages, page_size_tokens=page_tokens)
@@ -322,10 +322,10 @@ class _Regions:
 
 
 def _stored_bytes(pool: Any) -> int:
-    """What SGLang counts as a pool's size, and what it leaves out."""
+    """Size that SGLang reports for a pool, less the work space that belongs to no page."""
     sizes = pool.get_kv_size_bytes()
     total = sum(sizes) if isinstance(sizes, tuple) else sizes
-    # Work space of FP4 readers is counted; it is no part of any page.
+    # SGLang counts the work space of FP4 readers.
     for name in ("dq_k_buffer", "dq_v_buffer"):
         if getattr(pool, name, None) is not None:
             total -= get_tensor_size_bytes(getattr(pool, name))
@@ -333,12 +333,12 @@ def _stored_bytes(pool: Any) -> int:
 
 
 def _stored_axes(states: torch.Tensor) -> list[int]:
-    """Axes of `[slots, ...]` as they lie in memory, from the outermost; CPUs with AMX have another order."""
+    """Axes of `[slots, ...]` in memory order, outermost first; CPUs with AMX use another order."""
     return [0, *sorted(range(1, states.dim()), key=lambda axis: -states.stride(axis))]
 
 
 def _as_stored(states: torch.Tensor) -> torch.Tensor:
-    """States with their bytes in a row, if they are so in any order of their axes; a view."""
+    """View of states with their axes in memory order, contiguous if their bytes have no gaps."""
     return states if states.is_contiguous() else states.permute(_stored_axes(states))
 
 
@@ -348,7 +348,7 @@ def _shape_of_state(states: torch.Tensor) -> str:
 
 
 def _mapped(own: tuple[int, ...], names: _LayerIds) -> tuple[int, ...]:
-    """Model layer ids of the layers that a pool knows by `own` ids."""
+    """Model layer ids of a pool's layers, given the pool's `own` ids."""
     return tuple(own) if names is None else tuple(names[layer] for layer in own)
 
 

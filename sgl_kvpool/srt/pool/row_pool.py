@@ -1,4 +1,4 @@
-"""What pools of stored rows have in common, whether they hold the rows or wrap a pool that does."""
+"""Interface of pools with rows of a chosen layout, which hold the rows or wrap a pool that does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RowPool"]
 
 
 class RowPool:
-    """A pool whose rows have a `MLAKVCacheLayout`: what attention backends read and write.
+    """A pool whose rows have a `MLAKVCacheLayout`; attention backends read and write it.
 
     Attributes
     ----------
@@ -25,11 +25,11 @@ class RowPool:
     kv_cache_arrangement : KVArrangement
     row_format : RowFormat
     kv_lora_rank, qk_rope_head_dim : int
-        Values of a row's latent and of its rotary part.
+        Number of latent values and of rotary values in a row.
     dtype : torch.dtype
-        What SGLang is shown.
+        The pool's dtype as SGLang sees it.
     set_mla_kv_buffer : callable
-        Stores rows; SGLang's method.
+        SGLang's method that stores rows.
     """
 
     kv_cache_layout: MLAKVCacheLayout
@@ -50,7 +50,7 @@ class RowPool:
         readers: Sequence[str] = (),
         host_tier: HostTierOptions | None = None,
     ) -> type[Self]:
-        """Subclass that is constructed with exactly the arguments of SGLang's own class.
+        """Subclass whose constructor takes exactly the arguments of SGLang's own class.
 
         SGLang's pool builders take a class, not a factory, and pass it the in-tree arguments only.
         """
@@ -71,11 +71,11 @@ class RowPool:
 
     @property
     def row_pool(self) -> Any:
-        """The pool that holds the rows: this one, or the one inside."""
+        """The pool that holds the rows: this pool or the one that it wraps."""
         return self
 
     def has_rows(self, layer_id: int) -> bool:
-        """Whether a model layer is attended over rows; of a hybrid model's layers only some are."""
+        """Whether the pool has rows of a model layer; a hybrid model has rows for some layers only."""
         return True
 
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
@@ -88,9 +88,9 @@ class RowPool:
 
     @property
     def slot_pages(self) -> tuple[int, int] | None:
-        """How slots become row numbers, for kernels: `RowPlacement.slot_pages`; None where they are."""
+        """`RowPlacement.slot_pages`, by which kernels turn slots into rows; None if slots are row numbers."""
         raise NotImplementedError
 
     def k_scale(self, layer_id: int) -> float:
-        """What the stored values of a model layer are divided by."""
+        """Divisor of the stored values of a model layer."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-// The engines for torch.utils.cpp_extension, where SGLang is absent.
+// Bindings of the engines for torch.utils.cpp_extension, where SGLang is not installed.
 #include <pybind11/pybind11.h>
 
 #include "cuda_steps.cuh"

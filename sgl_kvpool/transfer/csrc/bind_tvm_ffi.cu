@@ -1,4 +1,4 @@
-// The engines for sglang.kernels.jit.
+// Bindings of the engines for sglang.kernels.jit.
 #include <tvm/ffi/function.h>
 
 #include "cuda_steps.cuh"

@@ -1,20 +1,20 @@
-// Flat copies of a transfer, for the copy engine. Plain C++: runs on the host, and is tested there.
+// Flat copies of a transfer, for the copy engine. Plain C++, which is tested without a GPU.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "pieces.h"
+#include "chunks.h"
 
 namespace kvpool {
 
-// Host memory that was registered with CUDA in pieces: no copy may touch two. Pieces hold whole pages of the host
-// tier, so only copies that were joined could.
-struct RegisteredPieces {
-  int64_t begin;        // address of the first
-  int64_t piece_bytes;  // 0: one piece, or not registered
+// Host memory that was registered with CUDA in chunks. No copy may cross a chunk boundary; chunks hold whole pages of
+// the host tier, so only joined copies could.
+struct RegisteredChunks {
+  int64_t begin;        // address of the first chunk
+  int64_t chunk_bytes;  // 0: a single chunk, or memory that is not registered
 
-  bool starts_at(int64_t address) const { return piece_bytes > 0 && (address - begin) % piece_bytes == 0; }
+  bool starts_at(int64_t address) const { return chunk_bytes > 0 && (address - begin) % chunk_bytes == 0; }
 };
 
 struct FlatCopies {
@@ -42,9 +42,9 @@ struct FlatCopies {
   static int64_t at(void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 };
 
-// Adds the copies of a transfer, whose lists are in host memory. What follows its predecessor in the lists, on both
-// sides, is joined to it.
-inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPieces pieces, FlatCopies& copies) {
+// Adds the copies of a transfer whose page lists are in host memory. A copy that is adjacent to its predecessor on both
+// sides is joined to it.
+inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredChunks chunks, FlatCopies& copies) {
   for (int64_t number = 0; number < transfer.run_count; ++number) {
     const CopyRun& run = transfer.runs[number];
     for (int64_t i = 0; i < transfer.page_count; ++i) {
@@ -52,17 +52,17 @@ inline void flatten(const Transfer& transfer, bool host_is_source, RegisteredPie
       for (int64_t k = 0; k < run.run_count; ++k) {
         const int64_t source = transfer.source_base + run.source(from, k);
         const int64_t target = transfer.target_base + run.target(to, k);
-        copies.add(target, source, run.run_bytes, !pieces.starts_at(host_is_source ? source : target));
+        copies.add(target, source, run.run_bytes, !chunks.starts_at(host_is_source ? source : target));
       }
     }
   }
 }
 
-// Copies that CUDA is given at a time. A driver has crashed on a list of 51,828 (vLLM's issue 49276), and a token-major
-// pool makes millions of them.
+// Copies per call of CUDA. A driver has crashed on a list of 51,828 (vLLM's issue 49276), and a token-major pool makes
+// millions of copies.
 constexpr size_t kBatchCopies = 4096;
 
-// Calls submit(first, count) for some copies after the other, `most` at a time.
+// Calls submit(first, count) for successive batches of at most `most` copies.
 template <typename Submit>
 void each_batch(const FlatCopies& copies, size_t most, Submit&& submit) {
   for (size_t first = 0; first < copies.sizes.size(); first += most) {

@@ -1,12 +1,12 @@
-// Addresses of a transfer, for nvcc and g++ alike: the one place in compiled code that spells them.
-// The meaning of the fields is CopyRun's in ../plan.py.
+// Address arithmetic of transfers, the only place for it in compiled code; compiles with nvcc and g++.
+// The fields are documented at CopyRun in ../plan.py.
 #pragma once
 
 #include "../../codec/csrc/portable.h"
 
 namespace kvpool {
 
-// As the rows of an int64 tensor [runs, 8], in this order.
+// A row of an int64 tensor [runs, 8], with the fields in this order.
 struct CopyRun {
   int64_t source_address;
   int64_t target_address;

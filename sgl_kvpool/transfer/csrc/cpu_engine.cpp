@@ -1,5 +1,5 @@
-// Transfers of pages with streaming stores and threads, for machines without a GPU. No checks: plan.py has
-// made them.
+// Transfers of pages with streaming stores and threads, for machines without a GPU. Arguments are not checked here:
+// plan.py has checked them.
 
 #include <cstdint>
 #include <cstring>
@@ -18,12 +18,12 @@
 
 namespace {
 
-// A thread takes about 20 us to start, in which memory moves as many bytes.
+// Starting a thread takes about 20 us, in which memory moves this many bytes.
 constexpr int64_t kBytesPerThread = 256 * 1024;
 
 #if defined(__SSE2__)
-// Past this size stores go around the caches. What memcpy stores is first read into them, a third of all
-// traffic, and it does so for runs as short as a page; the bytes are not needed soon on either side.
+// From this size on, stores bypass the caches. memcpy first reads the target into the caches, a third of all traffic,
+// even for runs as long as a page; neither side needs the bytes soon.
 constexpr int64_t kStreamedBytes = 4 * 1024;
 constexpr int64_t kAheadBytes = 2 * 1024;
 
@@ -36,7 +36,7 @@ void copy_run(char* target, const char* source, int64_t size) {
   std::memcpy(target, source, static_cast<size_t>(head));
   int64_t at = head;
   for (; at + 64 <= size; at += 64) {
-    // Ahead of the hardware, which begins anew with every run and stops at every page of 4 KB.
+    // Further ahead than the hardware prefetcher, which restarts at every run and stops at every page of 4 KB.
     _mm_prefetch(source + at + kAheadBytes, _MM_HINT_NTA);
     const auto* from = reinterpret_cast<const __m128i*>(source + at);
     auto* to = reinterpret_cast<__m128i*>(target + at);
@@ -50,7 +50,7 @@ void copy_run(char* target, const char* source, int64_t size) {
   std::memcpy(target + at, source + at, static_cast<size_t>(size - at));
 }
 
-// Streamed stores are not ordered with those that tell another thread of them.
+// Streaming stores are not ordered with the stores that signal completion to another thread.
 void finish_stores() { _mm_sfence(); }
 #else
 void copy_run(char* target, const char* source, int64_t size) {
@@ -59,8 +59,8 @@ void copy_run(char* target, const char* source, int64_t size) {
 void finish_stores() {}
 #endif
 
-// Work items are (copy run, page) pairs. Threads take neighbouring ones, so these should lie close together in
-// the target: where a page holds several copy runs (layers), those of a page come one after the other.
+// Work items are (copy run, page) pairs. A thread takes consecutive items, which should be close together in the
+// target: where a target page holds several copy runs (layers), the runs of a page are consecutive items.
 struct Work {
   const kvpool::CopyRun* runs;
   int64_t run_count;
@@ -116,7 +116,7 @@ void copy_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
              });
 }
 
-// Each run is a row of `from`, and becomes one of `to`; `k_scales` has one number per copy run.
+// Converts each run, a row of `from`, into a row of `to`; `k_scales` has one number per copy run.
 void convert_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
                    tvm::ffi::TensorView target_pages, tvm::ffi::TensorView from, tvm::ffi::TensorView to,
                    tvm::ffi::TensorView k_scales, int64_t threads) {

@@ -1,4 +1,4 @@
-// The steps of staging.h by CUDA.
+// The steps of staging.h with CUDA.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,11 +13,11 @@ namespace kvpool {
 constexpr int kWarp = 32;
 constexpr int kCopyThreads = 1024;
 constexpr int kConvertThreads = 512;  // up to 128 registers each
-constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp, 1 MB for 16 blocks, more than a link holds
+constexpr int kLoadsInFlight = 4;     // per lane: 2 KB per warp, 1 MB for 16 blocks, more than a link has in flight
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch of anybody's in this process would report it
+  cudaGetLastError();  // clears the error, which the next launch in this process would report
   throw std::runtime_error(std::string("sgl-kvpool: ") + what + ": " + cudaGetErrorString(status));
 }
 
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kCopyThreads) + threadIdx.x) / kWarp;
   const int64_t warps = gridDim.x * static_cast<int64_t>(kCopyThreads / kWarp);
-  constexpr int64_t kPieceBytes = kWarp * kLoadsInFlight * sizeof(Word);
-  each_piece(transfer, kPieceBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
+  constexpr int64_t kChunkBytes = kWarp * kLoadsInFlight * sizeof(Word);
+  each_chunk(transfer, kChunkBytes, warp, warps, [lane](int64_t target, int64_t source, int64_t bytes, int64_t) {
     const auto* from = reinterpret_cast<const uint8_t*>(source) + lane * sizeof(Word);
     auto* to = reinterpret_cast<uint8_t*>(target) + lane * sizeof(Word);
     constexpr int kStep = kWarp * sizeof(Word);
@@ -44,15 +44,15 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   });
 }
 
-// A warp per row. A lane takes a block of 16 values of the latent, and two values of the rope: its lanes read and write
-// neighbouring words, 4 sectors of 32 bytes for a rope of 64 (a lane per block would touch 32).
+// One warp per row. A lane takes a block of 16 latent values, and two rope values: the lanes of a warp access adjacent
+// words, 4 sectors of 32 bytes for a rope of 64 (with a block per lane they would access 32 sectors).
 template <Latent kFrom, Latent kTo>
 __global__ void __launch_bounds__(kConvertThreads, 1)
     convert_pages_kernel(Transfer transfer, RowLayout from, RowLayout to, const float* k_scales) {
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(kConvertThreads) + threadIdx.x) / kWarp;
   const int64_t warps = gridDim.x * static_cast<int64_t>(kConvertThreads / kWarp);
-  each_piece(transfer, from.row_bytes, warp, warps, [&](int64_t target, int64_t source, int64_t, int64_t number) {
+  each_chunk(transfer, from.row_bytes, warp, warps, [&](int64_t target, int64_t source, int64_t, int64_t number) {
     const auto* from_row = reinterpret_cast<const uint8_t*>(source);
     auto* to_row = reinterpret_cast<uint8_t*>(target);
     const float k_scale = k_scales[number];
@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
   });
 }
 
-// Whether cudaMemcpyBatchAsync can be called: compiled against CUDA 12.8 or later, loaded with such a runtime and
-// driver, and where registered memory has one address for CPU and GPU, as batches are told no direction. Cleared
-// for good when CUDA does not have it after all.
+// Whether cudaMemcpyBatchAsync can be called: headers, runtime and driver are CUDA 12.8 or later, and registered memory
+// has one address for CPU and GPU, because batches take no direction. Cleared for good when CUDA reports that batches
+// are not supported.
 inline bool& has_batches() {
   static bool found = [] {
 #if CUDART_VERSION >= 12080
@@ -106,9 +106,9 @@ inline bool uses_batches() { return has_batches(); }
 #if CUDART_VERSION >= 12080
 inline cudaError_t copy_batch(FlatCopies& copies, size_t begin, size_t count, bool host_is_source, cudaStream_t stream) {
   cudaMemcpyAttributes attributes = {};
-  // A load may read at any time, also before what stands before it on the stream: no step there writes its host
-  // pages, as SGLang loads a page only once its backup was acknowledged, and frees none that is being loaded. What a
-  // store reads on the device was written by steps before it, and may be overwritten by steps behind it.
+  // A load may read its sources at any time, also before earlier steps of the stream: none of them writes its host
+  // pages, because SGLang loads a page only after its backup was acknowledged, and frees no page that is being loaded.
+  // What a store reads on the device was written by earlier steps and may be overwritten by later ones.
   attributes.srcAccessOrder = host_is_source ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;
@@ -147,7 +147,7 @@ struct CudaSteps {
     }
   }
 
-  // With the launch's own status: what cudaGetLastError keeps may be another library's failure.
+  // Checks the launch's own status: cudaGetLastError may hold the error of another library.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, Stream stream, Arguments... arguments) {
     cudaLaunchConfig_t config = {};
@@ -157,11 +157,11 @@ struct CudaSteps {
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel of the transfer engines");
   }
 
-  // `stream` is not the default one, which batches refuse.
+  // `stream` must not be the default stream, which batches refuse.
   void copy(const CopyJob& job, const Transfer& transfer, bool host_is_source, Stream stream) {
-    thread_local FlatCopies copies;  // keeps its memory
+    thread_local FlatCopies copies;  // reused to avoid allocations
     copies.clear();
-    flatten(transfer, host_is_source, job.pieces, copies);
+    flatten(transfer, host_is_source, job.chunks, copies);
     const auto kind = host_is_source ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     each_batch(copies, kBatchCopies, [&](size_t first, size_t count) {
 #if CUDART_VERSION >= 12080
@@ -172,7 +172,7 @@ struct CudaSteps {
           return;
         }
         cudaGetLastError();
-        has_batches() = false;  // one by one, from here on
+        has_batches() = false;  // copies are submitted one by one from here on
       }
 #endif
       for (size_t i = first; i < first + count; ++i) {
@@ -194,8 +194,8 @@ struct CudaSteps {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
     return event;
   }
-  // When a process ends the context may be gone before these. The page buffer is freed after its stream: what was
-  // enqueued there is done by then.
+  // At the end of a process, the context may be gone before these calls. The page buffer is freed after its stream,
+  // whose steps are done by then.
   void free_stream(Stream stream) {
     cudaStreamSynchronize(stream);
     cudaStreamDestroy(stream);

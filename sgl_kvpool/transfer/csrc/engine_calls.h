@@ -1,5 +1,5 @@
-// What Python calls: addresses and numbers, so that tvm-ffi and pybind11 can bind the same functions. No checks:
-// Python has made them. Everything is enqueued on the stream it is given, and nothing waits.
+// Functions that Python calls. They take integers, also for addresses, so that tvm-ffi and pybind11 can bind the same
+// functions. Python has checked them. All steps are enqueued on the given stream, and no function waits.
 #pragma once
 
 #include "staging.h"
@@ -14,10 +14,10 @@ struct EngineCalls {
   static const T& at(int64_t address) {
     return *reinterpret_cast<const T*>(address);
   }
-  static PageList list(int64_t slots, int64_t stride) { return {reinterpret_cast<const int64_t*>(slots), stride}; }
+  static PageIndices list(int64_t slots, int64_t stride) { return {reinterpret_cast<const int64_t*>(slots), stride}; }
   static Staging<Steps>& staging(int64_t handle) { return *reinterpret_cast<Staging<Steps>*>(handle); }
 
-  // Pages by a kernel; lists in device memory, what is moved anywhere the device reaches.
+  // Moves pages with a kernel; the lists are in device memory, the pages in any memory that the device can access.
   static void kernel_pages(int64_t job, int64_t source_slots, int64_t source_stride, int64_t target_slots,
                            int64_t target_stride, int64_t page_count, int64_t stream) {
     const auto& kernel = at<KernelJob>(job);
@@ -27,7 +27,7 @@ struct EngineCalls {
                 reinterpret_cast<Stream>(stream));
   }
 
-  // Pages by the copy engine; lists of page numbers in host memory.
+  // Moves pages with the copy engine; the lists are page indices in host memory.
   static void copy_pages(int64_t job, int64_t source_pages, int64_t target_pages, int64_t page_count,
                          int64_t host_is_source, int64_t stream) {
     const auto& copy = at<CopyJob>(job);
@@ -41,7 +41,7 @@ struct EngineCalls {
   }
   static void free_staging(int64_t handle) { delete &staging(handle); }
 
-  // The device's slots are in device memory, the host's page numbers in host memory.
+  // The device's slots are in device memory, the host's page indices in host memory.
   static void staged_store(int64_t handle, int64_t gather, int64_t copy, int64_t device_slots, int64_t device_stride,
                            int64_t host_pages, int64_t page_count, int64_t slot_pages, int64_t stream) {
     staging(handle).store(at<KernelJob>(gather), at<CopyJob>(copy), list(device_slots, device_stride),
@@ -58,7 +58,7 @@ struct EngineCalls {
   }
 };
 
-// For each function, bind(name, pointer).
+// Calls BIND(name, pointer) for each function.
 #define KVPOOL_ENGINE_CALLS(STEPS, BIND)                          \
   BIND(kernel_pages, kvpool::EngineCalls<STEPS>::kernel_pages)    \
   BIND(copy_pages, kvpool::EngineCalls<STEPS>::copy_pages)        \

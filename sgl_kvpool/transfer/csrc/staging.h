@@ -1,11 +1,11 @@
-// Transfers of GPU pools as steps on streams, for whatever carries the steps out: CUDA (cuda_steps.cuh), or a test
-// without a GPU, which also plays through what streams may do that CUDA seldom does.
+// Transfers of GPU pools as steps on streams. CUDA carries out the steps (cuda_steps.cuh), or a test without a GPU,
+// which also tries orders that streams permit but CUDA seldom takes.
 //
 // `Steps` has types Stream and Event, and
 //   run(KernelJob, Transfer, Stream)              a kernel
 //   copy(CopyJob, Transfer, bool, Stream)         copies by the copy engine; true: the source is the host
-//   record(Event, Stream), wait(Stream, Event)    as CUDA's; an event that was never recorded holds nobody up
-//   make_stream(), make_event(), and the same with `free_`
+//   record(Event, Stream), wait(Stream, Event)    as CUDA's; a wait for an event never recorded returns at once
+//   make_stream(), make_event(), free_stream(Stream), free_event(Event)
 #pragma once
 
 #include <vector>
@@ -15,8 +15,9 @@
 
 namespace kvpool {
 
-// What a kernel does with pages, as seven int64 in host memory; all that they point to is in device memory, but the
-// formats. Without formats, bytes are copied in words of `word_bytes`, which divides all addresses and sizes.
+// Work of a kernel, as seven int64 in host memory. The formats are in host memory, too; everything else that it points
+// to is in device memory. Without formats, bytes are copied in words of `word_bytes`, which divides all addresses and
+// sizes.
 struct KernelJob {
   const CopyRun* runs;
   int64_t run_count;
@@ -27,25 +28,26 @@ struct KernelJob {
   const float* k_scales;  // one per copy run
 };
 
-// What the copy engine does with pages, as four int64 in host memory, as the runs are.
+// Work of the copy engine, as four int64 in host memory; the runs are in host memory, too.
 struct CopyJob {
   const CopyRun* runs;
   int64_t run_count;
-  RegisteredPieces pieces;
+  RegisteredChunks chunks;
 };
 
 static_assert(sizeof(KernelJob) == 7 * sizeof(int64_t) && sizeof(CopyJob) == 4 * sizeof(int64_t), "numbers");
 
-// A page buffer of some slots in device memory, through which pages go on their way: kernels on the one side, the
-// copy engine on the other, each on a stream of its own so that they overlap. Order, for a slot:
+// A page buffer of several slots in device memory. A kernel accesses one side of it and the copy engine the other, each
+// on its own stream so that they overlap. Two events order the use of a slot:
 //
-//   filled[slot]   recorded when somebody has put pages into it; whoever takes them out waits for it.
-//   drained[slot]  recorded when they are out; the next to fill the slot waits for it, in this call or a later one.
+//   filled[slot]   recorded when pages have been put into the slot; the step that takes them out waits for it.
+//   drained[slot]  recorded when they have been taken out; the next step that fills the slot waits for it, in this call
+//                  or in a later one.
 //
-// One of the two sides is the caller's stream. SGLang lets that wait for the compute that wrote the rows (a store),
-// or for whatever used the destination last (a load), and takes an event recorded behind our steps for their end.
-// So: the other stream begins behind `entry`, an event of the caller's stream; and every step of ours that counts
-// for the end (the last copy of a store, the last kernel of a load) is on the caller's stream, behind its fill.
+// One of the two streams is the caller's. SGLang lets it wait for the compute that wrote the rows (a store), or for the
+// last use of the destination (a load), and takes an event recorded behind our steps as their end. Therefore the other
+// stream begins behind `entry`, an event of the caller's stream, and every step that decides the end (the last copy of
+// a store, the last kernel of a load) is on the caller's stream, behind the step that filled its slot.
 template <typename Steps>
 class Staging {
  public:
@@ -70,35 +72,36 @@ class Staging {
     steps_.free_stream(side_);
   }
 
-  // Before a transfer, which is one `store` or `load` or several: what it reads is there, and what it writes free, when
-  // the caller's stream gets here, and the other stream must not begin before. Not before each of them: the gathering
-  // of one would wait for the copies of the one before, and the copies of a layer for the kernel of the layer before.
+  // Called before a transfer, which consists of one or more calls of `store` or `load`. Its sources are written and its
+  // targets are free when the caller's stream gets here; the other stream must not begin earlier. It is not called
+  // before each `store` or `load`: a gather would wait for the previous copies, and a layer's copies for the previous
+  // kernel.
   void begin(Stream caller) {
     steps_.record(entry_, caller);
     steps_.wait(side_, entry_);
   }
 
-  // Device pages to host pages, `slot_pages` at a time: gathered aside, copied on the caller's stream.
-  void store(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+  // Device pages to host pages, `slot_pages` at a time: gathered on the other stream, copied on the caller's stream.
+  void store(const KernelJob& gather, const CopyJob& copy, PageIndices device, PageIndices host, int64_t page_count,
              int64_t slot_pages, Stream caller) {
     joined(caller, [&] { store_slots(gather, copy, device, host, page_count, slot_pages, caller); });
   }
 
-  // Host pages to device pages, `slot_pages` at a time: copied aside, scattered on the caller's stream.
-  void load(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+  // Host pages to device pages, `slot_pages` at a time: copied on the other stream, scattered on the caller's stream.
+  void load(const CopyJob& copy, const KernelJob& scatter, PageIndices host, PageIndices device, int64_t page_count,
             int64_t slot_pages, Stream caller) {
     joined(caller, [&] { load_slots(copy, scatter, host, device, page_count, slot_pages, caller); });
   }
 
  private:
-  static constexpr PageList kBuffer{nullptr, 1};
+  static constexpr PageIndices kBuffer{nullptr, 1};
 
   struct Slot {
     size_t index;
     int64_t base;
   };
 
-  void store_slots(const KernelJob& gather, const CopyJob& copy, PageList device, PageList host, int64_t page_count,
+  void store_slots(const KernelJob& gather, const CopyJob& copy, PageIndices device, PageIndices host, int64_t page_count,
                    int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;
@@ -114,7 +117,7 @@ class Staging {
     }
   }
 
-  void load_slots(const CopyJob& copy, const KernelJob& scatter, PageList host, PageList device, int64_t page_count,
+  void load_slots(const CopyJob& copy, const KernelJob& scatter, PageIndices host, PageIndices device, int64_t page_count,
                   int64_t slot_pages, Stream caller) {
     for (int64_t first = 0; first < page_count; first += slot_pages) {
       const int64_t count = page_count - first < slot_pages ? page_count - first : slot_pages;
@@ -130,8 +133,8 @@ class Staging {
     }
   }
 
-  // Steps that failed half way: whoever carries on (torch, on the caller's stream) comes behind what the other stream
-  // was given, and so does the memory of lists that it still reads.
+  // If steps fail half way, the caller's stream waits for the other stream: the retry with torch runs behind the steps
+  // there, and the lists that they still read are not freed earlier.
   template <typename Work>
   void joined(Stream caller, Work&& work) {
     try {

@@ -89,14 +89,15 @@ def test_limits_by_hand(counted):
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "tiles", "pairs"), [(8, 1, 1, 8), (5, 3, 1, 16), (128, 1, 4, 32), (32, 4, 4, 32)]
+    ("heads", "queries", "tiles", "query_heads"),
+    [(8, 1, 1, 8), (5, 3, 1, 16), (128, 1, 4, 32), (32, 4, 4, 32)],
 )
-def test_rows_are_decoded_once_per_tile(counted, heads, queries, tiles, pairs):
+def test_rows_are_decoded_once_per_tile(counted, heads, queries, tiles, query_heads):
     target = modules.cases.GPU_GRID.workloads()[0]
     several = replace(target, heads=heads, queries_per_list=queries)
-    for layout in ("fp8", "fp8_block_scale", "fp4"):
+    for layout in modules.report.NARROW:
         work = modules.limits.work_of(several, fmt(layout))
-        clk = counted[layout, pairs]["shared_memory_clk_per_row"]
+        clk = counted[layout, query_heads]["shared_memory_clk_per_row"]
         assert work.sm_clk == pytest.approx(64 * 32768 * tiles * clk)
 
 

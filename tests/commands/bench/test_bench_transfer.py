@@ -78,7 +78,7 @@ def test_results_are_drawn_without_a_measurement(tmp_path, monkeypatch, capsys):
         ('{"schema": 3, "cpu_engine": []}', ["--plot", "{tmp}/a.png"], "in schema 4"),
         ("[]", ["--plot", "{tmp}/a.png"], "has no results of a CPU in schema 4; measure again"),
         ("[", ["--plot", "{tmp}/a.png"], "cannot be read: Expecting value"),
-        ("{}", [], "--draw needs --plot, the picture's name"),
+        ("{}", [], "--draw needs --plot, the name of the image"),
     ],
 )
 def test_what_cannot_be_drawn(results, argv, message, tmp_path, capsys):

@@ -141,7 +141,7 @@ def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(library.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
     monkeypatch.setattr(library, "_USUAL", tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match="name its folder in CUDA_HOME"):
+    with pytest.raises(FileNotFoundError, match="set CUDA_HOME to its folder"):
         library.find_nvcc()
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"

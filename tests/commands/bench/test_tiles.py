@@ -10,18 +10,19 @@ import pytest
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig, config_of_tile, decode_config, table
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.bench.tiles import cases
-from sgl_kvpool.commands.bench.tiles import choice as choice_module
-from sgl_kvpool.commands.bench.tiles.choice import choose, split_findings, table_text
+from sgl_kvpool.commands.bench.tiles import cases, tile_table
+from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, table_text
 from sgl_kvpool.layout import Encoding, SegmentEncoding
 
 FP4, BF16 = MLAKVCacheLayout.FP4, MLAKVCacheLayout.BF16
 SLOW, FAST = (64, 8, 1, 1), (128, 8, 1, 1)
 
 
-def tile(pairs, shape):
+def tile(query_heads, shape):
     rows, warps, stages, programs = shape
-    return TileConfig(pairs=pairs, block_rows=rows, warps=warps, stages=stages, programs_per_sm=programs)
+    return TileConfig(
+        query_heads=query_heads, block_rows=rows, warps=warps, stages=stages, programs_per_sm=programs
+    )
 
 
 def row(us, heads, own, *, layout="fp4", batch=64, part="tile", splits=2, **more):
@@ -45,18 +46,25 @@ def chosen(rows, layout=FP4):
 
 @pytest.mark.parametrize("layout", MLAKVCacheLayout)
 def test_every_tile_once_the_tables_among_them(layout):
+    more = []
     for heads in cases.HEADS:
         found = cases.tiles(layout, heads)
         assert len(set(found)) == len(found)
-        assert {t.pairs for t in found} == {8: {8, 16}, 16: {16}, 32: {16, 32}}[heads]
-        own = {t for name, t in table() if name is layout and t.pairs in {t.pairs for t in found}}
+        assert {t.query_heads for t in found} == {8: {8, 16}, 16: {16}, 32: {16, 32}}[heads]
+        own = {t for name, t in table() if name is layout and t.query_heads in {t.query_heads for t in found}}
         assert own <= set(found)
-        for pairs in {t.pairs for t in found}:
-            shapes = {(t.block_rows, t.warps, t.programs_per_sm) for t in found if t.pairs == pairs}
+        for query_heads in {t.query_heads for t in found}:
+            shapes = {
+                (t.block_rows, t.warps, t.programs_per_sm) for t in found if t.query_heads == query_heads
+            }
             assert {(64, 8, 1), (128, 8, 1), (64, 4, 2)} <= shapes
             assert all(
                 t.block_rows * 1152 * max(t.stages - 1, 1) * t.programs_per_sm < 227 << 10 for t in found
             )
+        more += [t for t in set(found) - own if t.kernel == "gluon"]
+    # Shapes that a GPU might prefer; a block of the Gluon kernel has 16 rows for each warp.
+    assert bool(more) == layout.needs_decoding
+    assert all(t.block_rows == 16 * t.warps and t.stages == 1 for t in more)
 
 
 def test_jobs_are_measured_with_the_splits_of_the_rule():
@@ -100,10 +108,10 @@ TABLE = [
     (BF16, tile(16, (64, 8, 3, 1))),
     *((layout, tile(16, SLOW)) for layout in MLAKVCacheLayout if layout.latent.values is Encoding.E4M3),
     *(
-        (layout, tile(pairs, SLOW))
+        (layout, tile(query_heads, SLOW))
         for layout in MLAKVCacheLayout
         if layout.latent is FP4.latent
-        for pairs in (16, 32)
+        for query_heads in (16, 32)
     ),
 ]
 
@@ -113,7 +121,7 @@ def present(monkeypatch):
     """`present(more)`: the table has these tiles of `fp4` too."""
 
     def change(*more):
-        monkeypatch.setattr(choice_module, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
+        monkeypatch.setattr(tile_table, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
 
     change()
     return change
@@ -127,8 +135,8 @@ def test_the_fastest_tile_over_all_workloads():
     assert chosen(rows)[1:] == (tile(32, SLOW),)  # as it was
     (reason,) = choose(rows).reasons
     assert reason == (
-        "fp4: 16 heads: triton, 16 pairs, 64 rows, 4 warps, 1 stages, 2 per SM, 0.82 of the time (mean of 2 "
-        "workloads) of the table's (triton, 16 pairs, 64 rows, 8 warps, 1 stages, 1 per SM)"
+        "fp4: 16 heads: triton, 16 query heads, 64 rows, 4 warps, 1 stages, 2 per SM, 0.82 of the time (mean "
+        "of 2 workloads) of the table's (triton, 16 query heads, 64 rows, 8 warps, 1 stages, 1 per SM)"
     )
 
 
@@ -147,33 +155,33 @@ def test_a_tile_that_is_wrong_anywhere_is_left_out(status):
     choice = choose(rows)
     assert choice.tiles[FP4][0] == tile(16, SLOW)
     assert choice.wrong[0].startswith(
-        f"fp4, triton, 16 pairs, 128 rows, 8 warps, 1 stages, 1 per SM: {status} at dense"
+        f"fp4, triton, 16 query heads, 128 rows, 8 warps, 1 stages, 1 per SM: {status} at dense"
     )
     assert choice.wrong_in_table == []
     rows[0] = bad(16, tile(16, SLOW), status)
     choice = choose([*rows, row(80, 16, tile(16, (64, 4, 1, 2)))])
     assert choice.tiles[FP4][0] == tile(16, (64, 4, 1, 2))
-    assert [line[:32] for line in choice.wrong_in_table] == ["fp4, triton, 16 pairs, 64 rows, "]
+    assert [line[:38] for line in choice.wrong_in_table] == ["fp4, triton, 16 query heads, 64 rows, "]
 
 
 @pytest.mark.parametrize(
-    ("us", "is_there", "pairs"),
+    ("us", "is_there", "query_heads"),
     [(96, False, [8, 16, 32]), (98, False, [16, 32]), (98, True, [8, 16, 32]), (101, True, [16, 32])],
 )
-def test_tiles_of_eight_where_they_are_clearly_faster(present, us, is_there, pairs):
-    """A tile of 8 pairs is added where it saves 3 % of the time, and removed where it is slower."""
+def test_tiles_of_eight_where_they_are_clearly_faster(present, us, is_there, query_heads):
+    """A tile of 8 query heads is added where it saves 3 % of the time, and removed where it is slower."""
     if is_there:
         present(tile(8, FAST))
     rows = [row(100, 16, tile(16, SLOW)), row(100, 8, tile(16, SLOW)), row(us, 8, tile(8, FAST))]
-    assert [t.pairs for t in chosen(rows)] == pairs
+    assert [t.query_heads for t in chosen(rows)] == query_heads
 
 
-@pytest.mark.parametrize(("us", "pairs"), [(96, [16]), (98, [16, 32])])
-def test_no_tiles_of_32_where_two_of_16_are_clearly_faster(us, pairs):
+@pytest.mark.parametrize(("us", "query_heads"), [(96, [16]), (98, [16, 32])])
+def test_no_tiles_of_32_where_two_of_16_are_clearly_faster(us, query_heads):
     rows = [row(60, 16, tile(16, FAST)), row(90, 16, tile(16, SLOW)), row(100, 32, tile(32, FAST))]
-    assert [t.pairs for t in chosen([*rows, row(us, 32, tile(16, FAST))])] == pairs
+    assert [t.query_heads for t in chosen([*rows, row(us, 32, tile(16, FAST))])] == query_heads
     # Two tiles of another shape than the one chosen for 16 heads say nothing.
-    assert [t.pairs for t in chosen([*rows, row(us, 32, tile(16, SLOW))])] == [16, 32]
+    assert [t.query_heads for t in chosen([*rows, row(us, 32, tile(16, SLOW))])] == [16, 32]
 
 
 def test_the_text_is_the_table():
@@ -198,7 +206,8 @@ def test_a_tile_that_is_wrong_for_a_layout_of_the_same_latents_is_not_chosen():
     found = choose(rows)
     assert found.tiles[FP4][0] == found.tiles[MLAKVCacheLayout.FP4_NOPE_FP8_ROPE][0] == tile(16, SLOW)
     assert any(
-        line.startswith("fp4, triton, 16 pairs") and "fp4_fp8_rope, with" in line for line in found.wrong
+        line.startswith("fp4, triton, 16 query heads") and "fp4_fp8_rope, with" in line
+        for line in found.wrong
     )
     # FP8 rows have tiles of their own.
     others = [row(50, 16, tile(16, FAST), layout="fp8"), row(100, 16, tile(16, SLOW), layout="fp8")]
@@ -248,10 +257,10 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["tiles"], "torch sees no GPU here; --device cpu is a dry run"),
+        (["tiles"], "torch sees no GPU; --device cpu is a dry run"),
         (["tiles", "--device", "cpu", "--layouts", "fp3"], "--layouts"),
         (["tiles", "--device", "cpu", "--heads", "8,x"], "--heads"),
-        (["rates"], "torch sees no GPU here"),
+        (["rates"], "torch sees no GPU"),
     ],
 )
 def test_refusals(argv, said, capsys):

@@ -75,7 +75,7 @@ def test_what_would_be_used(healthy):
     if healthy["probes"]["gpu"]["facts"]["devices"]:
         assert facts["device"] == "cuda"
     else:
-        assert facts["codec"] == "C++ to encode (torch where no compiler is), torch to decode"
+        assert facts["codec"] == "C++ to encode (torch without a compiler), torch to decode"
         assert all(
             "kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
         )
@@ -85,7 +85,7 @@ def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
     facts = probes.used("cuda").facts
     assert facts["codec"] == "Triton kernels"
     for layout in ("fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"):
-        assert facts[layout] == "attention by kvpool_mla, chosen by itself"
+        assert facts[layout] == "attention by kvpool_mla, chosen by default"
     assert facts["bf16"] == "attention by a backend of SGLang's choice, or by kvpool_mla if you name it"
     # For other devices.
     facts = probes.used("xpu").facts
@@ -100,7 +100,7 @@ def test_an_exported_arrangement_is_what_would_be_used(monkeypatch):
     assert facts["arrangement"] == "token_major"
     assert "SGLang's choice" in facts["bf16"]
     monkeypatch.setenv("KVPOOL_KV_CACHE_ARRANGEMENT", "page_major")
-    assert probes.used("cuda").facts["bf16"] == "attention by kvpool_mla, chosen by itself"
+    assert probes.used("cuda").facts["bf16"] == "attention by kvpool_mla, chosen by default"
     monkeypatch.delenv("KVPOOL_KV_CACHE_LAYOUT", raising=False)
     (note,) = probes.plugin().notes
     assert "a server that is not given --kv-cache-layout will refuse to start" in note
@@ -134,7 +134,7 @@ def test_a_broken_installation_still_gets_a_report(broken):
     problems = {name: found["problems"] for name, found in report["probes"].items()}
     assert "SGLang 0.6.1 is not a version this release was tested with" in problems["packages"][0]
     assert "ended with status -11 and no answer" in problems["gpu"][0]
-    assert "a guess" in report["probes"]["would be used"]["notes"][0]
+    assert "an assumption" in report["probes"]["would be used"]["notes"][0]
     assert len(problems["hook points"]) >= 1
     assert problems["host"] == problems["would be used"] == []
     assert report["probes"]["host"]["facts"]["cores"] == os.cpu_count()

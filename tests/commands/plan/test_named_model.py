@@ -46,7 +46,7 @@ def test_a_name_that_cannot_be_looked_up(where, tmp_path):
     first, last = done.stderr.splitlines()
     assert first == "fetching config.json of nobody/no-such-model from Hugging Face, 3 s at most ..."
     assert (
-        "config.json of nobody/no-such-model is neither to be had from Hugging Face nor in its cache" in last
+        "config.json of nobody/no-such-model is neither available from Hugging Face nor in its cache" in last
     )
     assert ("no answer in 3 s" in last) == (where == "silent")
 

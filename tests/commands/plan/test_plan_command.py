@@ -1,4 +1,4 @@
-"""The command `sgl-kvpool plan`: what is asked for, what is printed; a run from the shell to a picture."""
+"""The command `sgl-kvpool plan`: what is requested, what is printed; a run from the shell to a picture."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from sgl_kvpool.commands.named_model import find_model
 from sgl_kvpool.commands.plan import command, report
 from sgl_kvpool.commands.plan.command import Candidate
 from sgl_kvpool.commands.plan.planned import Plan
-from sgl_kvpool.commands.plan.plot import draw
+from sgl_kvpool.commands.plan.report import draw
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 V32 = str(CONFIGS / "deepseek_v32.json")
@@ -60,12 +60,12 @@ def test_numbers_that_make_no_sense(argv, message, capsys):
     [
         (["--model", "nowhere/at/all"], "nowhere/at/all does not exist"),
         (["--model", "/"], "/ has no config.json"),
-        (["--model", __file__], "is no JSON"),
-        (["--model", V32, "--", "--tp-size=4"], "--tp-size is what this command plans"),
-        (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is what this command plans"),
-        (["--model", V32, "--", "--tp-s=4"], "--tp-s is what this command plans"),
-        (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is what this command plans"),
-        (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves nothing of a GPU of 80 GiB"),
+        (["--model", __file__], "is not JSON"),
+        (["--model", V32, "--", "--tp-size=4"], "--tp-size is set by this command"),
+        (["--model", V32, "--", "--kv-cache-layout", "fp4"], "--kv-cache-layout is set by this command"),
+        (["--model", V32, "--", "--tp-s=4"], "--tp-s is set by this command"),
+        (["--model", V32, "--", "--kv-cache-lay", "fp4"], "--kv-cache-lay is set by this command"),
+        (["--model", V32, "--taken-gb", "81"], "--taken-gb 81 leaves no memory on a GPU of 80 GiB"),
         (["--model", V32, "--plot", "/"], "--plot / is a folder"),
         (["--model", V32, "--plot", "/nowhere/a.png"], "No such file or directory"),
     ],
@@ -82,10 +82,10 @@ def test_bad_input_is_refused_before_sglang_is_asked(argv, message, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("page-size: 64\ntp_size: 4\n", "--tp-size is what this command plans"),
-        ("kv-cache-layout: fp4\n", "--kv-cache-layout is what this command plans"),
-        ("- tp-size\n", "holds no arguments: it is a list"),
-        ("a: [\n", "is no YAML"),
+        ("page-size: 64\ntp_size: 4\n", "--tp-size is set by this command"),
+        ("kv-cache-layout: fp4\n", "--kv-cache-layout is set by this command"),
+        ("- tp-size\n", "contains no arguments: it is a list"),
+        ("a: [\n", "is not YAML"),
     ],
 )
 def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
 def test_a_list_is_no_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[1]")
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
-    assert "holds a list" in capsys.readouterr().err
+    assert "contains a list" in capsys.readouterr().err
 
 
 def test_what_a_model_can_be(tmp_path):
@@ -222,7 +222,7 @@ def test_reasons_are_printed_without_a_picture(tmp_path, capsys, monkeypatch):
     assert said.out.count("why") == 1
     assert "no server starts, with a layout or without: why" in said.out
     assert "mem-fraction-static" not in said.out
-    assert "nothing to draw" in said.err
+    assert "no plot: every server is refused" in said.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -297,7 +297,7 @@ def test_every_server_refused():
     shown = report.text(made)
     assert "fp8; fp4: refused: two" in shown
     assert "SGLang as it is: refused: one" in shown
-    assert "to start one" not in shown
+    assert "commands:" not in shown
 
 
 def test_what_the_ranks_hold_is_explained():
@@ -310,14 +310,15 @@ def test_what_the_ranks_hold_is_explained():
         (Candidate("bf16", "fp4"), answer(host=host)),
     )
     shown = report.text(plan(*servers, host_gb=1000.0))
-    assert "the 8 ranks of a cache hold the same rows, each all of them, on its GPU and in its host" in shown
+    assert "each of the 8 ranks of a cache has all its rows on its GPU and in its host" in shown
     # 125 GB of a rank: 70272 of 78324 bytes are rows, 25376 of 33428.
     sizes = "--hicache-size 112 with bf16 rows on the host, 94 with fp4 rows on the host: GB of the 125 GB"
     assert sizes in shown
-    assert "counts rows alone: 8052 bytes per token" in shown
-    assert "host tokens include copies of the device's" in shown
+    assert "counts rows only: 8052 bytes per token" in shown
+    assert "host tokens include copies of device tokens" in shown
     assert "adds little" not in shown
-    assert "fp4: the host has room for no more tokens" in report.text(plan(servers[1], host_gb=20.0))
+    shown = report.text(plan(servers[1], host_gb=20.0))
+    assert "fp4: the host tier has no more tokens than the device" in shown
     alone = report.text(plan((Candidate("fp4"), answer(row_copies=1))))
     assert "same rows" not in alone
     assert "host" not in alone
@@ -333,7 +334,7 @@ def test_ranks_that_share_a_tier_hold_more_tokens():
     assert alone.hicache_size_gb == shared.hicache_size_gb == 125
     assert shared.host_tokens == (8 * 125 * 10**9 // 25376 // 64 + 1) * 64
     assert alone.host_tokens == (125 * 10**9 // 25376 // 64 + 1) * 64
-    said = "8 ranks of a node keep one copy of a page together (--kv-host-sharing)"
+    said = "8 ranks of a node share one copy of a page (--kv-host-sharing)"
     assert [said in report.text(each) for each in made] == [False, True]
 
 
@@ -346,7 +347,7 @@ def test_sizes_that_are_none(name, value, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80", "--weights-gb", "1"]) == 2
     printed = capsys.readouterr().err
-    assert f"config.json has {name} {value!r}; it has to be a whole number" in printed
+    assert f"config.json has {name} {value!r}; it must be a whole number" in printed
     assert "asking SGLang" not in printed
 
 

@@ -57,13 +57,13 @@ def test_index_keys_come_on_top():
 @pytest.mark.parametrize("size_gb", [0.0011, 0.004])
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_rows_and_states_share(layout, size_gb):
-    from sgl_kvpool.srt.host.shares import TierShares
     from sgl_kvpool.srt.host.states import HierarchicalStatePoolHost
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes
 
     requests = hybrid_tier.request_pool()
     pool = hybrid_tier.hybrid_pool(layout, requests.mamba_pool, page_size=64, tokens=128)
     states = requests.mamba_pool
-    row_gb, state_gb = TierShares.of(pool, states).split(size_gb)
+    row_gb, state_gb = TierBytes.of(pool, states).split(size_gb)
     rows = tier_of(pool.row_pool, row_gb, 64)
     slots = HierarchicalStatePoolHost(states, 2.0, state_gb, "page_first")
     held = HostBytes(

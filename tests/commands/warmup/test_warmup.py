@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvpool.cli import main
-from sgl_kvpool.commands.warmup.caches import Cache
-from sgl_kvpool.commands.warmup.steps import Step, carry_out
+from sgl_kvpool.commands.warmup.steps import Cache, Step, carry_out
 
 CPU = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cpu"]
 #: As a server's host tier asks for it.
@@ -62,12 +61,12 @@ def test_everything_is_compiled_once(warmed):
         "compiled   transfer engine cpu",
         "compiled   SGLang's hash of pages, for stores",
     ]
-    assert lines[6:] == ["3 compiled, 0 there before, 0 failed"]
+    assert lines[6:] == ["3 compiled, 0 cached, 0 failed"]
     before = compiled(folder)
     assert len(before) == 3
     again = run(CPU, environment(folder))
     assert again.returncode == 0
-    assert again.stdout.splitlines()[-1] == "0 compiled, 3 there before, 0 failed"
+    assert again.stdout.splitlines()[-1] == "0 compiled, 3 cached, 0 failed"
     assert compiled(folder) == before
 
 
@@ -91,8 +90,8 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
     for what in ("CPU codec", "transfer engine cpu"):
         assert any(f"FAILED     {what}: RuntimeError: " in line for line in lines)
     assert any("c++: not found" in line for line in lines)
-    assert lines[-2].endswith("was there  SGLang's hash of pages, for stores")
-    assert lines[-1] == "0 compiled, 1 there before, 2 failed"
+    assert lines[-2].endswith("cached     SGLang's hash of pages, for stores")
+    assert lines[-1] == "0 compiled, 1 cached, 2 failed"
 
 
 def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):
@@ -117,7 +116,7 @@ def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
 
     steps = [Step(use.__name__, (cache,), use) for use in (write, fail, leave_a_log)]
     outcomes = carry_out(steps)
-    assert [outcome.state for outcome in outcomes] == ["compiled", "FAILED", "was there"]
+    assert [outcome.state for outcome in outcomes] == ["compiled", "FAILED", "cached"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith("FAILED     fail: OSError: first")
     assert [line.strip() for line in lines[2:-1]] == ["...", *map(str, range(10, 30))]
@@ -169,7 +168,7 @@ def test_help_names_what_moves_the_caches(capsys):
 def test_caches_are_where_their_owners_put_them(tmp_path):
     """SGLang's import moves Triton's and FlashInfer's; each owner says itself where its folder is."""
     code = (
-        "import sglang; from sgl_kvpool.commands.warmup.caches import CACHES as c\n"
+        "import sglang; from sgl_kvpool.commands.warmup.steps import CACHES as c\n"
         "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"
         "from sglang.kernels.jit.utils.compile.cache import cache_root\n"
         "assert str(c['triton'].folder()) == triton.knobs.cache.dir, triton.knobs.cache.dir\n"

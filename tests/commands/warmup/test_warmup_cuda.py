@@ -90,9 +90,9 @@ def test_prefill(found):
     for case in ("fp4 by pages, with drafts", "fp8_block_scale by tokens", "bf16"):
         steps = found[case]
         assert kernels(steps["reading rows as keys"]) == {"gather_kernel"}
-        pieces = kernels(steps["prefill in pieces"])
-        assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < pieces
-        assert not steps["prefill in pieces"]["called"]
+        chunks = kernels(steps["prefill in chunks"])
+        assert {"create_flashinfer_kv_indices_triton", "gather_kernel", "merge_state_kernel"} < chunks
+        assert not steps["prefill in chunks"]["called"]
         plan, run = steps["prefill in one call"]["called"]
         assert (plan["method"], run["method"]) == (
             "BatchMLAPagedAttentionWrapper.plan",
@@ -103,7 +103,7 @@ def test_prefill(found):
         assert run["method"] == "BatchPrefillWithRaggedKVCacheWrapper.forward"
         assert (plan["num_qo_heads"], plan["head_dim_qk"], plan["head_dim_vo"]) == (4, 192, 96)
     without = found["fp8 without rope"]
-    assert set(without) == {"decode", "reading rows as keys", "prefill in pieces"}
+    assert set(without) == {"decode", "reading rows as keys", "prefill in chunks"}
 
 
 def test_sparse_models(found):

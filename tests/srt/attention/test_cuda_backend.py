@@ -1,10 +1,13 @@
-"""kvpool_mla's class for CUDA, driven on the CPU: real pools, request tables and batches.
+"""kvpool_mla's class for CUDA, driven on the CPU: real pools, request tables, batches and constructors.
 
-Its constructor needs a GPU (FlashInfer's wrappers), so it is made without; everything that reads or writes
-the pool runs: `mla_decode` as torch, SGLang's prefill kernels interpreted. Queries are float32, see
-test_cuda_extend.py.
+FlashInfer's wrappers, which need a GPU, are replaced by `Wrapper`, and memory is not pinned. Everything that
+reads or writes the pool runs: `mla_decode` as torch, SGLang's prefill kernels interpreted. Queries are
+float32, see test_cuda_extend.py.
 """
 
+import copy
+import functools
+import inspect
 from types import SimpleNamespace
 
 import codec_oracle as oracle
@@ -12,34 +15,60 @@ import numpy as np
 import pytest
 import test_backend
 import torch
-from test_backend import HEADS, LAYER, RANK, ROPE, Case
+from test_backend import HEADS, LAYER, RANK, ROPE, SCALE, Case
 
 pytestmark = pytest.mark.usefixtures("published")
 
 CONTEXT = 128  # of the request table
 
 
+class Wrapper:
+    """A wrapper of FlashInfer's that keeps what its methods were called with, by FlashInfer's signatures."""
+
+    def __init__(self, kind, *args, **kwargs):
+        inspect.signature(kind.__init__).bind(self, *args, **kwargs)
+        self.kind, self.calls = kind, []
+
+    def __getattr__(self, name):
+        signature = inspect.signature(getattr(self.kind, name))
+
+        def method(*args, **kwargs):
+            self.calls.append((name, signature.bind(self, *args, **kwargs).arguments))
+
+        return method
+
+
 def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
+    """The backend by its constructor, for the runner of a case."""
+    import flashinfer
+    from sglang.srt.layers.attention import flashinfer_mla_backend as base
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
     from sgl_kvpool.srt.attention import cuda as module
 
-    monkeypatch.setattr(module, "get_buffer", lambda name, make: make())  # a workspace of its own per test
+    for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        make = functools.partial(Wrapper, getattr(flashinfer, name))
+        monkeypatch.setattr(base, name, make, raising=False)  # SGLang has none of them without a GPU
+    for owner in (base, module):
+        monkeypatch.setattr(owner, "get_buffer", lambda name, make: make())  # workspaces per test
     monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
-    backend = object.__new__(module.KVPoolMLACudaBackend)
-    backend.token_to_kv_pool = case.pool
-    backend.device = "cpu"
-    backend.skip_prefill = bool(draft_step)
-    backend.enable_chunk_kv = False
-    backend.max_context_len = CONTEXT
-    backend.prefill_wrapper_paged = None
-    backend.kv_indptr = torch.full((9,), -1, dtype=torch.int32)
-    backend.kv_indptr[0] = 0
-    backend.indices_updater_prefill = SimpleNamespace(update=lambda *a, **k: case.ragged.append((a, k)))
-    backend.draft_step = draft_step
-    case.ragged = []
-    case.runner.model_config = SimpleNamespace(num_attention_heads=HEADS)
-    case.runner.dtype = torch.float32
-    case.runner.is_draft_worker = False
-    backend._attach(case.runner, case.pool)
+    vars(case.runner).update(
+        model_config=SimpleNamespace(
+            num_attention_heads=HEADS, context_len=CONTEXT, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
+            qk_nope_head_dim=32, v_head_dim=32, scaling=SCALE,
+        ),
+        dtype=torch.float32, page_size=case.pool.page_size, is_draft_worker=False,
+        kv_index_translator=KVIndexTranslator(
+            req_to_token=case.runner.req_to_token_pool.req_to_token, token_to_kv_pool_allocator=None,
+            token_to_kv_pool=case.pool, page_size=case.pool.page_size, device="cpu",
+        ),
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        zeros = torch.zeros
+        patch.setattr(torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more))
+        backend = module.KVPoolMLACudaBackend(case.runner, bool(draft_step), draft_step=draft_step)
+    if backend._reader is not None:
+        backend._reader.wrapper = None  # FlashInfer's call is tested in test_cuda_extend.py
     return backend
 
 
@@ -53,6 +82,8 @@ class CudaCase(Case):
     def batch(self, mode):
         batch = super().batch(mode)
         batch.extend_prefix_lens = torch.tensor(self.prefixes)
+        if mode == "EXTEND":
+            batch.kv_loc_plan = self.runner.kv_index_translator.own_plan(batch)
         if mode == "TARGET_VERIFY":
             # SGLang's lengths do not count what is verified, and it sets nothing else.
             batch.seq_lens = torch.tensor(self.prefixes)
@@ -114,7 +145,7 @@ def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["MIXED", "SPLIT_PREFILL"])
 @pytest.mark.parametrize("split", [False, True])
-def test_prefill_in_other_modes_and_pieces(mode, split, monkeypatch):
+def test_prefill_in_other_modes_and_chunks(mode, split, monkeypatch):
     case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
     case.backend._reader.workspace_tokens = 16
     # The last request has one new token and is decoded, from the row that was just stored.
@@ -156,12 +187,12 @@ def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypa
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("reads_rows", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pieces", [16, None])
-def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, pieces, monkeypatch):
+@pytest.mark.parametrize("chunks", [16, None])
+def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, chunks, monkeypatch):
     """MIXED: the prefill's requests, one of them with a single token too, in front of two of a decode."""
     case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
-    if pieces:
-        case.backend._reader.workspace_tokens = pieces
+    if chunks:
+        case.backend._reader.workspace_tokens = chunks
     fresh = [not reads_rows] * 2 + [False] * 2
     close(case.run("MIXED", split=split), case.wanted(fresh_as_computed=fresh))
     assert (case.backend._extend.prefix_tokens, case.backend._extend.query_tokens) == (39 + 20, 1 + 13)
@@ -179,13 +210,17 @@ def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monke
     """SGLang picks the form per batch, after metadata; absorbed without a prefix is what its graphs run."""
     case = CudaCase("fp4", [9, 5], [0, 0], monkeypatch)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
-    ((_, named),) = case.ragged
-    assert named["use_ragged"] is True
+    planned = case.backend.prefill_wrapper_ragged.calls
+    ((name, arguments),) = planned
+    assert name == "begin_forward"
+    assert arguments["qo_indptr"].tolist() == arguments["kv_indptr"].tolist() == [0, 9, 14]
+    assert (arguments["num_qo_heads"], arguments["head_dim_qk"]) == (HEADS, 32 + ROPE)
+    assert case.backend.forward_metadata.use_ragged is True
     from sgl_kvpool.srt.attention import cuda as module
 
     monkeypatch.setattr(module, "is_in_breakable_cuda_graph", lambda: True)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
-    assert len(case.ragged) == 1
+    assert len(planned) == 1
     assert case.backend.forward_metadata.use_ragged is False
 
 
@@ -210,7 +245,8 @@ def test_lse_of_the_mha_form_is_natural(monkeypatch):
 
     from sgl_kvpool.srt.attention.mha_form import NaturalLSEChunkRunner
 
-    runner = object.__new__(NaturalLSEChunkRunner)
+    runner = CudaCase("fp4", [9], [3], monkeypatch).backend.mha_chunk_kv_cache
+    assert type(runner) is NaturalLSEChunkRunner
     base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8), and of a request without rows
     for given in ("out", ("out", base2)):
         monkeypatch.setattr(FlashInferMhaChunkKVRunner, "forward", lambda self, *a, given=given: given)
@@ -234,7 +270,6 @@ class TestDraftSteps:
             return made[-1]
 
         monkeypatch.setattr(draft, "KVPoolMLACudaBackend", make)
-        case.runner.kv_index_translator = object()
         container = draft.KVPoolMultiStepDraftBackend(case.runner, 1, steps)
         assert container.attn_backends == made
         return container
@@ -262,8 +297,7 @@ class TestDraftSteps:
             keys = torch.stack([k[n + i] for k, n in zip(last.keys, stored, strict=True)])
             q = torch.randn(2, HEADS, RANK + ROPE)
             found = backend.forward(q.flatten(1), keys, keys[..., :RANK], last.layer, batch)
-            now = CudaCase.__new__(CudaCase)
-            now.__dict__ |= last.__dict__
+            now = copy.copy(last)
             now.q, now.keys = q, [k[: n + i + 1] for k, n in zip(last.keys, stored, strict=True)]
             now.prefixes = [n + i for n in stored]
             close(found, now.wanted(fresh_as_computed=False))
@@ -397,7 +431,7 @@ def test_what_cannot_be_served_is_said(monkeypatch):
         ValueError, match="2 requests of 5 queries in TARGET_VERIFY.* sized for 4 per request"
     ):
         case.backend.init_forward_metadata(batch)
-    with pytest.raises(ValueError, match="CUDA graphs of 1000 tokens, but 32 queries"):
+    with pytest.raises(ValueError, match="CUDA graphs of 1000 tokens requested.* sized for 32"):
         case.backend.init_cuda_graph_state(250, 1000)
 
 

@@ -1,4 +1,4 @@
-"""Absorbed prefill over stored rows, SGLang's Triton kernels interpreted: pieces, merges, plans.
+"""Absorbed prefill over stored rows, SGLang's Triton kernels interpreted: prefix chunks, merges, plans.
 
 The oracle is float64 attention over rows decoded by `codec_oracle`. Values are float32: Triton's interpreter
 stores bf16 results of SGLang's kernels wrongly, and so a wrong row cannot hide behind rounding.
@@ -20,7 +20,7 @@ from sgl_kvpool.srt.attention.extend import (
     extend_workspace_bytes,
     plan_extend,
 )
-from sgl_kvpool.srt.attention.extend_batch import bounds, cut_into_pieces, rows_of_requests
+from sgl_kvpool.srt.attention.extend_batch import bounds, rows_of_requests, split_prefixes
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -28,7 +28,7 @@ RANK, ROPE, HEADS = 128, 64, 3
 
 
 class Batch:
-    """Requests with stored prefixes at random slots and chunks of new tokens."""
+    """Requests with stored prefixes at random slots and new tokens."""
 
     def __init__(self, layout, prefix_lens, query_lens, rank=RANK, rope=ROPE, slots=150):
         self.prefix_lens, self.query_lens, self.rank = prefix_lens, query_lens, rank
@@ -38,7 +38,7 @@ class Batch:
         self.pool[torch.from_numpy(free[sum(prefix_lens) :].copy())] = 0xFF  # NaN where an encoding has one
         tokens = sum(query_lens)
         self.q = torch.randn(tokens, HEADS, rank + rope)
-        self.chunk = torch.randn(tokens, rank + rope)
+        self.extend_kv = torch.randn(tokens, rank + rope)
 
     def list_rows(self, lengths, rows_bounds, total):
         assert lengths.tolist() == self.prefix_lens
@@ -50,7 +50,7 @@ class Batch:
         reader.workspace.fill_(float("nan"))
         batch = plan_extend(self.prefix_lens, self.query_lens, self.list_rows, reader, SCALE)
         q, q_rope = self.q.split([self.rank, self.q.shape[-1] - self.rank], dim=-1)
-        return reader.attend(q, q_rope, self.chunk, self.pool, batch, SCALE, k_scale=k_scale)
+        return reader.attend(q, q_rope, self.extend_kv, self.pool, batch, SCALE, k_scale=k_scale)
 
     def wanted(self, k_scale=1.0):
         out = []
@@ -59,7 +59,7 @@ class Batch:
             torch.split(torch.arange(len(self.q)), self.query_lens),
             strict=True,
         ):
-            kv = np.concatenate([self.decoded[rows.numpy()] * k_scale, self.chunk[own].float().numpy()])
+            kv = np.concatenate([self.decoded[rows.numpy()] * k_scale, self.extend_kv[own].float().numpy()])
             out.append(oracle_attention(self.q[own].float().numpy(), kv, self.rank, len(rows))[0])
         return np.concatenate(out)
 
@@ -77,7 +77,7 @@ def close(out, wanted):
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("workspace_tokens", [7, 16, 100])
-def test_prefixes_in_pieces_and_the_chunk(layout, workspace_tokens):
+def test_prefix_chunks_and_the_new_tokens(layout, workspace_tokens):
     """Pieces of 7: a request over several of them, several in one, requests without a prefix between."""
     batch = Batch(layout, [0, 23, 2, 0, 3, 31, 0], [4, 3, 1, 2, 5, 9, 1])
     close(
@@ -148,7 +148,7 @@ def test_what_fits_is_one_call(layout, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # needs a GPU's driver
     batch = Batch(layout, [0, 23, 2, 0], [4, 3, 1, 2])
     reader = reader_of(batch, 35, wrapper=Paged())
-    monkeypatch.setattr(ExtendReader, "_over_piece", None)
+    monkeypatch.setattr(ExtendReader, "_over_chunk", None)
     close(batch.attend(reader), batch.wanted())
 
 
@@ -159,14 +159,14 @@ class Refusing(Paged):
         raise ValueError("causal tile bound")
 
 
-def test_what_flashinfer_refuses_goes_by_pieces(monkeypatch, caplog):
+def test_what_flashinfer_refuses_goes_by_prefix_chunks(monkeypatch, caplog):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     batch = Batch("fp4", [0, 23, 2, 0], [4, 3, 1, 2])
     reader = reader_of(batch, 35, wrapper=Refusing())
     for _ in range(2):
         close(batch.attend(reader), batch.wanted())
     assert [record.message for record in caplog.records] == [
-        "sgl-kvpool: FlashInfer refuses a prefill, which goes by pieces: causal tile bound"
+        "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: causal tile bound"
     ]
 
 
@@ -178,7 +178,7 @@ def test_batches_beyond_32_bit_offsets_are_refused():
         reader.require(29128)
 
 
-def test_one_row_more_goes_by_pieces():
+def test_one_row_more_goes_by_prefix_chunks():
     batch = Batch("bf16", [0, 23, 2, 0], [4, 3, 1, 2])
     reader = reader_of(batch, 34, wrapper=object())
     close(batch.attend(reader), batch.wanted())
@@ -189,25 +189,25 @@ lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1,
 
 @settings(deadline=None, max_examples=300)
 @given(lengths, st.integers(1, 50))
-def test_pieces_cover_every_row_once(requests, piece_tokens):
+def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
     prefix, query = zip(*requests, strict=True)
-    pieces = cut_into_pieces(bounds(prefix), bounds(query), piece_tokens)
+    chunks = split_prefixes(bounds(prefix), bounds(query), chunk_tokens)
     seen = []
-    for piece in pieces:
-        assert piece.count <= piece_tokens
-        inside = piece.kv_indptr.tolist()
-        for request, (a, b) in enumerate(itertools.pairwise(inside), piece.first_request):
-            seen += [(request, piece.start + row - sum(prefix[:request])) for row in range(a, b)]
+    for chunk in chunks:
+        assert chunk.count <= chunk_tokens
+        inside = chunk.kv_indptr.tolist()
+        for request, (a, b) in enumerate(itertools.pairwise(inside), chunk.first_request):
+            seen += [(request, chunk.start + row - sum(prefix[:request])) for row in range(a, b)]
         queries = [sum(query[:r]) for r in range(len(query) + 1)]
-        assert piece.first_query == queries[piece.first_request]
-        assert piece.last_query == queries[piece.last_request]
+        assert chunk.first_query == queries[chunk.first_request]
+        assert chunk.last_query == queries[chunk.last_request]
     assert seen == [(r, row) for r, count in enumerate(prefix) for row in range(count)]
-    assert (pieces[-1].first_request, pieces[-1].last_request) == (0, len(prefix))
-    # What is merged into a piece's first request: exactly those that earlier pieces had rows of.
-    for earlier, piece in enumerate(pieces[:-1]):
-        first = piece.first_request
-        began = any(p.first_request <= first < p.last_request for p in pieces[:earlier])
-        assert (piece.continued_until > piece.first_query) == (began and query[first] > 0)
+    assert (chunks[-1].first_request, chunks[-1].last_request) == (0, len(prefix))
+    # What is merged into a chunk's first request: exactly those that earlier chunks had rows of.
+    for earlier, chunk in enumerate(chunks[:-1]):
+        first = chunk.first_request
+        began = any(p.first_request <= first < p.last_request for p in chunks[:earlier])
+        assert (chunk.continued_until > chunk.first_query) == (began and query[first] > 0)
 
 
 @settings(deadline=None, max_examples=200)

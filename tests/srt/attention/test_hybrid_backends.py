@@ -43,7 +43,7 @@ def test_decode_and_verify(layout, placed, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["MIXED", "SPLIT_PREFILL"])
-def test_prefill_in_pieces(mode, monkeypatch):
+def test_prefill_in_chunks(mode, monkeypatch):
     case = HybridCase("fp8", [50, 61, 3], [43, 20, 2], monkeypatch, on_cuda=True, **PLACED[3])
     case.full._reader.workspace_tokens = 16
     # The last request has one new token and is decoded.

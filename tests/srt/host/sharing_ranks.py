@@ -16,8 +16,9 @@ import torch.distributed as dist
 from dense_model import DenseModel
 from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
 from rank_processes import go_through
-from test_hybrid_stores import fetch, files, stored
+from test_hybrid_stores import begin_fetch, fetch, files, stored
 from test_hybrid_tree import break_backups, prompt
+from tree_model import Request
 
 from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -219,6 +220,110 @@ def moved(rank):
     return case
 
 
+def other_list(rank):
+    """One rank is about to load other pages, which are all good: its tree has gone astray."""
+
+    def case(ranks):
+        model = ranks.model()
+        model.put(LONGER)
+        model.put(OTHER)
+        model.evict()
+        load = model.controller.load
+
+        def astray(host_indices, **rest):
+            return load(host_indices=host_indices.roll(PAGE_SIZE), **rest)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(model.cache, "ready_to_load_host_cache", lambda: 0)
+            queued = model.go_on(OTHER, Request())
+        with pytest.MonkeyPatch.context() as patched:
+            if ranks.rank == rank:
+                patched.setattr(model.controller, "load", astray)
+            lengths = [len(queued), model.check(LONGER)]
+        # Queued before, and begun behind the end of the tier.
+        assert np.array_equal(model.row_bytes(queued), model.row_bytes_of(OTHER))
+        model.evict()
+        lengths.append(model.check(OTHER))
+        return {"lengths": lengths, "detail": ranks.details.get("tier_disagreement")}
+
+    return case
+
+
+def write_back_later(ranks):
+    """What SGLang does for a request to attach a store, which may name another write policy."""
+    model = ranks.model()
+    store = ranks.folder / "store-later"
+    ranks.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
+    attach = model.cache.attach_storage_backend
+    asked = {"served_model_name": "model", "hicache_write_policy": "write_back"}
+    answers = [attach("file", **asked)]
+    attached = [attach("file", served_model_name="model", hicache_write_policy="write_through")]
+    answers.append(attach("file", **asked))
+    policy = model.controller.write_policy
+    model.put(LONGER)
+    model.evict()
+    lengths = [model.check(LONGER)]
+    detached = [model.cache.detach_storage_backend()]
+    return {
+        "lengths": lengths, "refused": answers, "done": [ok for ok, _ in attached + detached],
+        "policy": policy,
+    }  # fmt: skip
+
+
+def aborted(ranks):
+    """A request is aborted while the first rank reads the store for it; its pages go to others."""
+    store = ranks.folder / "store-aborted"
+    stored(ranks.model(store=store), LONGER)
+    dist.barrier()
+    model = ranks.model(store=store, ratio=0.25)
+    backend, empty = model.controller.storage_backend, model.tier.available_size()
+    read = backend.batch_get
+
+    def slow(*args, **kwargs):
+        pages = read(*args, **kwargs)
+        time.sleep(1)
+        return pages
+
+    backend.batch_get = slow
+    handle = begin_fetch(model, LONGER)
+    while model.cache.ongoing_prefetch[handle].host_indices is None:
+        model.settle()
+    held = empty - model.tier.available_size()
+    model.cache.release_aborted_request(handle)
+    lengths = []
+    for number in range(1, 9):
+        tokens = prompt(16, 1000 * number)
+        model.put(tokens)
+        model.evict()
+        lengths.append(model.check(tokens))
+        time.sleep(0.2)
+    model.evict()
+    model.forget()
+    model.settle()
+    attached = [model.cache.detach_storage_backend(), model.cache.attach_storage_backend(
+        "file", storage_backend_extra_config_json='{"prefetch_threshold": 1}', served_model_name="model"
+    )]  # fmt: skip
+    fetch(model, LONGER)
+    lengths.append(model.check(LONGER))
+    model.controller.detach_storage_backend()
+    model.evict()
+    model.forget()
+    leaked = empty - model.tier.available_size()
+    return {"lengths": lengths, "held": held, "leaked": leaked, "done": [ok for ok, _ in attached]}
+
+
+def on_machines(case):
+    """The last rank is on a machine of its own."""
+
+    def run(ranks):
+        from sgl_kvpool.srt.host import node_ranks
+
+        ranks.patch.setattr(node_ranks, "_machine", lambda: ("machine", ranks.rank // 2))
+        return case(ranks)
+
+    return run
+
+
 def flushed(ranks):
     """SGLang's /flush_cache clears tree and tier."""
     model = ranks.model()
@@ -314,6 +419,12 @@ CASES = {
     **{f"refused-{rank}": refused_backup(rank) for rank in range(RANKS)},
     **{f"moved-{rank}": moved(rank) for rank in range(RANKS)},
     "flushed": flushed,
+    **{f"other-list-{rank}": other_list(rank) for rank in (0, 2)},
+    "write-back-later": write_back_later,
+    "aborted": aborted,
+    "machines": on_machines(there_and_back("fp4", "page_major")),
+    "machines-store": on_machines(from_store(None)),
+    "machines-moved": on_machines(moved(2)),
     **{f"mixture-{seed}": mixture(seed) for seed in SEEDS},
     **{f"store-{rank}": from_store(rank) for rank in (0, 2)},
     **{f"no-memory-{rank}": no_memory(rank) for rank in (0, 2)},

@@ -123,10 +123,10 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     [
         ([0, 1, 2, 3, 0, 1, 2, 3], "a page is listed twice"),
         ([0, 1, 2, 3, 8, 9, 10, 11], "not allocated"),
-        ([0, 1, 2], "no whole number of pages"),
-        ([1, 2, 3, 4], "not the 4 of one page"),
-        ([0, 1, 3, 2], "not the 4 of one page"),
-        ([4000, 4001, 4002, 4003], "and there are 0 to"),
+        ([0, 1, 2], "not a multiple of the page size"),
+        ([1, 2, 3, 4], "not the 4 slots of one page in order"),
+        ([0, 1, 3, 2], "not the 4 slots of one page in order"),
+        ([4000, 4001, 4002, 4003], "the pool has 0 to"),
         ([-4, -3, -2, -1], "pages -1 to -1"),
     ],
 )
@@ -184,7 +184,7 @@ class Broken:
 
     name = "cpu"
     is_asynchronous = False
-    wants_page_numbers = True
+    wants_page_indices = True
 
     def __init__(self, plan):
         self.plan = plan

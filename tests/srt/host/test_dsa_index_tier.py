@@ -78,7 +78,7 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
 
 @pytest.mark.parametrize(("label", "io_backend"), [("page_first", "direct"), ("page_first_direct", "kernel")])
 def test_other_pairs_are_unknown_to_it(kernels, label, io_backend):
-    """Why the tier keeps the label that it was asked for: SGLang allows none of these pairs at start."""
+    """Why the tier keeps the requested label: SGLang allows none of these pairs at start."""
     from sglang.srt.mem_cache.pool_host.dsa import make_dsa_indexer_pool_decl
 
     pool = dsa_pool("fp4", **BIG)

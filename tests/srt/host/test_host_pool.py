@@ -243,7 +243,7 @@ def test_one_pointer_per_page(layout, label):
         text = f"no page of 2 tokens begins at slot {bad[0]}; .* {tier.page_num} pages"
         with pytest.raises(IndexError, match=text):
             tier.get_page_buffer_meta(torch.tensor(bad))
-    with pytest.raises(ValueError, match="1 slots are no whole number of pages of 2"):
+    with pytest.raises(ValueError, match="1 slots are not a multiple of the page size 2"):
         tier.get_page_buffer_meta(torch.tensor([0]))
 
 

@@ -15,8 +15,8 @@ def store(tmp_path):
     return tmp_path / "store"
 
 
-def fetch(model, tokens):
-    """Ask the store as the scheduler does for a waiting request."""
+def begin_fetch(model, tokens):
+    """Ask the store as the scheduler does for a waiting request; its handle."""
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
     found = model.cache.match_prefix(MatchPrefixParams(key=model.key(tokens)))
@@ -26,6 +26,12 @@ def fetch(model, tokens):
         handle, found.last_host_node, array("q", tokens[have:]),
         model.cache.get_last_hash_value(found.last_host_node), matched_prefix_tokens=tokens[:have],
     )  # fmt: skip
+    return handle
+
+
+def fetch(model, tokens):
+    """Ask the store, and wait for what it has."""
+    handle = begin_fetch(model, tokens)
     until = time.monotonic() + 30
     while model.cache.has_ongoing_prefetch(handle) and time.monotonic() < until:
         model.settle()

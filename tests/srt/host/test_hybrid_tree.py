@@ -160,7 +160,7 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
 
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
-    """As many host slots per slot of the device, of rows and of states; together what was asked for."""
+    """As many host slots per slot of the device, of rows and of states; together what was requested."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
@@ -175,7 +175,7 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
-    """All of it together is what was asked for. An index key has 128 values of a byte and a float32."""
+    """All of it together is what was requested. An index key has 128 values of a byte and a float32."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of(

@@ -1,4 +1,4 @@
-"""Memory of the host tier: real limits, and registration with CUDA in pieces."""
+"""Memory of the host tier: real limits, and registration with CUDA in chunks."""
 
 import mmap
 import resource
@@ -10,8 +10,8 @@ from host_tier import device_pool, host_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.memory import page_pieces, pin
-from sgl_kvpool.transfer.jobs import RegisteredPieces
+from sgl_kvpool.srt.host.memory import page_chunks, pin
+from sgl_kvpool.transfer.gpu_engine import RegisteredChunks
 
 # ------------------------------------------------------------------ too much
 
@@ -57,18 +57,18 @@ def test_a_real_limit_of_memory(no_reserve):
     assert host_pool(pool, host_size=0.01).page_num > 0
 
 
-# ------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------ chunks
 
 
 @given(
     pages=st.integers(1, 50_000),
     page_bytes=st.integers(1, 3000).map(lambda n: 16 * n),
-    piece_bytes=st.integers(1, 1 << 24),
+    chunk_bytes=st.integers(1, 1 << 24),
 )
-def test_pieces_cover_everything_once_and_cut_no_page(pages, page_bytes, piece_bytes):
-    pieces = page_pieces(pages * page_bytes, page_bytes, piece_bytes)
+def test_chunks_cover_everything_once_and_cut_no_page(pages, page_bytes, chunk_bytes):
+    chunks = page_chunks(pages * page_bytes, page_bytes, chunk_bytes)
     at = 0
-    for offset, size in pieces:
+    for offset, size in chunks:
         assert offset == at
         assert offset % page_bytes == offset % mmap.PAGESIZE == 0
         assert size > 0
@@ -77,7 +77,7 @@ def test_pieces_cover_everything_once_and_cut_no_page(pages, page_bytes, piece_b
     smallest = min(
         n for n in range(page_bytes, page_bytes * mmap.PAGESIZE + 1, page_bytes) if n % mmap.PAGESIZE == 0
     )
-    assert all(size <= max(piece_bytes, smallest) for _, size in pieces)
+    assert all(size <= max(chunk_bytes, smallest) for _, size in chunks)
 
 
 #: What `torch.cuda.cudart()` returns where there is a driver; its enum and its texts need none.
@@ -109,13 +109,13 @@ def buffer(pages=37, page_bytes=4096 * 3):
     return torch.empty(pages * page_bytes, dtype=torch.uint8), page_bytes
 
 
-def test_registered_in_pieces_and_unregistered_by_sglang(monkeypatch):
+def test_registered_in_chunks_and_unregistered_by_sglang(monkeypatch):
     from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
 
     memory, page_bytes = buffer()
     cudart = Cudart()
-    pieces = pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
-    assert pieces == RegisteredPieces(memory.data_ptr(), 10 * page_bytes)
+    chunks = pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes)
+    assert chunks == RegisteredChunks(memory.data_ptr(), 10 * page_bytes)
     assert sorted(cudart.registered.values()) == [7 * page_bytes, *[10 * page_bytes] * 3]
     assert sum(cudart.registered.values()) == memory.nbytes
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -124,26 +124,26 @@ def test_registered_in_pieces_and_unregistered_by_sglang(monkeypatch):
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
-def test_a_piece_that_fails_undoes_the_others(fail_at, failures, caplog):
-    """And shorter pieces are tried, whose boundaries no copy may cross."""
+def test_a_chunk_that_fails_undoes_the_others(fail_at, failures, caplog):
+    """And shorter chunks are tried, whose boundaries no copy may cross."""
     memory, page_bytes = buffer()
     cudart = Cudart(fail_at)
-    pieces = pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes)
-    assert pieces == RegisteredPieces(memory.data_ptr(), 2 * page_bytes)
+    chunks = pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes)
+    assert chunks == RegisteredChunks(memory.data_ptr(), 2 * page_bytes)
     assert sorted(cudart.registered.values()) == [page_bytes, *[2 * page_bytes] * 18]
     assert cudart.calls == fail_at + 1 + 19
     assert failures() == {}
     done = fail_at * 10 * page_bytes
-    assert f"in 4 pieces: cudaHostRegister of {(7 if fail_at == 3 else 10) * page_bytes} bytes" in caplog.text
+    assert f"in 4 chunks: cudaHostRegister of {(7 if fail_at == 3 else 10) * page_bytes} bytes" in caplog.text
     assert f"{done} of {memory.nbytes} done: error 2, out of memory" in caplog.text
 
 
-def test_no_piece_is_short_enough(failures, caplog):
+def test_no_chunk_is_short_enough(failures, caplog):
     memory, page_bytes = buffer()
     cudart = Cudart(longest=page_bytes - 1)
-    assert pin(memory, page_bytes, cudart, piece_bytes=10 * page_bytes) is None
+    assert pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes) is None
     assert cudart.registered == {}
-    assert cudart.calls == 3  # pieces of ten, two and one; a sixteenth of ten pages is one page too
+    assert cudart.calls == 3  # chunks of ten, two and one; a sixteenth of ten pages is one page too
     assert failures() == {"registration": 1}
 
 
@@ -166,5 +166,5 @@ def test_progress_is_said(monkeypatch, caplog):
     monkeypatch.setattr(module, "_PROGRESS_SECONDS", -1.0)
     memory, page_bytes = buffer()
     with caplog.at_level("INFO"):
-        assert pin(memory, page_bytes, Cudart(), piece_bytes=10 * page_bytes)
+        assert pin(memory, page_bytes, Cudart(), chunk_bytes=10 * page_bytes)
     assert caplog.text.count("pinning the host tier") == 4

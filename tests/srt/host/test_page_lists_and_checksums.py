@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvpool.srt.host.page_checksum import checksum, damage, first_damage, seal, seal_all
+from sgl_kvpool.srt.host.page_checksum import checksum, damage, first_damage, write_checksum, write_checksums
 from sgl_kvpool.srt.host.page_format import CHECKSUM_BYTES, HostPageFormat
 from sgl_kvpool.transfer.slots import pages_of, slot_list_problem
 
@@ -60,7 +60,7 @@ def test_lists_that_are_none(slots):
 @given(page=st.binary(min_size=1, max_size=600), tag=st.text(max_size=9), key=st.text(max_size=9))
 def test_a_sealed_page_is_whole(page, tag, key):
     sealed = np.frombuffer(page + bytes([0xEE]) * CHECKSUM_BYTES, dtype=np.uint8).copy()
-    seal(sealed, tag, key)
+    write_checksum(sealed, tag, key)
     assert sealed[:-CHECKSUM_BYTES].tobytes() == page
     assert damage(sealed, tag, key) is None
 
@@ -68,7 +68,7 @@ def test_a_sealed_page_is_whole(page, tag, key):
 @given(page=st.binary(min_size=2, max_size=600), data=st.data())
 def test_nothing_else_is(page, data):
     sealed = np.frombuffer(page + bytes(CHECKSUM_BYTES), dtype=np.uint8).copy()
-    seal(sealed, "tag", "key")
+    write_checksum(sealed, "tag", "key")
     changed = sealed.copy()
     changed[data.draw(st.integers(0, len(sealed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     for bad, tag, key in (
@@ -97,13 +97,13 @@ def test_the_first_damaged_of_several(page_bytes):
     """On this thread and on several, which is decided by the size."""
     pages = np.random.default_rng(0).integers(0, 256, (9, page_bytes), dtype=np.uint8)
     keys = [str(n) for n in range(9)]
-    seal_all(list(pages), "tag", keys)
+    write_checksums(list(pages), "tag", keys)
     assert first_damage(list(pages), "tag", keys) is None
     assert first_damage([], "tag", []) is None
     pages[6, 5] ^= 1
     pages[3, -1] ^= 1
     place, what = first_damage(list(pages), "tag", keys)
-    assert (place, what) == (3, "its checksum is not that of its bytes, format and key")
+    assert (place, what) == (3, "its checksum does not match its bytes, format and key")
     with pytest.raises(ValueError, match="9 pages for 8 keys"):
         first_damage(list(pages), "tag", keys[1:])
 

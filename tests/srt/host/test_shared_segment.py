@@ -95,6 +95,38 @@ def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
     assert all(said in text and "give --kv-host-sharing rank" in text for text in printed)
 
 
+def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
+    """Which else wait for it. Ranks 0 and 1 are on one machine, rank 2 on another."""
+    statuses, printed = run(
+        tmp_path,
+        """
+        from sgl_kvpool.srt.host import node_ranks
+        node_ranks._machine = lambda: ("machine", rank // 2)
+        node = NodeRanks.of(dist.group.WORLD)
+        assert (node.count, node.rank, node.fewest) == ((2, rank, 1) if rank < 2 else (1, 0, 1))
+        if rank == 2:
+            def refuse(*_):
+                raise OSError(12, "Cannot allocate memory")
+            os.ftruncate = refuse
+        try:
+            SharedSegment(node, 1 << 20)
+        except ValueError as error:
+            print(error)
+        """,
+    )
+    assert statuses == [0] * RANKS, printed
+    assert all("could not share 0.00 GB" in text and "Cannot allocate memory" in text for text in printed)
+
+
+def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path):
+    """Some sandboxes have no such file in /proc."""
+    from sgl_kvpool.srt.host import node_ranks
+
+    monkeypatch.setattr(node_ranks, "_BOOT_ID", tmp_path / "boot_id")
+    with pytest.raises(ValueError, match="boot_id .* cannot be read .*; give --kv-host-sharing rank"):
+        node_ranks._machine()
+
+
 def test_no_memory_is_left_when_all_were_killed(tmp_path):
     """The kernel frees an anonymous file with its last mapping."""
     before = shared_bytes()
@@ -127,9 +159,15 @@ def test_a_rank_cannot_clear_what_another_one_lost():
     assert not ranks[0].any(np.array([1, 6]))
     ranks[1].set(np.array([4]), False)
     assert not ranks[0].any(4)
-    ranks[0].close()
+    ranks[2].set(np.array([5]), True)
+    for rank in ranks:
+        rank.close()
+        assert rank.of(np.arange(10)).all()
+        assert rank.any(1)
+        # What was to be loaded before.
+        assert [rank.any_flagged(page) for page in (1, 5)] == [False, True]
     ranks[0].set(slice(None), False)
-    assert all(rank.of(np.arange(10)).all() for rank in ranks)
+    assert ranks[0].of(np.arange(10)).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 61])
@@ -147,7 +185,7 @@ def test_ranks_divide_a_backup(page_size):
         own = host % 3 == rank
         there, here = tier.own_part(host, DevicePages(torch.from_numpy(slots), page_size))
         assert np.array_equal(there, host[own])
-        assert np.array_equal(here.numbers(), device[own])
+        assert np.array_equal(here.page_indices(), device[own])
         assert np.array_equal(tier.own_part(host, device)[1], device[own])
 
 

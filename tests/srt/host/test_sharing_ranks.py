@@ -88,6 +88,65 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
         assert found["detail"] == "at operation 3, " + "; ".join(words)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_that_would_load_other_pages_end_the_tier(seen, rank):
+    """All of which are allocated and were stored well, so that nothing but the lists tells."""
+    case = f"other-list-{rank}"
+    lengths, failures = agreed(seen[case])
+    assert lengths == [len(OTHER), 0, 0]
+    assert failures == [{"tier_disagreement": 1, "load_elsewhere": 1, "load_pages": 1}] * RANKS
+    starts = [24 if other == rank else 0 for other in range(RANKS)]
+    words = "; ".join(f"rank {other}: 28 slots from {start}" for other, start in enumerate(starts))
+    assert {found["detail"] for found in seen[case]} == {f"at a load, {words}"}
+
+
+def test_no_request_changes_ranks_that_share_a_tier_to_write_back(seen):
+    """SGLang takes the policy with a request to attach a store, and where the store is attached already."""
+    lengths, failures = agreed(seen["write-back-later"])
+    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    for found in seen["write-back-later"]:
+        assert found["policy"] == "write_through"
+        assert found["done"] == [True, True]
+        for ok, said in found["refused"]:
+            assert not ok
+            assert "--hicache-write-policy write_back does not work with --kv-host-sharing node" in said
+
+
+def test_pages_of_an_aborted_request_are_not_reused_while_the_first_rank_reads_into_them(seen):
+    """The others have long finished. Also: a store that is detached and attached again finds its pages."""
+    lengths, failures = agreed(seen["aborted"])
+    assert lengths == [16] * 8 + [len(LONGER)]
+    assert failures == [{}] * RANKS
+    for found in seen["aborted"]:
+        assert (found["held"], found["leaked"], found["done"]) == (len(LONGER), 0, [True, True])
+
+
+def test_each_machine_has_a_copy(seen):
+    """Two ranks on one machine and one on another, whose own tier is as large."""
+    lengths, failures = agreed(seen["machines"])
+    assert (lengths, failures) == ([*ALL, *reversed(ALL)], [{}] * RANKS)
+    pages = range((len(LONGER) + len(OTHER)) // PAGE_SIZE)
+    assert [rank["kept"] for rank in seen["machines"]] == [[*pages[::2]], [*pages[1::2]], [*pages]]
+    assert {rank["tokens"] for rank in seen["machines"]} == {TOKENS + PAGE_SIZE}
+
+
+def test_the_first_rank_of_each_machine_reads_the_store(seen):
+    lengths, failures = agreed(seen["machines-store"])
+    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    pages = len(LONGER) // PAGE_SIZE
+    assert [rank["reads"] for rank in seen["machines-store"]] == [pages, 0, pages]
+    assert {rank["files"] for rank in seen["machines-store"]} == {pages}
+
+
+def test_ranks_of_another_machine_are_named(seen):
+    """Those of a machine may agree among themselves."""
+    _, failures = agreed(seen["machines-moved"])
+    assert all(found["tier_disagreement"] == 1 for found in failures)
+    details = {found["detail"] for found in seen["machines-moved"]}
+    words = "; ".join(f"rank {rank}: alloc of {4 if rank == 2 else 20} slots from 8" for rank in range(3))
+    assert details == {f"at operation 3, {words}"}
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_mixture_of_pressure_and_faults(seen, seed):
     """Each of the processes compares the bytes of every hit; some are of the whole prompt, some of none."""
@@ -123,4 +182,4 @@ def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
     """None of them allocates, so that none waits for the others."""
     errors = {found["error"] for found in seen[f"no-memory-{rank}"]}
     assert len(errors) == 1
-    assert "a rank's part of the tier that 3 ranks share has" in errors.pop()
+    assert "a rank's part of the tier of 3 ranks needs" in errors.pop()

@@ -164,7 +164,7 @@ def test_a_slot_has_one_owner(caplog):
     assert tier.free(mine) == 3
     assert tier.slots_problem(mine) == "a host page of the list is not allocated"
     assert tier.free(mine[:2]) == 0  # twice
-    assert "are free already" in caplog.text
+    assert "are already free" in caplog.text
     assert tier.available_size() == tier.size
     assert sorted(tier.alloc(tier.size).tolist()) == list(range(tier.size))
     assert tier.alloc(1) is None
@@ -330,19 +330,19 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_size_is_split_by_the_bytes_of_the_host(host):
     """Not by those of the device, where rows of bf16 are 2.77 times as long."""
-    from sgl_kvpool.srt.host.shares import TierShares
+    from sgl_kvpool.srt.host.tier_bytes import TierBytes
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     states = state_pool(slots=6)
     pool = hybrid_pool("bf16", states, tokens=30, host_tier=HostTierOptions(layout=host))
-    shares = TierShares.of(pool.row_pool, states)
+    tier_bytes = TierBytes.of(pool.row_pool, states)
     row, slot = {"same": 1152, "fp4": 416}[host], stride_of(3 * (3 * 96 * 2 + 2 * 16 * 16 * 4))
     token = stride_bytes(2, 1, row)
-    assert (shares.rows, shares.states) == (30 * token, 6 * slot)
-    rows, kept = shares.split(8.0)
+    assert (tier_bytes.rows, tier_bytes.states) == (30 * token, 6 * slot)
+    rows, kept = tier_bytes.split(8.0)
     assert rows + kept == pytest.approx(8.0)
     assert rows / token / 30 == pytest.approx(kept / slot / 6)
-    assert shares.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
+    assert tier_bytes.planned_gb(2.0, 0) == pytest.approx((2 * 30 * 2 * 1152e-9, 2 * 6 * slot * 1e-9))
 
 
 # -------------------------------------------------------------------- GPU engines, over emulated streams

@@ -396,10 +396,10 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
 
 def test_checksums_do_not_slow_a_store_down(controller_of, store):
     """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
-    from sgl_kvpool.srt.host.page_checksum import damage, seal
+    from sgl_kvpool.srt.host.page_checksum import damage, write_checksum
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)
     began = time.perf_counter()
-    seal(page, "tag", "key")
+    write_checksum(page, "tag", "key")
     assert damage(page, "tag", "key") is None
     assert time.perf_counter() - began < 1.0

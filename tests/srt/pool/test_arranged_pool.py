@@ -240,7 +240,7 @@ def test_cpu_copies_of_no_slot_are_refused(arrangement):
         lambda: pool.get_cpu_copy(torch.tensor([3, -5])),
         lambda: pool.load_cpu_copy(copy, torch.tensor([-5])),
     ):
-        with pytest.raises(IndexError, match="slot -5 is none"):
+        with pytest.raises(IndexError, match="slot -5 is not valid"):
             call()
     assert pool.get_cpu_copy(torch.tensor([], dtype=torch.int64)) == [[], [], []]
     assert (raw(pool) == 0xEE).all()
@@ -264,7 +264,7 @@ def test_rows_written_by_number_once_per_step(arrangement):
 @pytest.mark.parametrize("arrangement", CROSS)
 def test_a_pool_of_a_part_of_a_page_is_refused(arrangement):
     with pytest.raises(
-        ValueError, match=f"13 tokens is no whole number of pages of 4, which {arrangement} needs"
+        ValueError, match=f"13 tokens is not a multiple of the page size 4, which {arrangement} needs"
     ):
         make_pool("bf16", arrangement, size=13)
     make_pool("bf16", "layer_major", size=13)

@@ -155,14 +155,16 @@ def test_row_buffers_are_the_bytes(layout, rank, rope):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
 def test_other_arrangements(layout, arrangement):
-    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}: .*--kv-cache-arrangement"):
+    with pytest.raises(ValueError, match=f"are layer_major, not {arrangement}, .*--kv-cache-arrangement"):
         dsa_pool(layout, options={"arrangement": arrangement})
 
 
 @pytest.mark.parametrize("readers", [("flashmla",), ("dsa", "fa3"), ("kvpool_mla",)])
 def test_other_readers(readers):
     other = readers[-1]
-    with pytest.raises(ValueError, match=f"attention backend {other} does not read pools of .* takes dsa"):
+    with pytest.raises(
+        ValueError, match=f"attention backend {other} does not read pools of .* SGLang uses dsa"
+    ):
         dsa_pool("fp4", options={"readers": readers})
     dsa_pool("fp4", options={"readers": ("dsa", "dsa")})
 
@@ -171,7 +173,7 @@ def test_other_readers(readers):
 def test_another_dtype(layout):
     """A pool would be built with rows of another size: SGLang takes `kv_cache_dim` for e4m3 alone."""
     other = next(dtype for dtype in DTYPES.values() if dtype != DTYPES[layout])
-    with pytest.raises(ValueError, match=f"layout {layout} is shown to SGLang as {DTYPES[layout]}, but"):
+    with pytest.raises(ValueError, match=f"SGLang sees layout {layout} as {DTYPES[layout]}, but"):
         dsa_pool(layout, dtype=other)
 
 
@@ -191,7 +193,7 @@ def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: allocated.append(a) or zeros(*a, **k))
     with pytest.raises(
         ValueError,
-        match=f"read rows of {read}, and those of KV cache layout {layout} .*--dsa-prefill-backend",
+        match=f"read rows of {read}, which rows of KV cache layout {layout} do not have; .*-prefill-backend",
     ):
         dsa_pool(layout, kv_cache_dim=kv_cache_dim)
     assert not allocated

@@ -262,7 +262,7 @@ def test_moves_take_rows_and_index_keys(layout):
 def test_copies_on_the_cpu_hold_rows_and_index_keys(no_gpu_to_wait_for, layout):
     """Of a request that is retracted: its pages go to others, and it comes back on other pages."""
     pool = dsa_pool(layout, skip_topk_layers=SHARED)
-    pool.cpu_offloading_chunk_size = 48  # more than one piece
+    pool.cpu_offloading_chunk_size = 48  # more than one chunk
     was_rows, was_index = fill(pool)
     saved = pool.get_cpu_copy(torch.arange(64, 192))
     guard(pool)

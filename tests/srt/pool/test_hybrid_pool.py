@@ -112,16 +112,16 @@ def test_models_and_pools_that_it_is_not_for():
         ValueError, match=r"layout fp4 stores rows of .*\(MLA\), which this hybrid model does not"
     ):
         hybrid_pool("fp4", use_mla=False)
-    with pytest.raises(ValueError, match="a Platforms was given for the rows of layout fp4"):
+    with pytest.raises(ValueError, match="SGLang passed a Platforms for rows of layout fp4"):
         hybrid_pool("fp4", full_kv_pool_class=Platforms)
     brought = hybrid_pool("fp4").full_kv_pool
-    with pytest.raises(ValueError, match="a LayoutMLATokenToKVPool_fp4 was given for the rows of layout fp4"):
+    with pytest.raises(ValueError, match="SGLang passed a LayoutMLATokenToKVPool_fp4 for rows of layout fp4"):
         hybrid_pool("fp4", full_kv_pool=brought)
     with pytest.raises(ValueError, match=r"k_scales has layers \[0\], and only \[1, 3, 4\] have rows"):
         hybrid_pool("fp8", k_scales={0: 0.5, 1: 0.5})
     with pytest.raises(ValueError, match="attention backend fa3 cannot read"):
         hybrid_pool("fp4", options={"readers": ("fa3",)})
-    with pytest.raises(ValueError, match="is shown to SGLang as torch.bfloat16"):
+    with pytest.raises(ValueError, match="SGLang sees layout .* as torch.bfloat16"):
         hybrid_pool("fp4", dtype=torch.float8_e4m3fn)
     assert hybrid_pool("fp4", full_kv_pool_class=MLATokenToKVPool).kv_cache_layout == "fp4"
 
@@ -133,7 +133,7 @@ def test_a_bad_scale_is_named_by_the_models_layer(bad):
 
 
 def test_lists_of_layers():
-    with pytest.raises(ValueError, match=r"full_attention_layer_ids \[1, 4, 1\] has a layer twice"):
+    with pytest.raises(ValueError, match=r"full_attention_layer_ids \[1, 4, 1\] lists a layer twice"):
         hybrid_pool("fp4", full_attention_layer_ids=[1, 4, 1])
     pool = hybrid_pool("fp4", full_attention_layer_ids=(layer_id for layer_id in (4, 1)))
     assert pool.get_kv_layer_ids() == [4, 1]

@@ -201,7 +201,7 @@ def test_cpu_copies_carry_rows_and_states(layout, arrangement, page_size, monkey
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     kept = {name: tensor.clone() for name, tensor in state_tensors(pool).items()}
     last, state = slots[0], torch.tensor([2, 5])
-    slots = torch.cat([slots, torch.tensor([9])])  # three pieces
+    slots = torch.cat([slots, torch.tensor([9])])  # three chunks
     pool.full_kv_pool.cpu_offloading_chunk_size = 2
     saved = pool.get_cpu_copy(slots, mamba_indices=state)
     for layer_id in MLA_LAYERS:

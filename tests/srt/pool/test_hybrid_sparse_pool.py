@@ -127,7 +127,7 @@ def test_cpu_copies_carry_rows_index_keys_and_states(layout, monkeypatch):
     """Of a request that is retracted, and comes back on other pages."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool = hybrid_pool(layout, sparse=True, skip_topk_layers=SHARED)
-    pool.full_kv_pool.cpu_offloading_chunk_size = 48  # more than one piece
+    pool.full_kv_pool.cpu_offloading_chunk_size = 48  # more than one chunk
     was = fill(pool)
     for number, tensor in enumerate(state_tensors(pool).values()):
         tensor[:, 2] = number + 1

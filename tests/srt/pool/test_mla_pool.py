@@ -316,7 +316,7 @@ def test_sglangs_host_accounting_sees_row_bytes(layout):
 
 
 def test_wrong_dtype_geometry_and_dsa_are_refused():
-    with pytest.raises(ValueError, match=r"fp4 is shown to SGLang as torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"SGLang sees layout fp4 as torch\.bfloat16"):
         make_pool("fp4", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="kv_lora_rank=448"):
         make_pool("fp4", rank=448)

@@ -205,7 +205,7 @@ def test_index_keys_in_other_pages_or_with_tails_are_not_described():
     kpool = {"page_size": 256, "size": 512, "index_kpool": 4}
     group = describe(ours_dsa("bf16", **kpool)).group("kv")
     assert group.layer(4, "indexer").runs.size_bytes == 8448  # of 256 tokens
-    with pytest.raises(TypeError, match="compressed index keys keeps tails per request"):
+    with pytest.raises(TypeError, match="compressed index keys keeps a tail per request"):
         describe(ours_dsa("bf16", **kpool, index_kpool_compress=True, max_running_requests=2))
     with pytest.raises(TypeError, match="has 7 pages of index keys beside 128 .* 64 slots"):
         describe(ours_dsa("bf16", index_buf_size=384))
@@ -214,16 +214,16 @@ def test_index_keys_in_other_pages_or_with_tails_are_not_described():
 @pytest.mark.parametrize(
     ("make", "page", "message"),
     [
-        (mha, 6, "pages of 6 tokens are not made of whole pages of the pool, which have 4"),
-        (mla, 2, "pages of 2 tokens are not made of whole pages"),
-        (mla, 12, r"MLATokenToKVPool has 12 \+ 4 slots, which are no whole number of pages of 12"),
-        (lambda: mla(size=13), None, r"has 13 \+ 4 slots, which are no whole number of pages of 4"),
-        (dsa, 96, "pages of 96 tokens are not made of whole pages of the pool, which have 64"),
+        (mha, 6, "pages of 6 tokens do not consist of whole pages of the pool, which have 4"),
+        (mla, 2, "pages of 2 tokens do not consist of whole pages"),
+        (mla, 12, r"MLATokenToKVPool has 12 \+ 4 slots, which are not a multiple of the page size 12"),
+        (lambda: mla(size=13), None, r"has 13 \+ 4 slots, which are not a multiple of the page size 4"),
+        (dsa, 96, "pages of 96 tokens do not consist of whole pages of the pool, which have 64"),
         (dsa, 32, "pages of 32 tokens"),
         (mha, 0, "page_size_tokens=0 is not a positive integer"),
         (mha, 4.0, "page_size_tokens=4.0 is not"),
         (mha, True, "page_size_tokens=True is not"),
-        (swa, 8, "slots, which are no whole number of pages of 8"),  # 12 + 4 divide, 8 + 4 do not
+        (swa, 8, "slots, which are not a multiple of the page size 8"),  # 12 + 4 divide, 8 + 4 do not
     ],
 )
 def test_pages_that_do_not_divide(make, page, message):
@@ -253,7 +253,7 @@ def mha_pair(first, second):
 )
 def test_bytes_that_mean_something_else_do_not_move(make, page):
     source, target = (describe(p, page) for p in make())
-    with pytest.raises(ValueError, match="the layers of group kv differ, or what their bytes mean"):
+    with pytest.raises(ValueError, match="the layers of group kv differ, or the meaning of their bytes"):
         copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
 
 

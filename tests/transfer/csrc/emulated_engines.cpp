@@ -13,6 +13,7 @@
 #include <map>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include <tvm/ffi/function.h>
@@ -21,11 +22,15 @@
 
 namespace {
 
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;  // first byte, end
+
 struct Step {
   std::function<void()> work;     // null: a wait or a record
   int64_t event = 0;              // of a wait or a record
   int64_t generation = 0;         // which record of the event
   bool waits = false;
+  Ranges reads, writes;           // of work
+  int64_t number = -1;            // of a wait of the engines, as `leave_out` counts them
 };
 
 using Kernel = void (*)(const kvpool::KernelJob*, const kvpool::Transfer*);
@@ -50,21 +55,26 @@ struct EmulatedSteps {
 
   void run(const kvpool::KernelJob& job, const kvpool::Transfer& transfer, Stream stream) {
     fail_if_due();
+    Ranges reads, writes;
+    kvpool::each_chunk(transfer, int64_t{1} << 40, 0, 1, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
+      reads.emplace_back(from, from + bytes);
+      writes.emplace_back(to, to + (job.from == nullptr ? bytes : bytes / job.from->row_bytes * job.to->row_bytes));
+    });
     // As a launch does, everything but what pointers point to is taken now.
     enqueue(stream, [job, transfer] {
       if (machine.kernel != nullptr) {
         machine.kernel(&job, &transfer);
         return;
       }
-      // Not a power of two, so that pieces of the emulated warps end anywhere.
+      // Not a power of two, so that chunks of the emulated warps end anywhere.
       std::vector<int64_t> workers(37);
       for (size_t i = 0; i < workers.size(); ++i) workers[i] = static_cast<int64_t>(i);
       std::shuffle(workers.begin(), workers.end(), machine.random);
       const auto count = static_cast<int64_t>(workers.size());
       for (const int64_t worker : workers) {
         if (job.from == nullptr) {
-          const int64_t piece = 32 * 4 * job.word_bytes;
-          kvpool::each_piece(transfer, piece, worker, count, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
+          const int64_t chunk = 32 * 4 * job.word_bytes;
+          kvpool::each_chunk(transfer, chunk, worker, count, [&](int64_t to, int64_t from, int64_t bytes, int64_t) {
             if ((to | from | bytes) % job.word_bytes) throw std::runtime_error("misaligned");
             std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), static_cast<size_t>(bytes));
           });
@@ -72,7 +82,7 @@ struct EmulatedSteps {
         }
         const bool known = kvpool::for_formats(
             job.from->latent, job.to->latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
-              kvpool::each_piece(transfer, job.from->row_bytes, worker, count,
+              kvpool::each_chunk(transfer, job.from->row_bytes, worker, count,
                                  [&](int64_t to, int64_t from, int64_t, int64_t number) {
                                    kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(from), *job.from,
                                                                    reinterpret_cast<uint8_t*>(to), *job.to,
@@ -81,21 +91,28 @@ struct EmulatedSteps {
             });
         if (!known) throw std::runtime_error("no conversion");
       }
-    });
+    }, std::move(reads), std::move(writes));
   }
 
   void copy(const kvpool::CopyJob& job, const kvpool::Transfer& transfer, bool host_is_source, Stream stream) {
     fail_if_due();
     kvpool::FlatCopies copies;
-    kvpool::flatten(transfer, host_is_source, job.pieces, copies);
+    kvpool::flatten(transfer, host_is_source, job.chunks, copies);
     // Few at a time, so that transfers take several batches; the last is seldom a whole one.
     kvpool::each_batch(copies, 7, [&](size_t first, size_t count) {
+      Ranges reads, writes;
+      for (size_t i = first; i < first + count; ++i) {
+        const auto from = reinterpret_cast<int64_t>(copies.sources[i]);
+        const auto to = reinterpret_cast<int64_t>(copies.targets[i]);
+        reads.emplace_back(from, from + static_cast<int64_t>(copies.sizes[i]));
+        writes.emplace_back(to, to + static_cast<int64_t>(copies.sizes[i]));
+      }
       enqueue(stream, [copies, first, count] {
         std::vector<size_t> order(count);
         for (size_t i = 0; i < order.size(); ++i) order[i] = first + i;
         std::shuffle(order.begin(), order.end(), machine.random);
         for (const size_t i : order) std::memcpy(copies.targets[i], copies.sources[i], copies.sizes[i]);
-      });
+      }, std::move(reads), std::move(writes));
     });
   }
 
@@ -107,8 +124,10 @@ struct EmulatedSteps {
   }
 
   void wait(Stream stream, Event event) {
-    if (machine.wait_number++ == machine.left_out) return;
+    const int64_t number = machine.wait_number++;
+    if (number == machine.left_out) return;
     Step step;
+    step.number = number;
     step.event = event;
     step.generation = machine.recorded[event];  // 0: never recorded
     step.waits = true;
@@ -125,9 +144,11 @@ struct EmulatedSteps {
     if (machine.work_left >= 0 && machine.work_left-- == 0) throw std::runtime_error("failed on purpose");
   }
 
-  static void enqueue(Stream stream, std::function<void()> work) {
+  static void enqueue(Stream stream, std::function<void()> work, Ranges reads, Ranges writes) {
     Step step;
     step.work = std::move(work);
+    step.reads = std::move(reads);
+    step.writes = std::move(writes);
     machine.queues[id(stream)].push_back(std::move(step));
   }
 };
@@ -168,6 +189,47 @@ int64_t play(int64_t seed) {
   }
 }
 
+// What was enqueued and not played yet, as five numbers per step: stream, kind (0 work, 1 record,
+// 2 wait), event, generation, number of the wait. Streams one after the other, each in its order. Writes at most
+// `capacity` steps and returns how many there are.
+int64_t enqueued(int64_t address, int64_t capacity) {
+  auto* numbers = reinterpret_cast<int64_t*>(address);
+  int64_t count = 0;
+  for (const auto& [stream, queue] : machine.queues) {
+    for (const Step& step : queue) {
+      if (count++ >= capacity) continue;
+      for (const int64_t number : {stream, step.work ? int64_t{0} : step.waits ? int64_t{2} : int64_t{1}, step.event,
+                                   step.generation, step.number}) {
+        *numbers++ = number;
+      }
+    }
+  }
+  return count;
+}
+
+bool overlap(const Ranges& some, const Ranges& others) {
+  return std::any_of(some.begin(), some.end(), [&](const auto& one) {
+    return std::any_of(others.begin(), others.end(),
+                       [&](const auto& other) { return one.first < other.second && other.first < one.second; });
+  });
+}
+
+// Which work of `enqueued` touches bytes that other work of it writes: a byte per pair, in the order of `enqueued`.
+void conflicts(int64_t address) {
+  std::vector<const Step*> work;
+  for (const auto& [stream, queue] : machine.queues) {
+    for (const Step& step : queue) {
+      if (step.work) work.push_back(&step);
+    }
+  }
+  auto* found = reinterpret_cast<uint8_t*>(address);
+  for (const Step* a : work) {
+    for (const Step* b : work) {
+      *found++ = overlap(a->writes, b->writes) || overlap(a->writes, b->reads) || overlap(a->reads, b->writes);
+    }
+  }
+}
+
 // Number of waits so far; the next ones count from 0, and that with this number is left out (-1: none).
 int64_t leave_out(int64_t number) {
   const int64_t before = machine.wait_number;
@@ -183,6 +245,7 @@ void fail_after(int64_t count) { machine.work_left = count; }
 void fill(int64_t address, int64_t bytes, int64_t value, int64_t stream) {
   Step step;
   step.work = [=] { std::memset(reinterpret_cast<void*>(address), static_cast<int>(value), static_cast<size_t>(bytes)); };
+  step.writes.emplace_back(address, address + bytes);
   machine.queues[stream].push_back(step);
 }
 
@@ -212,7 +275,7 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
   kvpool::FlatCopies copies;
   kvpool::flatten(kvpool::Transfer{copy.runs, copy.run_count, Calls::list(source_pages, 1),
                                    Calls::list(target_pages, 1), page_count, 0, 0},
-                  host_is_source != 0, copy.pieces, copies);
+                  host_is_source != 0, copy.chunks, copies);
   return static_cast<int64_t>(copies.sizes.size());
 }
 
@@ -222,6 +285,8 @@ int64_t count_copies(int64_t job, int64_t source_pages, int64_t target_pages, in
 KVPOOL_ENGINE_CALLS(EmulatedSteps, BIND)
 BIND(play, play)
 BIND(leave_out, leave_out)
+BIND(enqueued, enqueued)
+BIND(conflicts, conflicts)
 BIND(fail_after, fail_after)
 BIND(fill, fill)
 BIND(carry_out_kernels, carry_out_kernels)

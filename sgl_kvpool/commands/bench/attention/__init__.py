@@ -1,1 +1,1 @@
-"""`sgl-kvpool bench attention`: `mla_decode` beside other kernels; `program` has its arguments."""
+"""`sgl-kvpool bench attention`: `mla_decode` beside other kernels. `program` defines the arguments."""

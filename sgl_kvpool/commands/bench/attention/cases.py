@@ -1,4 +1,4 @@
-"""What `bench attention` measures: workloads in order of importance, and who measures each of them."""
+"""Measurements of `bench attention`: workloads in order of importance, and the runners of each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ __all__ = [
 
 PAGE_SIZE = 64
 OURS = "kvpool"
-#: Peers of dense lists and of top-k lists, all on BF16 rows but the last two of the latter.
+#: Peers for dense lists and for top-k lists. All attend BF16 rows, except the last two for top-k lists.
 DENSE_PEERS = ("sglang_triton", "flashinfer", "flashinfer_page64", "flashmla")
 SPARSE_PEERS = ("sglang_triton", "flashinfer", "flashmla_sparse_fp8", "gather_flashmla")
-#: Dequantises the whole pool, then attends BF16 rows.
+#: The peer that dequantises the whole pool, then attends BF16 rows.
 WHOLE_POOL_PEER = "sglang_fp4"
 PEERS = (*DENSE_PEERS, *SPARSE_PEERS[2:], WHOLE_POOL_PEER)
 GROUPS = ("dense", "sparse", "whole_pool", "mtp", "arrangement")
 
-#: Layouts that SGLang's FP4 path is compared with.
+#: Layouts that are compared with SGLang's FP4 path.
 FP4_LAYOUTS = tuple(x.value for x in MLAKVCacheLayout if x.latent.values is Encoding.E2M1)
-#: Rows that peers attend; the others', BF16.
-_LAYOUT_OF_PEER = {"flashmla_sparse_fp8": "fp8_block_scale", "gather_flashmla": "fp4"}
+#: Layout of the rows that a peer attends; BF16 for peers that are not listed.
+_LAYOUT_OF_PEER = {
+    "flashmla_sparse_fp8": MLAKVCacheLayout.FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE,
+    "gather_flashmla": MLAKVCacheLayout.FP4,
+}
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,19 @@ class Workload:
     Attributes
     ----------
     kind : str
-        "dense": a list is a request's whole context, in order, in pages that lie anywhere. "sparse": a list
-        is some tokens of a context, in random order. "whole_pool": dense, out of a much larger pool.
+        "dense": a list is a request's whole context, in order, in pages at random places. "sparse": a list is
+        some tokens of a context, in random order. "whole_pool": dense, out of a much larger pool.
     heads, batch, context : int
         Query heads of one rank, requests, tokens per request.
     rows_per_list : int
-        Rows that a query looks at.
+        Rows that a query attends.
     queries_per_list : int
-        Queries of a request that share its list; the last sees all of it, each other one less than the next.
+        Queries of a request that share its list; the last attends all rows, each earlier query one row less.
     arrangement : str
     layers : int
-        Layers that lie in the same buffer.
+        Layers in the same buffer.
     pool_tokens : int
-        At least as many slots; 0 for as many as the lists need.
+        Least number of slots; 0 for as many as the lists need.
     """
 
     kind: str
@@ -77,7 +80,7 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Rows that a call refers to."""
+        """Rows in all lists of a call."""
         return self.batch * self.rows_per_list
 
     @property
@@ -98,19 +101,19 @@ class Workload:
         return ", ".join(parts)
 
     def layer_major(self) -> Workload:
-        """The same with nothing else in the buffer."""
+        """The same workload with one layer in the buffer, layer-major."""
         return replace(self, arrangement="layer_major", layers=1)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes to combine.
+    """Sizes that are combined into workloads.
 
     Attributes
     ----------
     heads, batches, contexts, sparse_contexts : tuple of int
     target : (int, int, int)
-        Heads, batch and context that targets are stated for; measured first.
+        Heads, batch and context of the targets; measured first.
     many_heads, top_k, mtp_queries, layers : int
     whole_pool : (int, int, int)
         Tokens of the pool, batch and context of the comparison with `sglang_fp4`.
@@ -134,7 +137,7 @@ class Grid:
         return Workload("sparse", heads, batch, context, min(self.top_k, context))
 
     def workloads(self, *, quick: bool = False) -> list[Workload]:
-        """All of them, without repetition, what targets are stated for first."""
+        """All workloads without repetition, those of the targets first."""
         heads, batch, context = self.target
         pool_tokens, pool_batch, pool_context = self.whole_pool
         found = [
@@ -147,7 +150,7 @@ class Grid:
         if quick:
             return found
         found.append(self.dense(heads, batch, context, queries_per_list=self.mtp_queries))
-        # The longest of these may not fit memory with all layers; the shorter one tells as much.
+        # The longest of these may not fit into memory with all layers; the shorter one compares them too.
         for shorter in (self.contexts[max(self.contexts.index(context) - 1, 0)], context):
             found.append(self.dense(heads, batch, shorter))
             found += [
@@ -155,7 +158,7 @@ class Grid:
                 for name in ("token_major", "page_major")
             ]
         found += [self.sparse(heads, other, context) for other in self.batches]
-        # Outwards from the target.
+        # Sizes in the order of their distance from the target.
         found += [self.dense(heads, other, context) for other in self.batches]
         found += [self.dense(heads, batch, other) for other in self.contexts]
         found += [self.dense(other, batch, context) for other in self.heads]
@@ -178,7 +181,7 @@ GPU_GRID = Grid(
     layers=61,
     whole_pool=(1 << 20, 16, 4096),
 )
-#: Exercises the program on a machine without a GPU.
+#: Grid for a dry run on a machine without a GPU.
 CPU_GRID = Grid(
     heads=(2,),
     batches=(2,),
@@ -195,7 +198,7 @@ CPU_GRID = Grid(
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement: a workload, who computes it (`OURS` or a peer), and from which rows."""
+    """One measurement: a workload, its runner (`OURS` or a peer), and the layout of the rows."""
 
     workload: Workload
     runner: str
@@ -203,7 +206,7 @@ class Item:
 
     @property
     def facts(self) -> dict:
-        """Fields of a result row that name the measurement."""
+        """Fields of a result row that identify the measurement."""
         w = self.workload
         return {
             "runner": self.runner,
@@ -221,7 +224,7 @@ class Item:
 
 
 def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(runner, layout), those that share a pool next to each other."""
+    """Pairs (runner, layout); pairs that share a pool are adjacent."""
     if workload.kind == "whole_pool":
         layouts = [layout for layout in layouts if layout in FP4_LAYOUTS]
         wanted: tuple[str, ...] = (WHOLE_POOL_PEER,)
@@ -230,7 +233,8 @@ def _runners(workload: Workload, layouts: Sequence[str], peers: Sequence[str]) -
     else:
         wanted = SPARSE_PEERS if workload.kind == "sparse" else DENSE_PEERS
     pairs = [(OURS, layout) for layout in layouts]
-    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, "bf16")) for peer in wanted if peer in peers]
+    stored = MLAKVCacheLayout.BF16
+    pairs += [(peer, _LAYOUT_OF_PEER.get(peer, stored).value) for peer in wanted if peer in peers]
     names = [layout.value for layout in MLAKVCacheLayout]
     yield from sorted(pairs, key=lambda pair: names.index(pair[1]))
 
@@ -246,25 +250,25 @@ def items(
     contexts: Iterable[int] = (),
     peers: Iterable[str] = PEERS,
 ) -> list[Item]:
-    """What to measure, most important first; an empty filter lets everything through.
+    """Items to measure, most important first; an empty filter selects everything.
 
     Parameters
     ----------
     grid : Grid
     quick : bool
-        Only what targets are stated for.
+        Whether to measure only the workloads of the targets.
     only : iterable of str
-        Of `GROUPS`.
+        Names of `GROUPS`.
     layouts : iterable of str
-        Of our kernel; peers read what they read.
+        Layouts of our kernel; peers have fixed layouts.
     heads, batches, contexts : iterable of int
     peers : iterable of str
-        Of `PEERS`.
+        Names of `PEERS`.
 
     Returns
     -------
     list of Item
-        Those of a workload follow each other.
+        Items of the same workload are adjacent.
     """
     layouts = tuple(layouts) or tuple(layout.value for layout in MLAKVCacheLayout)
     only, heads = tuple(only), tuple(heads)

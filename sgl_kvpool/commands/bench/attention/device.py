@@ -19,10 +19,10 @@ __all__ = ["CpuDevice", "CudaDevice"]
 
 Call = Callable[[], torch.Tensor]
 
-#: Lists of a case together, in sizes of the L2 cache, if one call reads less than that.
+#: Bytes of all lists of a case as a multiple of the L2 cache, if one call reads less than that.
 _L2_TIMES = 4
 _MAX_SETS = 512
-#: Cycles for which the device waits before a timed call, so that launches are not in the time.
+#: Cycles for which the device waits before a timed call, so that the time excludes launches.
 _HEAD_START_CYCLES = 500_000
 _SHORT_US = 1000.0
 
@@ -33,7 +33,7 @@ class CudaDevice:
     Parameters
     ----------
     seconds_per_timing : float
-        What repetitions of one timing may take; at least `min_rounds` are made.
+        Time for the repetitions of one timing; at least `min_rounds` are made.
     """
 
     kind = "cuda"
@@ -46,14 +46,14 @@ class CudaDevice:
         self._seconds, self._min_rounds = seconds_per_timing, min_rounds
 
     def sets(self, bytes_per_call: int) -> int:
-        """Sets of lists to rotate through, so that no call finds its rows in the L2 cache."""
+        """Number of sets of lists to rotate through, so that no call finds its rows in the L2 cache."""
         l2 = self.properties.L2_cache_size
         if bytes_per_call >= _L2_TIMES * l2:
             return 1
         return min(_MAX_SETS, 1 + -(-_L2_TIMES * l2 // bytes_per_call))
 
     def free_bytes(self) -> int:
-        """Device memory that a new pool may take; what nothing refers to is given back first."""
+        """Device memory that a new pool may take, after unused memory has been released."""
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
@@ -62,18 +62,19 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def median_us(self, calls: Sequence[Call]) -> float:
-        """Median time of one call, launch excluded; the calls take turns. Each has run before."""
+        """Median time of one call without its launch; the calls take turns. Each has run before."""
         rounds = self._rounds(self._one_us(calls[0]))
         return statistics.median(self._one_us(calls[i % len(calls)]) for i in range(rounds))
 
     def graph_us(self, calls: Sequence[Call]) -> tuple[float, Call]:
-        """Median time of one call inside a CUDA graph of all calls, one after the other.
+        """Median time of one call inside a CUDA graph of all calls in sequence.
 
         Returns
         -------
         float
+            Microseconds per call.
         callable
-            Replays the graph and returns the result of its last call.
+            Function that replays the graph and returns the result of its last call.
         """
         single = self._one_us(calls[0])
         repeated = list(calls) * (max(1, 8 // len(calls)) if single < _SHORT_US else 1)
@@ -92,10 +93,10 @@ class CudaDevice:
         return statistics.median(times) / len(repeated), replay
 
     def peaks(self) -> Peaks:
-        """Measured now: a copy of 2 GiB and a product of 8192 x 8192 matrices."""
+        """Measure the peaks now: a copy of 2 GiB and a product of 8192 x 8192 matrices."""
         copy = self._copy_bytes_per_s(2 << 30)
         matmul = self._matmul_flop_per_s(8192)
-        self.clocks = _nvidia_smi(self.properties) or self.clocks  # still as under load
+        self.clocks = _nvidia_smi(self.properties) or self.clocks  # clocks under load
         return Peaks(copy, matmul, self.sm_count, _highest_mhz(self.clocks) * 1e6)
 
     def facts(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """A machine without a GPU: the same program on tiny workloads. Its times say nothing about a GPU."""
+    """A machine without a GPU, for dry runs on tiny workloads. Its times say nothing about a GPU."""
 
     kind = "cpu"
 
@@ -147,7 +148,7 @@ class CpuDevice:
         self._rounds = rounds
 
     def sets(self, bytes_per_call: int) -> int:
-        """Two, so that the rotation is exercised."""
+        """Two sets, so that the rotation is exercised."""
         return 2
 
     def free_bytes(self) -> int:
@@ -160,7 +161,7 @@ class CpuDevice:
         return statistics.median(self._one_us(calls[i % len(calls)]) for i in range(self._rounds))
 
     def graph_us(self, calls: Sequence[Call]) -> None:
-        """There are none."""
+        """None: a CPU has no graphs."""
 
     def peaks(self) -> Peaks:
         source = torch.ones(8 << 20, dtype=torch.uint8)
@@ -180,7 +181,7 @@ class CpuDevice:
 
 
 def _highest_mhz(clocks: dict[str, str]) -> float:
-    """Highest clock; an H100's where nvidia-smi is missing or does not know it, as in some containers."""
+    """Highest clock; an H100's if nvidia-smi is missing or reports none, as in some containers."""
     try:
         return float(clocks.get("clocks.max.sm", 0)) or 1980.0
     except ValueError:  # "[N/A]"
@@ -191,7 +192,7 @@ _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "po
 
 
 def _nvidia_smi(properties: Any) -> dict[str, str]:
-    """Driver, clocks in MHz and power limit in W; nothing where the program is missing."""
+    """Driver, clocks in MHz and power limit in W; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

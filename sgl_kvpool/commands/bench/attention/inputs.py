@@ -16,16 +16,16 @@ __all__ = ["RANK", "ROPE", "SCALE", "Problem", "WrongResult", "buffer_bytes", "c
 
 RANK, ROPE = 512, 64
 SCALE = (RANK + ROPE) ** -0.5
-#: Norm of the error, relative to that of the result: weights and results are rounded to bf16, 2**-9 each.
+#: Largest error norm relative to the result's norm: weights and results are rounded to bf16, 2**-9 each.
 ERROR_LIMIT = 0.01
 _CHECKED_QUERIES = 3
-#: Different rows; prime, so that pages differ in theirs.
+#: Number of different rows; a prime, so that pages differ in their rows.
 _BASE_ROWS = 16381
 _CHUNK_ROWS = 1 << 18
 
 
 class WrongResult(Exception):
-    """A result is not attention over the rows it should be."""
+    """A result differs from the reference by more than `ERROR_LIMIT`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Problem:
     pool : Tensor [rows, row_bytes], uint8
         One layer's view.
     page : (int, int) or None
-        As `mla_decode` takes it: entries of `kv_indices` are slots that become rows this way.
+        The argument of `mla_decode` that converts `kv_indices`, which are slots, to row numbers.
     page_tables : Tensor [sets, batch, pages], int32
         Pages of each request, in order; the same for all sets of a sparse workload.
     kv_indices : Tensor [sets, batch, rows_per_list], int32
-        Slots. A call uses one of the sets.
+        Slots. A call uses one set.
     kv_lens : Tensor [queries], int32
     q : Tensor [queries, heads, R + P], bfloat16
     """
@@ -63,11 +63,11 @@ class Problem:
         return len(self.kv_indices)
 
     def on_rows(self, pool: torch.Tensor, fmt: RowFormat) -> Problem:
-        """The same lists over another pool."""
+        """The same lists on another pool."""
         return replace(self, pool=pool, fmt=fmt, _expected={})
 
     def expected(self, query: int, number: int) -> torch.Tensor:
-        """What a query's result is to be with a set of lists, float64 [heads, R]; computed once."""
+        """Reference result of a query with a set of lists, float64 [heads, R]; computed once."""
         if (query, number) not in self._expected:
             slots = self.kv_indices[number, query // self.workload.queries_per_list]
             rows = rows_of_slots(slots[: int(self.kv_lens[query])].long(), self.page)
@@ -78,18 +78,18 @@ class Problem:
         return self._expected[query, number]
 
     def new_out(self) -> torch.Tensor:
-        """Room for a result."""
+        """An uninitialised tensor for a result."""
         return self.q.new_empty((*self.q.shape[:2], self.fmt.kv_lora_rank))
 
 
 def _pages_and_sets(workload: Workload, row_bytes: int, device: Any) -> tuple[int, int]:
-    """Pages of a pool, the reserved one included, and the number of sets of lists."""
+    """Pages of a pool, including the reserved page, and the number of sets of lists."""
     pages = workload.batch * -(-workload.context // PAGE_SIZE)
     sets = device.sets(workload.rows * row_bytes)
     if workload.pool_tokens:
         available = workload.pool_tokens // PAGE_SIZE
         return available + 1, max(1, min(sets, available // pages))
-    # Lists of a sparse workload differ within the same contexts.
+    # The sets of a sparse workload are different lists over the same contexts.
     return pages * (1 if workload.kind == "sparse" else sets) + 1, sets
 
 
@@ -113,7 +113,7 @@ def make_problem(workload: Workload, fmt: RowFormat, device: Any, seed: int = 0)
     _fill(pool, placement, fmt, generator)
 
     of_request = -(-workload.context // PAGE_SIZE)
-    # As SGLang's allocator hands pages out after a while: in any order, never page 0.
+    # Pages in random order without page 0, as SGLang's allocator returns them after some time.
     different = 1 if workload.kind == "sparse" else sets
     order = torch.randperm(pages - 1, generator=generator, device=where)[
         : different * workload.batch * of_request
@@ -152,12 +152,12 @@ def _fill(pool: torch.Tensor, placement: RowPlacement, fmt: RowFormat, generator
 
 
 def check(problem: Problem, out: torch.Tensor, number: int) -> float:
-    """Largest relative error of some queries of a result, computed from a set of lists.
+    """Check some queries of a result with a set of lists; returns the largest relative error.
 
     Raises
     ------
     WrongResult
-        Above `ERROR_LIMIT`, or not a number.
+        If an error is above `ERROR_LIMIT`, or NaN.
     """
     queries = problem.workload.queries
     out = out.view(queries, problem.workload.heads, -1)

@@ -1,17 +1,17 @@
-"""How fast an attention over rows could be: three limits, from peaks measured in the same run.
+"""Lower bounds of the time of attention over rows: three limits, from peaks measured in the same run.
 
-What a call has to do, with N lists of M rows, T queries of H heads, R = 512 latent and P = 64 rotary values:
+Work of a call with N lists of M rows, T queries of H heads, R = 512 latent and P = 64 rotary values:
 
 * **bytes**: every row of every list once, 4 bytes per entry of a list, queries in and results out:
-  ``N M row_bytes + 4 N M + 2 T H (R + P) + 2 T H R + 4 T H``, at the rate of a torch copy, whose bytes are
-  those read and those written.
+  ``N M row_bytes + 4 N M + 2 T H (R + P) + 2 T H R + 4 T H``, at the rate of a torch copy, which counts the
+  bytes read and the bytes written.
 * **matrix**: scores over R + P values and sums over R, two operations per product and sum:
   ``2 T H M (2 R + P)``, at the rate of a large bf16 product. Padding of tiles is not counted.
-* **multiprocessors**, of `mla_decode` alone: ``N M`` rows times the clocks that a row takes of the busiest
-  unit of a multiprocessor. They are counted in the machine code of each tile (``attention_facts.py``) and
+* **multiprocessors**, for `mla_decode` only: ``N M`` rows times the clocks per row of the busiest unit of a
+  multiprocessor. The clocks are counted in the machine code of each tile (``attention_facts.py``) and
   stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
 
-The clock is the highest that the device reports. So each limit is a bound that nobody has to reach.
+The clock is the highest that the device reports, so a kernel need not reach any of the limits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "work_of",
 ]
 
-#: A list of objects, one per layout and number of query heads; ``docs/attention.md`` says what they hold.
+#: A list of objects, one per layout and number of query heads; ``docs/attention.md`` describes their fields.
 TILE_COSTS = Path(__file__).with_name("tile_costs.json")
 #: Units of a multiprocessor whose clocks per row are in `TILE_COSTS`.
 UNITS = ("shared_memory", "issue", "integer", "tensor")
@@ -47,16 +47,16 @@ _ENTRY_BYTES, _BF16_BYTES, _LSE_BYTES = 4, 2, 4
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the device does at best.
+    """Peak rates of the device.
 
     Attributes
     ----------
     copy_bytes_per_s : float
-        Read plus written, of a large copy in the same run.
+        Bytes read plus bytes written per second by a large copy in the same run.
     matmul_flop_per_s : float
-        Of a large bf16 product in the same run.
+        Rate of a large bf16 product in the same run.
     sm_count : int
-        0 on a CPU, which has no limit of the third kind here.
+        Multiprocessors; 0 on a CPU, for which the third limit does not exist.
     clock_hz : float
     """
 
@@ -68,7 +68,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of one call; see the module."""
+    """Bytes, operations and rows of one call; see the module's docstring."""
 
     row_bytes: int
     other_bytes: int
@@ -77,51 +77,54 @@ class Work:
 
 
 def busiest_unit_clk(costs: Mapping[str, Any]) -> float:
-    """Clocks per row of the unit that an object of `TILE_COSTS` asks most of."""
+    """Clocks per row of the busiest unit, in an object of `TILE_COSTS`."""
     return max(costs[f"{unit}_clk_per_row"] for unit in UNITS)
 
 
 @cache
 def _clk_of_one_tile() -> dict[tuple[str, str, int], float]:
-    """By layout, kernel and pairs of a tile."""
+    """Clocks per row of the busiest unit by layout, kernel and query heads of a tile."""
     costs = json.loads(TILE_COSTS.read_text("utf-8"))
     return {(x["layout"], x["kernel"], x["heads"]): busiest_unit_clk(x) for x in costs}
 
 
-def sm_clk_per_row(fmt: RowFormat, pairs: int) -> float:
-    """Clocks of a multiprocessor that `mla_decode` takes per row of a list, in all tiles.
+def sm_clk_per_row(fmt: RowFormat, query_heads: int) -> float:
+    """Multiprocessor clocks of `mla_decode` per row of a list, summed over tiles.
 
     Parameters
     ----------
     fmt : RowFormat
-    pairs : int
-        (query, head) pairs that share the list.
+    query_heads : int
+        That share the list: heads of all its queries.
     """
-    tile = tile_config(fmt.layout, pairs, decode_kernel_of(fmt))
-    return -(-pairs // tile.pairs) * _clk_of_one_tile()[fmt.layout.value, tile.kernel, tile.pairs]
+    tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
+    return (
+        -(-query_heads // tile.query_heads)
+        * _clk_of_one_tile()[fmt.layout.value, tile.kernel, tile.query_heads]
+    )
 
 
 def work_of(workload: Workload, fmt: RowFormat) -> Work:
-    """What a workload has to do on rows of a format."""
+    """Work of a workload on rows of a format."""
     rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
-    rows, pairs = workload.rows, workload.queries * workload.heads
+    rows, query_heads = workload.rows, workload.queries * workload.heads
     return Work(
         row_bytes=rows * fmt.row_bytes,
-        other_bytes=rows * _ENTRY_BYTES + pairs * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
-        flop=2 * pairs * workload.rows_per_list * (2 * rank + rope),
+        other_bytes=rows * _ENTRY_BYTES + query_heads * (_BF16_BYTES * (2 * rank + rope) + _LSE_BYTES),
+        flop=2 * query_heads * workload.rows_per_list * (2 * rank + rope),
         sm_clk=rows * sm_clk_per_row(fmt, workload.heads * workload.queries_per_list),
     )
 
 
 def limits_us(work: Work, peaks: Peaks, *, ours: bool) -> dict[str, float]:
-    """Least microseconds that each of the three allows.
+    """Least time in microseconds by each of the three limits.
 
     Parameters
     ----------
     work : Work
     peaks : Peaks
     ours : bool
-        Whether `mla_decode` does it; the third limit is missing for others and on a CPU.
+        Whether the runner is `mla_decode`; other runners and CPUs have no third limit.
     """
     seconds = {
         "bytes": (work.row_bytes + work.other_bytes) / peaks.copy_bytes_per_s,

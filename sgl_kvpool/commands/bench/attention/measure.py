@@ -1,4 +1,4 @@
-"""Measures attention on a device, one item at a time, and never stops for one that fails."""
+"""Measure attention on a device, one item at a time; an item that fails does not end the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sgl_kvpool.commands.bench.attention.report import best_us, print_table
 
 __all__ = ["Bench", "run"]
 
-#: Share of the free memory that a pool may take; the rest is for what runners allocate.
+#: Share of the free memory that a pool may take; the rest is for the runners' own allocations.
 MEMORY_SHARE = 0.85
 
 
 class Bench:
-    """Measures items on a device.
+    """Measurements of items on a device.
 
     Parameters
     ----------
@@ -43,11 +43,11 @@ class Bench:
         self.device, self.peaks, self.everyone = device, peaks, everyone
         self._reasons: dict[str, str | None] = {}
         self._problem: tuple[Any, Problem] | None = None
-        #: Why nothing can be measured any more: a CUDA error stays.
+        #: Reason why no more items can be measured, since a CUDA error is permanent.
         self.broken: str | None = None
 
     def measure(self, item: Item) -> dict:
-        """A row: the item's facts and its `status`, with a `reason` unless it is "measured"."""
+        """A result row: the item's facts and its `status`, with a `reason` unless it is "measured"."""
         if self.broken:
             return _row(item, "not run", self.broken)
         reason = self.missing(item.runner) or self.everyone[item.runner].refusal(item.workload)
@@ -72,7 +72,7 @@ class Bench:
             return row
 
     def missing(self, name: str) -> str | None:
-        """Why a runner cannot be had; tried once."""
+        """Reason why a runner cannot be loaded, or None; loading is tried once."""
         if name not in self._reasons:
             try:
                 self.everyone[name].load(self.device)
@@ -82,11 +82,11 @@ class Bench:
         return self._reasons[name]
 
     def peers(self) -> dict[str, str]:
-        """ "loaded", or why not, for every peer that was asked for."""
+        """ "loaded", or the reason of the failure, for every requested peer."""
         return {name: reason or "loaded" for name, reason in self._reasons.items() if name != OURS}
 
     def problem(self, item: Item) -> Problem | str:
-        """Inputs, shared by runners that follow each other; the reason why they do not fit."""
+        """Inputs of an item, shared by consecutive runners, or the reason why they do not fit into memory."""
         # SGLang's FP4 pool is made from BF16 rows.
         key = (item.workload, item.layout)
         if self._problem is None or self._problem[0] != key:
@@ -99,13 +99,13 @@ class Bench:
         return self._problem[1]
 
     def timings(self, item: Item, prepared: Prepared) -> dict:
-        """Checked times and what follows from them."""
+        """Times of checked calls, with rates and limits."""
         calls, last = prepared.calls, len(prepared.calls) - 1
         error = 0.0
         for number in {0, last}:
             _poison(prepared)
             error = max(error, check(prepared.problem, calls[number](), number))
-        for call in calls[1:last]:  # schedules are made by first calls
+        for call in calls[1:last]:  # the first calls make the schedules
             call()
         us = self.device.median_us(calls)
         graph_us, no_graph = None, None
@@ -131,7 +131,7 @@ class Bench:
         }
 
     def rates(self, item: Item, us: float, graph_us: float | None) -> dict:
-        """Rates and limits of a time."""
+        """Rates of a time, and its limits."""
         fmt = MLAKVCacheLayout(item.layout).row_format(RANK, ROPE)
         work = work_of(item.workload, fmt)
         limits = limits_us(work, self.peaks, ours=item.runner == OURS)
@@ -156,7 +156,7 @@ def _row(item: Item, status: str, reason: str | None = None, **more: Any) -> dic
 
 
 def _poison(prepared: Prepared) -> None:
-    """NaN where results and partial results go; memory that a peer allocates itself held NaN last."""
+    """Fill result buffers, and the memory that a peer allocates next, with NaN."""
     for buffer in prepared.buffers:
         buffer.fill_(float("nan"))
     if not prepared.buffers:
@@ -175,18 +175,18 @@ def run(
     clock: Any = time.monotonic,
     after_workload: Any = None,
 ) -> list[dict]:
-    """Measure in order until the time is spent; the others get a row that says so.
+    """Measure in order until the time is spent; each remaining item gets a "not run" row.
 
     Parameters
     ----------
     bench : Bench
     chosen : sequence of Item
     minutes : float
-        From now; a measurement that has begun is finished.
+        Time limit from now; a measurement that has begun is finished.
     clock : callable
-        Seconds.
+        Clock that returns seconds.
     after_workload : callable, optional
-        Called with all rows so far whenever a workload is done.
+        Called with all rows so far after each workload.
     """
     end = clock() + minutes * 60
     rows: list[dict] = []

@@ -1,7 +1,7 @@
-"""Who else attends rows: SGLang, FlashInfer and FlashMLA, called as SGLang 0.5.23 calls them.
+"""Peers of `mla_decode`: kernels of SGLang, FlashInfer and FlashMLA, called as SGLang 0.5.23 calls them.
 
-What SGLang prepares once per step (splits, plans, schedules, page tables) is prepared before the clock
-starts. None of these is needed: what does not import or does not run is reported with its reason.
+Everything that SGLang prepares once per step (splits, plans, schedules, page tables) is prepared before the
+clock starts. All peers are optional: a peer that cannot be imported or run is reported with the reason.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Prepared:
     Attributes
     ----------
     calls : list of callable
-        One per set of lists; each returns the result [queries, heads, R].
+        One call per set of lists; each returns the result [queries, heads, R].
     buffers : list of Tensor
-        What the calls write, to be poisoned before a check.
+        Tensors that the calls write, filled with NaN before a check.
     problem : Problem
-        What the results are compared with.
+        Problem whose reference the results are compared with.
     facts : dict
         Extra fields of a result row.
     """
@@ -49,10 +49,10 @@ class Runner(Protocol):
     """One way to compute attention."""
 
     def load(self, device: Any) -> None:
-        """Import what is needed; any exception is the reason why it cannot run."""
+        """Import the kernel; an exception is reported as the reason why the runner is missing."""
 
     def refusal(self, workload: Workload) -> str | None:
-        """Why it does not compute such a workload."""
+        """Reason why the runner cannot compute a workload, or None."""
 
     def prepare(self, problem: Problem) -> Prepared: ...
 
@@ -79,7 +79,11 @@ class Kvpool:
             workspace = DecodeWorkspace(size, out.device)
             buffers.append(workspace.buffer)
             config = decode_config(fmt, w.heads, queries, w.batch, w.rows_per_list, self.sm_count)
-            facts = {"tile_pairs": config.tile.pairs, "tiles": config.tiles, "splits": config.splits}
+            facts = {
+                "tile_query_heads": config.tile.query_heads,
+                "tiles": config.tiles,
+                "splits": config.splits,
+            }
 
         def call(kv_indices: torch.Tensor) -> torch.Tensor:
             return mla_decode(
@@ -91,7 +95,7 @@ class Kvpool:
 
 
 def _bf16(problem: Problem) -> torch.Tensor:
-    """Rows as SGLang's pools hold them, [slots, 1, R + P]."""
+    """Rows in the form of SGLang's pools, [slots, 1, R + P]."""
     return problem.pool.view(torch.bfloat16)[:, None]
 
 
@@ -124,7 +128,7 @@ class SglangTriton:
     def decoder(
         self, problem: Problem
     ) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[torch.Tensor]]:
-        """A function of rows [slots, 1, R + P] and all lists, and what it writes."""
+        """A function of rows [slots, 1, R + P] and all lists, and the tensors that it writes."""
         w, where = problem.workload, problem.q.device
         # TritonAttnBackend: 8 splits, more for MLA, up to a power of two per multiprocessor or 32 tokens.
         most = max(8, min(_power_of_two(self.sm_count), _power_of_two(-(-w.rows_per_list // 32))))
@@ -149,7 +153,7 @@ class SglangTriton:
 
 
 class SglangFp4(SglangTriton):
-    """What SGLang does with FP4 rows: dequantise the whole layer, then attend BF16 rows."""
+    """SGLang's FP4 path: dequantise the whole layer, then attend BF16 rows."""
 
     def load(self, device: Any) -> None:
         super().load(device)
@@ -159,9 +163,9 @@ class SglangFp4(SglangTriton):
 
     def prepare(self, problem: Problem) -> Prepared:
         decode, buffers = self.decoder(problem)
-        # A piece at a time: the encoder needs some hundred times the memory of its input.
-        pieces = [self.codec.batched_quantize(piece) for piece in _bf16(problem).split(1 << 16)]
-        values, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
+        # Encode in chunks: the encoder needs some hundred times the memory of its input.
+        chunks = [self.codec.batched_quantize(chunk) for chunk in _bf16(problem).split(1 << 16)]
+        values, scales = (torch.cat(part) for part in zip(*chunks, strict=True))
         bf16 = MLAKVCacheLayout.BF16.row_format(RANK, ROPE)
         stored = self.codec.batched_dequantize(values, scales)[:, 0].contiguous().view(torch.uint8)
 
@@ -228,7 +232,7 @@ class Flashinfer:
 
 
 class Flashmla:
-    """Dense decode of BF16 rows; its schedule is made by the first call and kept."""
+    """FlashMLA's dense decode of BF16 rows; the first call makes the schedule, which later calls reuse."""
 
     def load(self, device: Any) -> None:
         _needs_cuda(device)
@@ -256,13 +260,13 @@ class Flashmla:
         return Prepared(self.scheduled(call, problem.page_tables), [], problem)
 
     def scheduled(self, call: Callable[..., torch.Tensor], lists: torch.Tensor) -> list[Callable]:
-        """Calls on each set of lists with a schedule each."""
+        """One call per set of lists, each with its own schedule."""
         schedules = [self.module.get_mla_metadata()[0] for _ in lists]
         return [lambda pair=pair: call(*pair) for pair in zip(lists, schedules, strict=True)]
 
 
 class FlashmlaSparseFp8(Flashmla):
-    """Decode of top-k lists over 656-byte rows.
+    """FlashMLA's decode of top-k lists over 656-byte rows.
 
     Heads are padded to 64 or 128 as SGLang does, before the clock starts.
     """
@@ -288,9 +292,9 @@ class FlashmlaSparseFp8(Flashmla):
 
 
 class GatherFlashmla(FlashmlaSparseFp8):
-    """What could be done with FP4 rows instead of ours: gather and decode a batch's, then FlashMLA over them.
+    """Alternative to our kernel on FP4 rows: gather and decode a batch's rows, then run FlashMLA over them.
 
-    The lists of a decode are gathered into 16-bit keys, one run per query, which then are what is attended.
+    The lists are gathered into 16-bit keys, one run per query, which FlashMLA then attends.
     """
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -313,7 +317,7 @@ class GatherFlashmla(FlashmlaSparseFp8):
 
 
 def runners() -> dict[str, Runner]:
-    """Everyone, by name; nothing is imported yet."""
+    """All runners by name; their kernels are imported by `load`."""
     return {
         OURS: Kvpool(),
         "sglang_triton": SglangTriton(),

@@ -4,14 +4,14 @@
         [--only dense,sparse,whole_pool,mtp,arrangement] [--layouts ...] [--heads ...] [--batches ...]
         [--contexts ...] [--peers NAMES|none] [--device cuda|cpu]
 
-Every result is compared with the float64 reference first, its buffers full of NaN before. Times are medians
-of CUDA events, launches excluded, lists rotating beyond the L2 cache; then again inside a CUDA graph. The
-copy and matrix peaks that limits are made of are measured in the same run; limits.py has the
-formulas. FlashInfer compiles on first use, which counts: run `--quick` once before on a fresh machine.
+Every result is first compared with the float64 reference, with buffers full of NaN before the call. Times are
+medians of CUDA events without launches, over lists that rotate beyond the L2 cache; then again inside a CUDA
+graph. The copy and matrix peaks of the limits are measured in the same run; limits.py has the formulas.
+FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a fresh machine.
 
-What does not fit memory is recorded as skipped, what the time does not suffice for as not run: the workloads
-that targets are stated for come first. `--check` fails if a target is missed or a result of ours is wrong.
-A target that could not be measured is said to be so, and is neither passed nor missed.
+A workload that does not fit into memory is recorded as skipped, one for which time is left no longer as not
+run: the workloads of the targets come first. `--check` fails if a target is missed or a result of ours is
+wrong. A target that could not be measured is reported as such, and counts neither as passed nor as missed.
 
 `--device cpu` runs tiny workloads through the CPU path of `mla_decode`: a dry run whose times mean nothing.
 """
@@ -41,14 +41,14 @@ __all__ = ["main"]
 
 SCHEMA = 1
 NOTES = {
-    "cuda": "times without launches; ratios are made of the times inside a CUDA graph where there are any",
+    "cuda": "times without launches; ratios use the times inside a CUDA graph if there are any",
     "cpu": "dry run on a CPU: times exercise the program and say nothing about a GPU",
 }
 _PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sgl-flash-mla", "sgl-kvpool")
 
 
 def versions() -> dict[str, str | None]:
-    """Of packages, None where one is missing; and the commit of the checkout, None without one."""
+    """Versions of packages (None if missing), and the commit of the checkout (None outside of one)."""
     found: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
@@ -60,7 +60,7 @@ def versions() -> dict[str, str | None]:
 
 
 def report_of(bench: Bench, grid: Grid, rows: list[dict], argv: Sequence[str]) -> dict:
-    """What the JSON holds."""
+    """Content of the JSON."""
     add_ratios(rows)
     on_gpu = bench.device.kind == "cuda"
     return {
@@ -101,18 +101,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,16 or 8k,32k")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,16 or 8k,32k")
     return found
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Measure, print, write; returns the exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only what targets are stated for")
+    parser.add_argument("--quick", action="store_true", help="only the workloads of the targets")
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, help="draw them here (PNG)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop measuring after so long (8)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--plot", type=Path, help="draw the results to this file (PNG)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit in minutes (8)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", type=_names(GROUPS), default=(), help=", ".join(GROUPS))
     parser.add_argument("--layouts", type=_names([x.value for x in MLAKVCacheLayout]), default=())
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         parser.add_argument(f"--{name}", type=_numbers, default=(), help="only these")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu is a dry run")
+        parser.error("torch sees no GPU; --device cpu is a dry run")
     commit()  # before results are written, which changes the checkout
     require_writable(parser, arguments.json, arguments.plot)
     grid = GPU_GRID if arguments.device == "cuda" else CPU_GRID

@@ -13,23 +13,27 @@ from sgl_kvpool.layout import SegmentEncoding
 __all__ = ["add_ratios", "best_us", "draw", "print_ratios", "print_table", "targets"]
 
 MEASURED = "measured"
-#: Without this one nobody can say that the best BF16 peer is beaten: it is the one made for Hopper.
+#: The peer made for Hopper: without its time, a comparison with the best BF16 peer is not conclusive.
 BEST_EXPECTED_PEER = "flashmla"
 SPARSE_PEER = "flashmla_sparse_fp8"
-#: Layouts whose rows are narrower than BF16's.
+#: Layouts with rows narrower than BF16 rows.
 NARROW = tuple(layout.value for layout in MLAKVCacheLayout if layout.is_narrow)
 
 _WORKLOAD = ("kind", "heads", "batch", "context_tokens", "rows_per_list", "queries_per_list")
 
-#: Least speedup over the best BF16 peer, by how latents are stored.
+#: Least speedup over the best BF16 peer, by the encoding of latents.
 BEST_PEER_SPEEDUPS = {SegmentEncoding.E2M1_IN_BLOCKS: 1.4, SegmentEncoding.E4M3_IN_TILES: 1.2}
 #: Least speedups of FP4, and the largest slowdown with many heads.
 WHOLE_POOL_SPEEDUP, SPARSE_SPEEDUP, MANY_HEADS_SLOWDOWN = 10.0, 1.0, 1.3
 
 
 def best_us(row: dict) -> float:
-    """Time of a row without launches: in a CUDA graph where that was possible."""
+    """Time of a row without launches: in a CUDA graph if it could be captured."""
     return row["graph_us"] if row.get("graph_us") is not None else row["us"]
+
+
+def _needs_decoding(row: dict) -> bool:
+    return MLAKVCacheLayout(row["layout"]).needs_decoding
 
 
 def _same_workload(row: dict, rows: Iterable[dict], **but: Any) -> list[dict]:
@@ -39,10 +43,10 @@ def _same_workload(row: dict, rows: Iterable[dict], **but: Any) -> list[dict]:
 
 
 def add_ratios(rows: Sequence[dict]) -> None:
-    """Add to our rows how many times as fast as each peer they are, in the same workload of the same run.
+    """Add the speedup over each peer to our rows, for the same workload in the same run.
 
     `times_as_fast_as` has an entry per measured peer and "kvpool bf16", our kernel on BF16 rows.
-    `time_to_layer_major` is an arrangement's time over that of the same rows layer-major.
+    `time_to_layer_major` is an arrangement's time divided by the layer-major time of the same rows.
     """
     for row in rows:
         if row["status"] != MEASURED or row["runner"] != OURS:
@@ -51,8 +55,8 @@ def add_ratios(rows: Sequence[dict]) -> None:
         for other in _same_workload(row, rows):
             if other["runner"] != OURS:
                 found[other["runner"]] = best_us(other) / best_us(row)
-            elif other["layout"] == "bf16" != row["layout"]:
-                found[f"{OURS} bf16"] = best_us(other) / best_us(row)
+            elif _needs_decoding(row) and not _needs_decoding(other):
+                found[f"{OURS} {other['layout']}"] = best_us(other) / best_us(row)
         row["times_as_fast_as"] = {name: round(ratio, 3) for name, ratio in found.items()}
         if row["arrangement"] != "layer_major":
             base = [
@@ -64,7 +68,7 @@ def add_ratios(rows: Sequence[dict]) -> None:
 
 
 def _ours(rows: Iterable[dict], layout: str, **wanted: Any) -> list[dict]:
-    """Rows of our kernel that were measured, layer-major and with a query per list."""
+    """Measured rows of our kernel, layer-major and with one query per list."""
     wanted = {"runner": OURS, "layout": layout, "arrangement": "layer_major", "queries_per_list": 1, **wanted}
     return [r for r in rows if r["status"] == MEASURED and all(r[k] == v for k, v in wanted.items())]
 
@@ -98,7 +102,7 @@ def _against_best_peer(rows: Sequence[dict], layout: str, least: float, at: dict
 
 
 def _many_heads(rows: Sequence[dict], layout: str, heads: int, at: dict) -> dict:
-    """The worst of all measured dense workloads; the one of the target has to be among them."""
+    """Verdict by the worst of all measured dense workloads, which must include that of the target."""
     name = f"{layout}, {heads} heads: time over BF16 rows, same kernel"
     need, base = f"at most {MANY_HEADS_SLOWDOWN}x", f"{OURS} bf16"
     own = [r for r in _ours(rows, layout, kind="dense", heads=heads) if base in r["times_as_fast_as"]]
@@ -116,7 +120,7 @@ def _many_heads(rows: Sequence[dict], layout: str, heads: int, at: dict) -> dict
 def _against(
     rows: Sequence[dict], layout: str, what: str, peer: str, least: float, at: dict, wanted: dict
 ) -> dict:
-    """A layout against one peer: the worst of the measured workloads; those `at` have to be among them."""
+    """Verdict on a layout against one peer, by the worst measured workload; `at` must be among them."""
     name, need = f"{layout}{what}", f"at least {least:g}x"
     own = [r for r in _ours(rows, layout, **wanted) if peer in r["times_as_fast_as"]]
     if not own:
@@ -133,14 +137,14 @@ def _against(
 def targets(
     rows: Sequence[dict], *, on_gpu: bool, target: tuple[int, int, int], many_heads: int
 ) -> list[dict]:
-    """What the project asks of speed, and what was found.
+    """Speed targets of the project, and the measured values.
 
     Parameters
     ----------
     rows : sequence of dict
-        After `add_ratios`.
+        Result rows, after `add_ratios`.
     on_gpu : bool
-        Nothing is passed or missed by times of a CPU.
+        Whether the times are a GPU's; times of a CPU neither pass nor miss a target.
     target : (int, int, int)
         Heads, batch and context of the main comparison.
     many_heads : int
@@ -148,8 +152,8 @@ def targets(
     Returns
     -------
     list of dict
-        `state` is "passed", "missed" or "not measured". A ratio below its target to any peer is missed; one
-        above it is passed only if the peer that matters was there.
+        `state` is "passed", "missed" or "not measured". A target is missed if the ratio to any peer is below
+        it; it is passed only if the decisive peer was measured.
     """
     if not on_gpu:
         rows = []
@@ -184,11 +188,11 @@ def targets(
 
 
 def print_ratios(rows: Sequence[dict]) -> None:
-    """How our kernel compares, a line per workload and layout."""
+    """Print the ratios of our kernel, one line per workload and layout."""
     for row in rows:
         ratios = [f"{ratio:.2f}x {name}" for name, ratio in row.get("times_as_fast_as", {}).items()]
         if row.get("time_to_layer_major"):
-            ratios.append(f"{row['time_to_layer_major']:.2f} of the time of layer_major")
+            ratios.append(f"{row['time_to_layer_major']:.2f} of layer_major's time")
         if ratios:
             where = f"{row['heads']} heads, batch {row['batch']}, {row['context_tokens']} tokens"
             queries = f", {row['queries_per_list']} queries" if row["queries_per_list"] > 1 else ""
@@ -199,7 +203,7 @@ def print_ratios(rows: Sequence[dict]) -> None:
 
 
 def print_table(row: dict | None) -> None:
-    """One line of the table; its head for None."""
+    """Print one line of the table, or its head for None."""
     if row is None:
         print(
             f"{'group':12}{'heads':>6}{'batch':>6}{'context':>8} {'q':>2} {'arrangement':12}{'runner':20}"
@@ -224,7 +228,7 @@ def print_table(row: dict | None) -> None:
 
 
 def draw(rows: Sequence[dict], path: Path, title: str) -> bool:
-    """Times by context length, and our speedup over the best BF16 peer by heads; False without matplotlib."""
+    """Plot times by context, and our speedup over the best BF16 peer by heads; False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -240,7 +244,7 @@ def draw(rows: Sequence[dict], path: Path, title: str) -> bool:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     figure.suptitle(title, fontsize=9)
     if dense:
-        # The first row is of the workload that matters most.
+        # The first row has the most important workload.
         first = dense[0]
         some = [r for r in dense if (r["heads"], r["batch"]) == (first["heads"], first["batch"])]
         for name in dict.fromkeys((r["runner"], r["layout"]) for r in some):

@@ -1,1 +1,1 @@
-"""`sgl-kvpool bench rates`: what an SM does per clock of what decode attention is made of."""
+"""`sgl-kvpool bench rates`: an SM's rates per clock for the operations of decode attention."""

@@ -1,6 +1,6 @@
-// What decode attention is made of, one thing at a time: instructions that decode, small wgmma, row gathers.
-// program.py calls the three functions at the end. Clocks are those of an SM, read by the kernel itself, so
-// they do not depend on its frequency.
+// The operations of decode attention, one at a time: instructions that decode, small wgmma, row gathers.
+// library.py calls the functions at the end. Clocks are SM clocks, read by the kernel itself, so they do not
+// depend on the frequency.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -11,15 +11,15 @@ namespace {
 
 // ------------------------------------------------------------------------------------- instructions
 
-constexpr int kChains = 8;   // registers of a thread that are worked on, each in a chain of its own
-constexpr int kUnrolled = 8; // times that each of them is, per round
+constexpr int kChains = 8;   // registers per thread, each a dependency chain of its own
+constexpr int kUnrolled = 8; // operations per register and round
 
 enum Op {
   kLop3, kShift, kImad, kPrmt, kMulBf16, kMulF16, kCvtE4m3, kLop3Imad, kLop3Mul, kLop3Cvt,
   kDecodeFp4, kDecodeFp4ByE4m3, kDecodeE4m3, kDecodeE4m3ByCvt,
 };
 
-// `a` and `b` are arguments of the kernel: of constants the assembler would make fewer instructions.
+// `a` and `b` are kernel arguments: with constants the assembler would simplify the instructions.
 #define INSTRUCTION(NAME, TEXT)                                                                          \
   DEVICE void NAME(uint32_t& r, uint32_t a, uint32_t b) { asm volatile(TEXT : "+r"(r) : "r"(a), "r"(b)); }
 INSTRUCTION(lop3, "lop3.b32 %0,%0,%1,%2,0x6A;")
@@ -31,7 +31,7 @@ INSTRUCTION(mul_f16, "mul.rn.f16x2 %0,%0,%1;")
 // r += a * b
 INSTRUCTION(fma_bf16, "fma.rn.bf16x2 %0,%1,%2,%0;")
 INSTRUCTION(fma_f16, "fma.rn.f16x2 %0,%1,%2,%0;")
-// Two e4m3 of a half of a register, as fp16.
+// Converts the two e4m3 in one half of a register to fp16.
 #define CONVERSION(NAME, HALF)                                                                 \
   DEVICE uint32_t NAME(uint32_t r) {                                                           \
     uint32_t x;                                                                                \
@@ -42,8 +42,8 @@ INSTRUCTION(fma_f16, "fma.rn.f16x2 %0,%1,%2,%0;")
 CONVERSION(e4m3_low, "low")
 CONVERSION(e4m3_high, "high")
 
-// Decoding as triton_operands.py does it. In place of a product with the scale a product and a sum, on the
-// same unit: the sums are what keeps the results, and the next word is one of them.
+// Decoding as in triton_operands.py. The product with the scale is replaced by a multiply-add on the same unit:
+// the sum keeps all results alive, and is the next input word.
 DEVICE uint32_t fp4_bits(uint32_t magnitudes, uint32_t signs) {
   return (magnitudes & 0x01C001C0u) | (signs & 0x80008000u);
 }
@@ -54,7 +54,7 @@ DEVICE void decode_fp4(uint32_t (&s)[4], uint32_t scale) {
   fma_bf16(s[2], fp4_bits(w >> 2, w << 4), scale);
   fma_bf16(s[3], fp4_bits(w >> 6, w), scale);
 }
-// The other way: codes as e4m3 bytes, which the machine converts to fp16.
+// Alternative decoder: codes as e4m3 bytes, which the GPU converts to fp16.
 DEVICE void decode_fp4_by_e4m3(uint32_t (&s)[4], uint32_t scale) {
   uint32_t w = s[0];
   uint32_t even = ((w << 2) & 0x1C1C1C1Cu) | ((w << 4) & 0x80808080u);
@@ -134,8 +134,8 @@ __global__ void instructions(uint32_t a, uint32_t b, uint32_t* out, long long* c
 #define NAMES4 "{%0,%1,%2,%3}"
 #define NAMES8 "{%0,%1,%2,%3,%4,%5,%6,%7}"
 #define NAMES16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-// A in registers; A in shared memory, transposed or not. B is [N, K] in shared memory in all of them. A0 to B
-// are the names of operands behind the accumulators if A is in registers, AT and BT if it is not.
+// A in registers, or in shared memory, transposed or not. B is [N, K] in shared memory. A0 to B name the operands
+// behind the accumulators if A is in registers, AT and BT name them if A is in shared memory.
 #define PRODUCT(N, REGISTERS, NAMES, A0, A1, A2, A3, B, AT, BT)                                             \
   template <int KIND>                                                                                       \
   DEVICE void product(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t at, uint64_t b) {                 \
@@ -156,19 +156,19 @@ PRODUCT(32, REGISTERS16, NAMES16, "%16", "%17", "%18", "%19", "%20", "%16", "%17
 constexpr int kSteps = 16;               // products of 16 values of K each, per round: K is 256
 constexpr int kTileBytes = 64 * 128;     // 64 rows of 64 bf16, or 64 values of K with 64 rows of bf16 each
 constexpr int kOperandBytes = 4 * kTileBytes;
-constexpr int kGroups = 2;               // most warp groups
+constexpr int kGroups = 2;               // largest number of warp groups
 
-// Of a tile in shared memory whose rows of 128 bytes are swizzled; groups of eight rows follow each other.
+// Descriptor of a tile in shared memory with swizzled rows of 128 bytes, in consecutive groups of eight rows.
 DEVICE uint64_t descriptor(uint32_t address) {
   return (uint64_t(address & 0x3FFFF) >> 4) | (1ull << 62) | (64ull << 32) | (1ull << 16);
 }
 
-// All warp groups multiply with the same B; each has its own A. `operands` is what shared memory holds: an A
+// All warp groups multiply with the same B; each has its own A. `operands` is the content of shared memory: one A
 // per group, then B.
 template <int N, int KIND, int SUMS>
 __global__ void products(const uint4* operands, float* out, long long* clocks, int rounds) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  // From one lane, so that descriptors are made in uniform registers.
+  // Broadcast from one lane, so that descriptors are in uniform registers.
   int groups = blockDim.x / 128, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   for (int i = threadIdx.x; i < (groups + 1) * kOperandBytes / 16; i += blockDim.x)
     reinterpret_cast<uint4*>(memory)[i] = operands[i];
@@ -190,7 +190,7 @@ __global__ void products(const uint4* operands, float* out, long long* clocks, i
       product<KIND>(sums[step % SUMS], a, at + ((KIND == kTransposed ? down : along) >> 4), b + (along >> 4));
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the next round is behind this one
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // waits for the previous round
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   __syncthreads();
@@ -207,7 +207,7 @@ __global__ void products(const uint4* operands, float* out, long long* clocks, i
 
 constexpr int kTogether = 32;  // rows per stage, one per lane of the only warp
 constexpr int kStages = 4;
-enum How { kBulk, kPieces, kLoads };
+enum How { kBulk, kChunks, kLoads };
 
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 DEVICE void wait_for(uint32_t barrier, uint32_t phase) {
@@ -216,14 +216,14 @@ DEVICE void wait_for(uint32_t barrier, uint32_t phase) {
       ::"r"(barrier), "r"(phase) : "memory");
 }
 
-// Copies rows into shared memory, kStages of kTogether rows in flight: one bulk copy per row, or pieces of 16
-// bytes; or loads them into registers. A lane gives the exclusive or of the last words of its rows, which have
-// arrived by then, or of all that it has loaded.
+// Copies rows into shared memory, kStages of kTogether rows in flight, by one bulk copy per row or by chunks of 16
+// bytes; or loads them into registers. Each lane returns the exclusive or of the last words of its rows, or of all
+// words that it has loaded, as proof of their arrival.
 template <int ROW, int HOW>
 __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* out) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ uint64_t full[kStages];
-  constexpr int kStride = (ROW + 31) / 32 * 32 + 16, kPiecesOfRow = ROW / 16;
+  constexpr int kStride = (ROW + 31) / 32 * 32 + 16, kChunksOfRow = ROW / 16;
   int lane = threadIdx.x, count = rows / kTogether / gridDim.x;
   const int* own = ids + static_cast<int64_t>(blockIdx.x) * count * kTogether;
   if (HOW == kBulk) {
@@ -239,10 +239,10 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
     for (int block = 0; block < count; ++block) {
       int id = own[block * kTogether + lane];
 #pragma unroll 8
-      for (int k = 0; k < kPiecesOfRow; ++k) {
+      for (int k = 0; k < kChunksOfRow; ++k) {
         int i = k * 32 + lane;
-        int row = __shfl_sync(~0u, id, i / kPiecesOfRow), piece = i % kPiecesOfRow;
-        uint4 x = *reinterpret_cast<const uint4*>(pool + static_cast<int64_t>(row) * ROW + piece * 16);
+        int row = __shfl_sync(~0u, id, i / kChunksOfRow), chunk = i % kChunksOfRow;
+        uint4 x = *reinterpret_cast<const uint4*>(pool + static_cast<int64_t>(row) * ROW + chunk * 16);
         sum ^= x.x ^ x.y ^ x.z ^ x.w;
       }
     }
@@ -262,15 +262,15 @@ __global__ void gather(const uint8_t* pool, const int* ids, int rows, uint32_t* 
                        "r"(ROW), "r"(barrier) : "memory");
         } else {
 #pragma unroll 8
-          for (int k = 0; k < kPiecesOfRow; ++k) {
-            int i = k * 32 + lane, row = i / kPiecesOfRow, piece = i % kPiecesOfRow;
-            int64_t from = static_cast<int64_t>(__shfl_sync(~0u, id, row)) * ROW + piece * 16;
+          for (int k = 0; k < kChunksOfRow; ++k) {
+            int i = k * 32 + lane, row = i / kChunksOfRow, chunk = i % kChunksOfRow;
+            int64_t from = static_cast<int64_t>(__shfl_sync(~0u, id, row)) * ROW + chunk * 16;
             asm volatile("cp.async.cg.shared.global [%0],[%1],16;"
-                         ::"r"(shared_address(to + row * kStride + piece * 16)), "l"(pool + from) : "memory");
+                         ::"r"(shared_address(to + row * kStride + chunk * 16)), "l"(pool + from) : "memory");
           }
         }
       }
-      if (HOW == kPieces) asm volatile("cp.async.commit_group;" ::: "memory");
+      if (HOW == kChunks) asm volatile("cp.async.commit_group;" ::: "memory");
       int done = block - (kStages - 1);
       if (done >= 0) {
         if constexpr (HOW == kBulk) wait_for(shared_address(full + done % kStages), done / kStages & 1);
@@ -306,11 +306,11 @@ Products products_of(int kind, int sums) {
 using Gather = void (*)(const uint8_t*, const int*, int, uint32_t*);
 template <int ROW>
 Gather gather_of(int how) {
-  constexpr Gather all[] = {gather<ROW, kBulk>, gather<ROW, kPieces>, gather<ROW, kLoads>};
+  constexpr Gather all[] = {gather<ROW, kBulk>, gather<ROW, kChunks>, gather<ROW, kLoads>};
   return all[how];
 }
 
-// Null for rows of another size.
+// Null for other row sizes.
 template <int... ROWS>
 Gather gather_of_one_of(int row_bytes, int how) {
   Gather found = nullptr;
@@ -326,7 +326,7 @@ int launched(const void* kernel, int blocks, int threads, int shared_bytes, void
 
 }  // namespace
 
-// All three return a cudaError_t.
+// All three functions return a cudaError_t.
 extern "C" int kvpool_instructions(int op, uint32_t a, uint32_t b, uint32_t* out, long long* clocks, int rounds,
                                    int blocks, int threads, cudaStream_t stream) {
   void* arguments[] = {&a, &b, &out, &clocks, &rounds};
@@ -339,7 +339,7 @@ extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands,
                     : n == 16 ? products_of<16>(kind, sums)
                               : products_of<32>(kind, sums);
   void* arguments[] = {&operands, &out, &clocks, &rounds};
-  // More than half of an SM's memory, whatever the number of groups: one program per SM.
+  // More than half of an SM's shared memory for any number of groups: one program per SM.
   int shared_bytes = (kGroups + 2) * kOperandBytes;
   return launched(reinterpret_cast<const void*>(kernel), blocks, 128 * groups, shared_bytes, arguments, stream);
 }

@@ -18,9 +18,9 @@ SOURCE = Path(__file__).resolve().parent / "kernels.cu"
 _USUAL = Path("/usr/local/cuda/bin/nvcc")
 _FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 
-#: Arguments of the instructions, which the assembler must not know: 1.0 twice in bf16, and prmt's selector.
+#: Run-time operands of the instructions, unknown to the assembler: 1.0 twice in bf16, and prmt's selector.
 FACTOR, SELECTOR = 0x3F803F80, 0x00010203
-#: What kernels.cu calls `Op`, in its order: (name, what a thread does of it per round, of what).
+#: The operations, in the order of kernels.cu's `Op`: (name, number per thread and round, unit).
 OPERATIONS = (
     ("lop3", 64, "instructions"),
     ("shift", 64, "instructions"),
@@ -40,12 +40,12 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler: of CUDA_HOME, of PATH, of the wheel among SGLang's dependencies, or the usual one.
+    """Path of nvcc: from CUDA_HOME, PATH, the wheel among SGLang's dependencies, or the default folder.
 
     Raises
     ------
     FileNotFoundError
-        There is none.
+        If nvcc is not found.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
@@ -55,7 +55,7 @@ def find_nvcc() -> str:
     for candidate in (*candidates, _USUAL):
         if candidate.exists():
             return str(candidate)
-    raise FileNotFoundError("no nvcc: install CUDA's toolkit, or name its folder in CUDA_HOME")
+    raise FileNotFoundError("nvcc not found: install the CUDA toolkit, or set CUDA_HOME to its folder")
 
 
 def compile_library(folder: Path) -> Path:
@@ -64,9 +64,9 @@ def compile_library(folder: Path) -> Path:
     Raises
     ------
     FileNotFoundError
-        No nvcc.
+        If nvcc is not found.
     RuntimeError
-        nvcc failed.
+        If nvcc fails.
     """
     target = folder / "librates.so"
     command = [find_nvcc(), *_FLAGS, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(SOURCE)]
@@ -84,7 +84,7 @@ class Library:
     Parameters
     ----------
     path : Path
-        From `compile_library`.
+        Result of `compile_library`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,21 +94,21 @@ class Library:
     def instructions(
         self, op: int, out: torch.Tensor, clocks: torch.Tensor, rounds: int, blocks: int, threads: int
     ) -> None:
-        """`OPERATIONS[op]`, `rounds` times in every thread; clocks of each block, int64."""
+        """Run `OPERATIONS[op]` `rounds` times in every thread; writes the clocks of each block, int64."""
         self._call("instructions", op, FACTOR, SELECTOR, out, clocks, rounds, blocks, threads)
 
     def products(
         self, n: int, kind: int, sums: int, operands: torch.Tensor, out: torch.Tensor, clocks: torch.Tensor,
         rounds: int, blocks: int, groups: int,
     ) -> None:  # fmt: skip
-        """16 wgmma m64n{n}k16 per round and warp group, into `sums` accumulators in turn."""
+        """Run 16 wgmma m64n{n}k16 per round and warp group, into `sums` accumulators in turn."""
         self._call("products", n, kind, sums, operands, out, clocks, rounds, blocks, groups)
 
     def gather(
         self, row_bytes: int, how: int, pool: torch.Tensor, ids: torch.Tensor, rows: int, out: torch.Tensor,
         blocks: int,
     ) -> None:  # fmt: skip
-        """Rows of a pool by their numbers, int32."""
+        """Gather rows of a pool by int32 row numbers."""
         self._call("gather", row_bytes, how, pool, ids, rows, out, blocks)
 
     def _call(self, name: str, *arguments: int | torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The measurements of `bench rates`: which there are, and how each is made on a GPU."""
+"""The measurements of `bench rates`, and how each is made on a GPU."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 
 __all__ = ["KINDS", "Measurer", "jobs"]
 
-#: Where the operands of a product lie, as kernels.cu's `Kind`.
+#: Places of the operands of a product, in the order of kernels.cu's `Kind`.
 KINDS = ("A in registers", "A in shared memory", "A in shared memory, transposed")
-#: As kernels.cu's `How`.
+#: Ways of gathering rows, in the order of kernels.cu's `How`.
 HOWS = ("one bulk copy per row", "cp.async of 16 bytes", "loads of 16 bytes")
-#: How rows are referred to: in order; in pages of 64 in any order, as a context's; each anywhere, as top-k.
+#: Order of the row numbers: ascending; pages of 64 in random order, as a context; random rows, as top-k.
 ORDERS = ("in order", "pages", "any order")
 PAGE_ROWS = 64
-#: Widths of DeepSeek's rows in all layouts, for each of which `kernels.cu` has a kernel.
+#: Widths of DeepSeek's rows in all layouts; kernels.cu has a kernel for each.
 ROW_BYTES = tuple(sorted(layout.row_format(512, 64).row_bytes for layout in MLAKVCacheLayout))
-#: Programs of one warp per SM. Copies in flight are in shared memory, loads in registers of more warps.
+#: Programs per SM, of one warp each. Copies in flight need shared memory, loads need registers of more warps.
 PER_SM = {0: (1, 2, 4), 1: (1, 2, 4), 2: (8, 32)}
 _SM_SHARED_BYTES = 227 << 10
-#: Products that 16 wgmma make of one accumulator: K of a round.
+#: K of a round of 16 wgmma.
 _K = 256
 
 
 def _shared_bytes(row_bytes: int, how: int) -> int:
-    """Of one program of `gather`: four stages of 32 rows."""
+    """Shared memory of one program of `gather`: four stages of 32 rows."""
     return 0 if how == 2 else 4 * 32 * (-(-row_bytes // 32) * 32 + 16)
 
 
 def jobs() -> list[dict[str, Any]]:
-    """Everything that is measured, most important first."""
+    """All measurements, most important first."""
     products = [
         {"what": "products", "n": n, "kind": kind, "sums": sums, "warp_groups": groups}
         for sums, groups, n, kind in itertools.product((1, 2), (1, 2), (16, 8, 32), range(len(KINDS)))
@@ -57,15 +57,15 @@ def jobs() -> list[dict[str, Any]]:
 
 
 class Measurer:
-    """Makes measurements on the current GPU.
+    """Measurements on the current GPU.
 
     Parameters
     ----------
     library : Library
     device : CudaDevice
     rounds, threads, pool_bytes : int
-        How often a block's instructions are repeated, how many threads it has, and how large the pool is that
-        rows are gathered from: far larger than the L2 cache. Smaller on an emulator.
+        Repetitions of a block's instructions, threads per block, and size of the pool from which rows are
+        gathered: far larger than the L2 cache. An emulator uses smaller values.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Measurer:
         self._pool: tuple[int, torch.Tensor] | None = None
 
     def measure(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of a job of `jobs`."""
+        """Result of a job of `jobs`."""
         arguments = {name: value for name, value in job.items() if name != "what"}
         return getattr(self, f"_{job['what']}")(**arguments)
 
@@ -121,9 +121,9 @@ class Measurer:
         }
 
     def _subnormals(self) -> dict[str, Any]:
-        """Whether a product takes bf16 below 2**-126 at its value: if so, e4m3 needs no scaling before it."""
+        """Whether a product uses the exact value of bf16 below 2**-126: e4m3 then needs no scaling."""
         n, tiny, large = 16, 2.0**-130, 2.0**100
-        # A, whose swizzling moves equal values, and B.
+        # A and B; swizzling has no effect on A, whose values are equal.
         operands = torch.cat([torch.full((64 * _K,), x).bfloat16() for x in (tiny, large)])
         operands = operands.to(self.device.device)
         found = {}
@@ -164,7 +164,7 @@ class Measurer:
         return (pages[:, None] * PAGE_ROWS + torch.arange(PAGE_ROWS, device=where)).flatten()
 
     def _pool_of(self, row_bytes: int) -> torch.Tensor:
-        """Random rows, far more than the L2 cache holds; kept for the next job."""
+        """A pool of random rows, far larger than the L2 cache; kept for the next job."""
         if self._pool is None or self._pool[0] != row_bytes:
             self._pool = None
             count = self._pool_bytes // row_bytes // PAGE_ROWS * PAGE_ROWS
@@ -175,9 +175,9 @@ class Measurer:
         return self._pool[1]
 
     def _clocks_per_round(self, call: Callable[[int], None], clocks: torch.Tensor) -> float:
-        """Median over SMs and launches; what a launch costs beside its rounds is taken off."""
+        """Median clocks per round over SMs and launches, without the constant cost of a launch."""
         few, many = -(-self._rounds // 10), self._rounds
-        call(few)  # loads the kernel
+        call(few)  # load the kernel
 
         def median(rounds: int) -> float:
             times = []

@@ -1,16 +1,16 @@
-"""Micro-measurements of a Hopper GPU: what an SM does per clock of what decode attention is made of.
+"""Micro-benchmarks of a Hopper GPU: rates per SM clock of the operations of decode attention.
 
     sgl-kvpool bench rates [--json PATH] [--continue]
 
-* instructions that decode rows: lanes per clock and SM, alone and in turn with others; and whole decoders of
-  e2m1 and e4m3, the present ones and others, in values per clock and SM;
+* instructions that decode rows: lanes per clock and SM, alone and alternating with others; and whole decoders
+  of e2m1 and e4m3, the present ones and alternatives, in values per clock and SM;
 * wgmma of 8, 16 and 32 columns with A in registers or in shared memory: clocks per product of the SM;
-* whether bf16 subnormals are multiplied at their value;
-* rows gathered from memory, by one bulk copy per row, by copies and by loads of 16 bytes: bytes per second.
+* whether products use the exact values of bf16 subnormals;
+* gathers of rows from memory by one bulk copy per row, by copies or by loads of 16 bytes: bytes per second.
 
-Needs torch and nvcc, and neither Triton nor SGLang. A measurement that hangs or faults costs only itself. It
-takes about half a minute. No GPU has run it yet; on an emulator its kernels do what they say
-(tests/ptxrun/test_ptx_rates.py).
+Needs torch and nvcc, but neither Triton nor SGLang. A measurement that hangs or faults loses only its own
+result. The run takes about half a minute. It has not run on a GPU yet; on an emulator its kernels give the
+expected results (tests/ptxrun/test_ptx_rates.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _worker(path: Path) -> int:
     for job in sent.begin(device.facts()):
         try:
             sent.answer({"status": "measured", **measurer.measure(job)})
-        except Exception as error:  # a kernel that nobody has run; the report says what it did
+        except Exception as error:  # a new kernel may fail in any way; the report has the reason
             first = (str(error).strip().splitlines() or ["no message"])[0]
             found = {"status": "failed", "reason": f"{type(error).__name__}: {first}"}
             sent.answer(found, usable=not cuda_is_broken())
@@ -64,14 +64,14 @@ def _line(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Measure, print, write; returns the exit status: 1 if a measurement failed."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here, after each measurement")
-    parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results of --json")
+    parser.add_argument("--json", type=Path, help="write the results to this file after each measurement")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.library is not None:
         return _worker(arguments.library)
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU here")
+        parser.error("torch sees no GPU")
     require_writable(parser, arguments.json)
     report = Report(
         arguments.json, {"benchmark": "rates", "schema": SCHEMA, "commit": commit()}, arguments.goes_on

@@ -1,1 +1,1 @@
-"""`sgl-kvpool bench tiles`: tiles and splits of `mla_decode`, and which tile table follows from them."""
+"""`sgl-kvpool bench tiles`: times of tiles and splits of `mla_decode`, and the tile table that follows."""

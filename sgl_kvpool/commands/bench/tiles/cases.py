@@ -1,4 +1,4 @@
-"""Which tiles of `mla_decode` are compared, and on what."""
+"""Tiles of `mla_decode` that are compared, and the workloads of the comparison."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import MAX_SPLITS, TileConfig, config_of_tile, table
 from sgl_kvpool.commands.bench.attention.cases import Workload
+from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = [
     "CPU_HEADS",
@@ -22,40 +23,62 @@ __all__ = [
     "workloads",
 ]
 
-#: Query heads of a rank: what DeepSeek, Kimi and GLM have with TP 8, and one with more.
+#: Query heads per rank: those of DeepSeek, Kimi and GLM with TP 8, and one larger number.
 HEADS = (16, 8, 32)
 CPU_HEADS = (2,)
 _TOP_K = 2048
-#: (block_rows, warps, stages, programs_per_sm). 128 decoded rows are 144 KB of shared memory, 64 are 72 KB;
+#: (block_rows, warps, stages, programs_per_sm). 128 decoded rows take 144 KB of shared memory, 64 take 72 KB;
 #: two programs of 4 warps have 255 registers per thread.
 _DECODED_SHAPES = ((64, 8, 1, 1), (128, 8, 1, 1), (64, 4, 1, 2))
-#: Rows that are operands as they are; with 3 stages two blocks of them wait in shared memory.
+#: The same for rows that need no decoding; with 3 stages two blocks of them wait in shared memory.
 _BF16_SHAPES = ((64, 8, 3, 1), (128, 8, 1, 1), (64, 4, 1, 2), (64, 4, 3, 1))
-#: Pairs of tiles that are compared, by heads: the smallest that holds them, one that has room to spare, and
-#: for 32 heads two tiles of half of them.
-_PAIRS = {8: (8, 16), 16: (16,), 32: (32, 16)}
+#: Gluon tiles beside those of the table: (query_heads, warps, programs_per_sm, late_parts). A block of 4
+#: warps has 64 rows, a block of 8 has 128.
+_GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
+    SegmentEncoding.E4M3_BY_K_SCALE: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 8, 1, 0)),
+    SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
+    SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
+}
+#: Query heads per tile that are compared, by heads: the smallest tile that holds all heads, a larger one, and
+#: for 32 heads two tiles of 16.
+_QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 
 def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[TileConfig]:
-    """Tiles to compare for this many query heads, those of the table first; on a CPU, Triton's alone."""
+    """Tiles to compare for a number of query heads, those of the table first; on a CPU only Triton's."""
     shapes = _DECODED_SHAPES if layout.needs_decoding else _BF16_SHAPES
-    wanted = _PAIRS.get(heads, (16,))
+    wanted = _QUERY_HEADS.get(heads, (16,))
     kernels = ("gluon", "triton") if on_gpu else ("triton",)
     found = [
-        tile for kernel in kernels for name, tile in table(kernel) if name is layout and tile.pairs in wanted
+        tile
+        for kernel in kernels
+        for name, tile in table(kernel)
+        if name is layout and tile.query_heads in wanted
     ]
-    for pairs in wanted:
+    if on_gpu:
+        found += [
+            TileConfig(query_heads, 16 * warps, warps, 1, programs, "gluon", late_parts)
+            for query_heads, warps, programs, late_parts in _GLUON_SHAPES.get(layout.latent, ())
+            if query_heads == heads
+        ]
+    for query_heads in wanted:
         for rows, warps, stages, programs in shapes:
             found.append(
-                TileConfig(pairs=pairs, block_rows=rows, warps=warps, stages=stages, programs_per_sm=programs)
+                TileConfig(
+                    query_heads=query_heads,
+                    block_rows=rows,
+                    warps=warps,
+                    stages=stages,
+                    programs_per_sm=programs,
+                )
             )
     return list(dict.fromkeys(found))
 
 
 def workloads(heads: int, *, on_gpu: bool = True) -> list[Workload]:
-    """Batches of this many query heads, most important first: dense contexts and top-k lists in turn."""
+    """Workloads for a number of query heads, most important first, alternating dense and top-k lists."""
     if not on_gpu:
-        return [Workload("sparse", heads, 1, 64, 40)]  # one block of rows takes the interpreter a second
+        return [Workload("sparse", heads, 1, 64, 40)]  # the interpreter takes a second per block of rows
     found = []
     for batch, context in ((64, 32768), (1, 32768), (16, 8192), (128, 2048)):
         found.append(Workload("dense", heads, batch, context, context))
@@ -92,9 +115,9 @@ def workload_of(job: dict[str, Any]) -> Workload:
 def checks(
     heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
 ) -> list[dict[str, Any]]:
-    """Every tile on a small workload, with and without splits: compiles it, and says whether it is right.
+    """Jobs that compile and check every tile on a small workload, with and without splits.
 
-    Sizes are such that the kernels are those of the larger workloads.
+    The sizes select the same kernels as the larger workloads.
     """
     batch, context = (3, 1024) if on_gpu else (1, 40)
     found = []
@@ -112,7 +135,7 @@ def checks(
 def jobs(
     heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], sm_count: int, *, on_gpu: bool = True
 ) -> list[dict[str, Any]]:
-    """Every tile on every workload, with the splits of the rule; those of a workload and layout together."""
+    """Jobs of every tile on every workload, with the rule's splits, grouped by workload and layout."""
     found = []
     for count in heads:
         for workload in workloads(count, on_gpu=on_gpu):

@@ -1,6 +1,6 @@
-"""How rows and states of a hybrid model share the memory of a host tier: by the bytes that it keeps.
+"""Bytes of rows, index keys and states in a host tier, which decide how its memory is divided.
 
-Imports no SGLang: `sgl-kvpool plan` splits sizes too.
+Does not import SGLang, because `sgl-kvpool plan` divides sizes too.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TierShares", "rows_declared"]
+__all__ = ["TierBytes", "rows_declared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierShares:
-    """Bytes on the host of everything that the device pools hold, by kind.
+class TierBytes:
+    """Bytes in the host tier for everything that the device pools hold, by kind.
 
     Attributes
     ----------
     rows : int
-        In the host's layout, packed drafts, padding and checksums included.
+        Rows in the host's layout, including packed drafts, padding and checksums.
     index_keys : int
-        Of models with sparse attention; they are kept under the pages of the rows.
+        Index keys of models with sparse attention, which are kept under the pages of the rows.
     states : int
     device_rows : int
-        The rows again, in the device's layout.
+        Rows in the device's layout.
     """
 
     rows: int
@@ -35,18 +35,18 @@ class TierShares:
     @classmethod
     def of(
         cls, rows: Any, states: Any, row_drafts: Sequence[Any] = (), state_drafts: Sequence[Any] = ()
-    ) -> TierShares:
-        """Shares of a hybrid model.
+    ) -> TierBytes:
+        """Bytes for a hybrid model.
 
         Parameters
         ----------
         rows : LayoutMLATokenToKVPool
-            Of the target, or the hybrid pool that it is in.
+            The target's pool of rows, or the hybrid pool that contains it.
         states : MambaPool
-            Of the target.
+            The target's pool of states.
         row_drafts, state_drafts : sequence
-            Pools of the drafts that are packed with them. Rows as for the target: SGLang lists a draft of a
-            hybrid model by its hybrid pool.
+            Pools of the drafts that are packed with the target. As for `rows`, a hybrid pool may stand for
+            the pool of rows in it, because SGLang lists a draft of a hybrid model by its hybrid pool.
         """
         from sgl_kvpool.srt.host.page_format import HostPageFormat
         from sgl_kvpool.srt.host.state_view import StateView
@@ -67,29 +67,29 @@ class TierShares:
         )
 
     def split(self, size: float) -> tuple[float, float]:
-        """What rows and states get of a size, so that the host holds as much of the one as of the other."""
+        """Shares of rows and of states in a size, so that the host holds equally much of both."""
         total = self.rows + self.index_keys + self.states
         return size * self.rows / total, size * self.states / total
 
     def planned_gb(self, ratio: float, size_gb: float) -> tuple[float, float]:
-        """GB of rows and of states with --hicache-ratio, or with --hicache-size if it is not 0."""
+        """GB for rows and for states by --hicache-ratio, or by --hicache-size if that is not 0."""
         if size_gb:
             return self.split(size_gb)
         return ratio * self.device_rows / 1e9, ratio * self.states / 1e9
 
 
 def rows_declared(decls: Sequence[Any]) -> Any:
-    """The device pool of the rows, of what a pool declares for a host tier: a hybrid one's inner pool."""
+    """Device pool of the rows in a pool's declaration for a host tier; for a hybrid pool its inner pool."""
     return next(decl.device_pool for decl in decls if decl.is_primary)
 
 
 def _beside_rows(decl: Any) -> int:
-    """Bytes per token of what the host keeps under the pages of the rows, in the layers that have any."""
+    """Bytes per token of the data that the host keeps under the pages of the rows, over all its layers."""
     layers = decl.owned_device_layers
     count = decl.device_pool.layer_num if layers is None else len(layers)
     return count * decl.storage_info.bytes_per_token_per_layer
 
 
 def _capacity(pool: Any) -> int:
-    """Tokens, or state slots, as SGLang counts them for a host tier."""
+    """Tokens or state slots of a pool, as SGLang counts them for a host tier."""
     return pool.size if pool.host_capacity_tokens is None else pool.host_capacity_tokens

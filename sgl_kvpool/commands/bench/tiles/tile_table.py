@@ -1,4 +1,4 @@
-"""From measured tiles to the tile table: which are best, and the text of the table."""
+"""Choice of the best measured tiles, and the text of the tile table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sgl_kvpool.layout import SegmentEncoding
 
 __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
-#: A tile replaces another one if it takes at most this share of its time.
+#: A tile replaces another tile if it takes at most this share of the other's time.
 REPLACES = 0.98
-#: A table gets a smaller tile beside one that would do, or two tiles instead of one, if that saves as much.
+#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share.
 ADDS = 0.97
-#: Splits of the rule are mentioned if others take at most this share of their time.
+#: Other splits are reported if they take at most this share of the time of the rule's splits.
 BETTER_SPLITS = 0.95
 
 
@@ -31,12 +31,12 @@ class Choice:
     Attributes
     ----------
     tiles : dict of MLAKVCacheLayout to tuple of TileConfig
-        As `decode_config` has them.
+        Tiles in the form of `decode_config`.
     reasons : list of str
-        What was compared, a line per decision.
+        The compared times, one line per decision.
     wrong, wrong_in_table : list of str
-        Tiles that gave wrong results, failed or hung, which are not chosen; and those of them that are in the
-        present table.
+        Tiles that gave wrong results, failed or hung, which are never chosen; and those of them that are in
+        the present table.
     """
 
     tiles: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = field(default_factory=dict)
@@ -55,8 +55,9 @@ def _workload(job: dict[str, Any]) -> str:
 
 def _name(tile: TileConfig) -> str:
     return (
-        f"{tile.kernel}, {tile.pairs} pairs, {tile.block_rows} rows, {tile.warps} warps, "
+        f"{tile.kernel}, {tile.query_heads} query heads, {tile.block_rows} rows, {tile.warps} warps, "
         f"{tile.stages} stages, {tile.programs_per_sm} per SM"
+        + (f", {tile.late_parts} late parts" if tile.late_parts else "")
     )
 
 
@@ -73,9 +74,9 @@ class _Times:
             elif row["status"] == "measured" and job["part"] == "tile":
                 self.of[job["heads"]][tile][_where(job)] = best_us(row)
 
-    def best(self, heads: int, pairs: int, current: TileConfig | None) -> TileConfig | None:
-        """The fastest tile of this many pairs; the current one unless another is clearly faster."""
-        found = [t for t in self.of[heads] if t.pairs == pairs and t not in self.wrong]
+    def best(self, heads: int, query_heads: int, current: TileConfig | None) -> TileConfig | None:
+        """The fastest tile of this many query heads; the current tile unless another is clearly faster."""
+        found = [t for t in self.of[heads] if t.query_heads == query_heads and t not in self.wrong]
         if not found:
             return None
         first = current if current in found else found[0]
@@ -84,7 +85,7 @@ class _Times:
         return fastest if ratio is not None and ratio <= REPLACES else first
 
     def ratio(self, heads: int, tile: TileConfig, other: TileConfig) -> float | None:
-        """Time of a tile over that of another: geometric mean over the workloads that both have."""
+        """Time of a tile divided by that of another: geometric mean over their common workloads."""
         times, others = self.of[heads][tile], self.of[heads][other]
         both = [math.log(times[where] / others[where]) for where in times if where in others]
         return math.exp(sum(both) / len(both)) if both else None
@@ -96,10 +97,10 @@ class _Times:
 def choose(rows: Sequence[dict[str, Any]]) -> Choice:
     """The tile table that follows from measured rows.
 
-    Tiles of 16 pairs are judged by 16 heads, tiles of 32 by 32 heads. Tiles of 8 pairs come into the table
-    where 8 heads are clearly faster with them than with those of 16, and leave it where they are slower.
-    Tiles of 32 leave it where two tiles of 16 are clearly faster for 32 heads. What was not measured stays.
-    Layouts that store latents alike share their tiles: one that is wrong for any of them is not chosen.
+    Tiles of 16 query heads are judged with 16 heads, tiles of 32 with 32 heads. Tiles of 8 enter the table if
+    8 heads are clearly faster with them than with tiles of 16, and leave it if they are slower. Tiles of 32
+    leave it if two tiles of 16 are clearly faster for 32 heads. Entries without measurements stay. Layouts
+    that encode latents alike share their tiles: a tile that is wrong for one of them is not chosen.
     """
     by_layout = {
         layout: _Times(own)
@@ -118,13 +119,13 @@ def choose(rows: Sequence[dict[str, Any]]) -> Choice:
 
 
 def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None:
-    current = {tile.pairs: tile for name, tile in table() if name is layout}
+    current = {tile.query_heads: tile for name, tile in table() if name is layout}
     for tile, why in times.wrong.items():
         line = f"{layout}, {_name(tile)}: {why}"
         choice.wrong.append(line)
         if tile in current.values():
             choice.wrong_in_table.append(line)
-    chosen = {pairs: tile for pairs, tile in current.items() if tile not in times.wrong}
+    chosen = {query_heads: tile for query_heads, tile in current.items() if tile not in times.wrong}
 
     def say(text: str) -> None:
         choice.reasons.append(f"{layout}: {text}")
@@ -157,7 +158,7 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
             del chosen[32]
             verdict = ": none of 32 in the table"
         say(f"32 heads, two tiles of 16: {_ratio(times, 32, usual, large)} a tile of 32{verdict}")
-    choice.tiles[layout] = tuple(chosen[pairs] for pairs in sorted(chosen))
+    choice.tiles[layout] = tuple(chosen[query_heads] for query_heads in sorted(chosen))
 
 
 def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> str:
@@ -166,9 +167,9 @@ def _ratio(times: _Times, heads: int, tile: TileConfig, other: TileConfig) -> st
 
 
 def table_text(choice: Choice) -> str:
-    """The table as decode_config.py has it; latents that were not measured keep their tiles.
+    """The table as Python source for decode_config.py; latents without measurements keep their tiles.
 
-    Of layouts that store latents alike, the first that was measured decides.
+    If several layouts encode latents alike, the first measured layout decides.
     """
     present: dict[MLAKVCacheLayout, list[TileConfig]] = defaultdict(list)
     for layout, tile in table():
@@ -185,7 +186,7 @@ def table_text(choice: Choice) -> str:
 
 
 def split_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Where other splits than the rule's are clearly faster, a line each."""
+    """One line for each case in which other splits are clearly faster than the rule's."""
     base: dict[str, tuple[int, float]] = {}
     best: dict[str, tuple[int, float]] = {}
     for row in rows:

@@ -1,0 +1,156 @@
+"""The self-check of every layout without a model, over small pools on the device that is here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgl_kvpool.attention.decode import mla_decode
+from sgl_kvpool.attention.readers import sglang_dsa_reads
+from sgl_kvpool.layout import MLAKVCacheLayout
+from sgl_kvpool.memory.arrangement import KVArrangement
+from sgl_kvpool.transfer.conversion import narrower_layouts
+from sgl_kvpool.transfer.host_options import HostTierOptions
+
+__all__ = ["self_check"]
+
+_LAYERS, _PAGE_SIZE, _PAGES, _HEADS, _SCALE = 3, 64, 9, 16, 0.072
+_GEOMETRY: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def self_check() -> tuple[dict[str, str], list[str]]:
+    """Check each layout in each arrangement, with each narrower host tier, and with sparse attention."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)  # tensors this small lose more by threads than they gain
+    _publish(device)
+    facts, problems = {"device": device}, []
+    for name, make in _pools(device):
+        began = time.monotonic()
+        try:
+            found = list(_checks(make()))
+        except Exception as error:  # whatever it is, the other layouts are checked too
+            facts[name] = "failed"
+            problems.append(f"{name}: {error}; do not serve this, and report it")
+        else:
+            facts[name] = f"passed in {time.monotonic() - began:.2f} s: {', '.join(found)}"
+    return facts, problems
+
+
+def _publish(device: str) -> None:
+    """What SGLang's pools and controllers ask a server for."""
+    import torch.distributed as dist
+    from sglang.srt.mem_cache.pool_host import base
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.hooks import host_tier
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    args = ServerArgs(
+        model_path="none",
+        device=device,
+        enable_hierarchical_cache=True,
+        hicache_ratio=2.0,
+        page_size=_PAGE_SIZE,
+        hicache_mem_layout="page_first",
+        hicache_io_backend="kernel",
+    )
+    publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
+    # SGLang keeps 10 GiB free; the tiers here have a few megabytes.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    host_tier.install()
+
+
+def _pools(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What makes a pool, by the words of a server's arguments."""
+    from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
+    from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES
+
+    for layout in MLAKVCacheLayout:
+        common: dict[str, Any] = {
+            **_GEOMETRY,
+            "size": (_PAGES - 1) * _PAGE_SIZE,
+            "page_size": _PAGE_SIZE,
+            "layer_num": _LAYERS,
+            "device": device,
+            "enable_memory_saver": False,
+            "kv_cache_layout": layout,
+        }
+        dense = partial(
+            LayoutMLATokenToKVPool, **common, dtype=SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=False)]
+        )
+        for arrangement in KVArrangement.of_rows():
+            yield f"{layout} {arrangement}", partial(dense, kv_cache_arrangement=arrangement)
+        fmt = layout.pool_row_format(**_GEOMETRY)
+        for host in narrower_layouts(fmt):
+            yield f"{layout}, host {host}", partial(dense, host_tier=HostTierOptions(layout=host.value))
+        fmt = layout.pool_row_format(**_GEOMETRY, is_dsa=True)
+        scaled = layout.is_packed and sglang_dsa_reads(layout)
+        sparse = partial(
+            LayoutDSATokenToKVPool,
+            **common,
+            dtype=SHOWN_DTYPES[layout.sglang_kv_cache_dtype(is_dsa=True)],
+            index_head_dim=128,
+            kv_cache_dim=fmt.row_bytes if scaled else fmt.head_dim,
+        )
+        yield f"{layout}, sparse", sparse
+
+
+def _checks(pool: Any) -> Iterator[str]:
+    from sgl_kvpool.srt.self_check import check_lists, check_rows, check_tier
+
+    yield check_rows(pool)
+
+    def attend(q, rows, slots, counts, scale):
+        return mla_decode(q, rows.squeeze(1), slots, counts, pool.row_format, scale, page=pool.slot_pages)[0]
+
+    yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
+    if pool.serves_dsa:
+        return  # SGLang builds the tier of index keys beside, which needs a GPU
+    controller = _controller(pool)
+    if controller is None:
+        yield "SGLang's own host tier"
+        return
+    yield check_tier(controller, lambda good: good)
+
+
+def _controller(pool: Any) -> Any:
+    """SGLang's controller over our host tier of a pool; None if SGLang's tier serves its rows."""
+    import torch.distributed as dist
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_only_group
+
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+
+    if not HierarchicalMLAHostPool.takes(pool):
+        return None
+    allocator = PagedTokenToKVPoolAllocator(
+        pool.size,
+        page_size=_PAGE_SIZE,
+        dtype=pool.dtype,
+        device=pool.device,
+        kvcache=pool,
+        need_sort=False,
+    )
+    group = build_kv_only_group(
+        page_size=_PAGE_SIZE,
+        kv_pool=pool,
+        use_mla=True,
+        full_layer_mapping={layer: layer for layer in range(_LAYERS)},
+    )
+    return HybridCacheController(
+        allocator,
+        group,
+        _PAGE_SIZE,
+        dist.group.WORLD,
+        threading.Event(),
+        write_policy="write_through",
+        io_backend="kernel",
+        transfer_layer_id_max=_LAYERS,
+    )

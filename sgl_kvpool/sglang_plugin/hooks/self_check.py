@@ -1,0 +1,168 @@
+"""The self-check of a scheduler that is about to serve: its pools, its attention backend, its host tier."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from sgl_kvpool.attention.readers import KVPOOL_BACKEND
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin import hook_points
+from sgl_kvpool.sglang_plugin.hooks import disaggregation, dsa, ranks
+from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.sglang_plugin.options import LAYOUT
+from sgl_kvpool.sglang_plugin.rules.self_check import why_due
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["run"]
+
+_WITHOUT_LAYOUT = f"serve without {LAYOUT.flag}"
+_WITHOUT_TIER = f"serve without --enable-hierarchical-cache, or without {LAYOUT.flag}"
+
+
+def run(scheduler: Any) -> None:
+    """Check what a scheduler has built, if it is due; log one line.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        Of SGLang, at the end of its constructor: CUDA graphs are captured, and no request has come.
+
+    Raises
+    ------
+    Refusal
+        A check found a difference, or could not be run.
+    """
+    runner = scheduler.tp_worker.model_runner
+    why = _why_due(str(runner.device))
+    if why is None:
+        return
+    began, problem = time.monotonic(), None
+    found: list[str] = []
+    try:
+        found += _local_checks(runner)
+    except Exception as error:  # whatever it is, the server does not serve with it
+        problem = _refusal(error, why, _WITHOUT_LAYOUT)
+    controller = _controller(scheduler.tree_cache)
+    if controller is not None:
+        # The tier's check has collectives: every rank begins it or none does.
+        if not ranks.everywhere(controller, problem is None) and problem is None:
+            problem = Refusal(
+                f"the self-check at start ({why}) found a difference on another rank, see its line"
+            )
+        elif problem is None:
+            try:
+                found.append(_check_tier(controller))
+            except Exception as error:  # as above
+                problem = _refusal(error, why, _WITHOUT_TIER)
+    if problem is not None:
+        raise problem
+    seconds = time.monotonic() - began
+    logger.info("sgl-kvpool: self-check passed in %.2f s (%s): %s", seconds, why, ", ".join(found))
+
+
+def _why_due(device: str) -> str | None:
+    import torch
+
+    kind = torch.device(device).type
+    capability = triton = None
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            triton = importlib.metadata.version("triton")
+    return why_due(hook_points.version_problem(), kind, capability, triton)
+
+
+def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
+    from sgl_kvpool.srt.self_check import Difference
+
+    if isinstance(error, Difference):
+        return Refusal(
+            f"the self-check at start ({why}) found a difference: {error}; {way_out}, and report this line"
+        )
+    return Refusal(
+        f"the self-check at start ({why}) could not be run: {error!r}; {way_out}, and report this line"
+    )
+
+
+def _local_checks(runner: Any) -> Iterator[str]:
+    """Rows of the pools of target and drafts, then the target's attention; what was checked, one by one."""
+    from sgl_kvpool.srt.self_check import check_backend, check_lists, check_rows
+
+    pool = runner.token_to_kv_pool
+    yield check_rows(pool)
+    for draft in disaggregation.remembered():
+        if draft is not pool.row_pool:
+            yield f"{check_rows(draft)} of a draft model"
+    layers = _absorbed_layers(runner.model, pool)
+    own = _own_class(runner.device)
+    for backend in _nested(runner.attn_backend):
+        reader = dsa.reader_of(backend)
+        for layer in layers:
+            if isinstance(backend, own):
+                yield check_backend(backend, layer)
+            elif reader is not None:
+                # SGLang's backend for sparse attention needs a model's indexer; the reader is what it calls.
+                yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, reader.attend)
+
+
+def _own_class(device: str) -> type | tuple[()]:
+    """Our attention backend, for `isinstance`; nothing where SGLang's backends alone read the rows.
+
+    Such a server does not use the hook groups of our backends, whose modules may not import on its SGLang.
+    """
+    from sglang.srt.runtime_context import attention_backends
+
+    if KVPOOL_BACKEND not in attention_backends():
+        return ()
+    if device == "cpu":
+        from sgl_kvpool.srt.attention.cpu import KVPoolMLABackend
+
+        return KVPoolMLABackend
+    from sgl_kvpool.srt.attention.cuda import KVPoolMLACudaBackend
+
+    return KVPoolMLACudaBackend
+
+
+def _nested(backend: Any) -> list[Any]:
+    """A backend and those inside: of hybrid models, of two batches that overlap."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    found = [backend]
+    for outer in found:  # grows on the way
+        inside = getattr(outer, "__dict__", {}).values()
+        found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
+    return found
+
+
+def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
+    """The first and the last attention layer of a model that attends rows."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_kvpool.srt.attention.layers import is_absorbed
+
+    layers = {
+        module.layer_id: module
+        for module in model.modules()
+        if isinstance(module, RadixAttention) and pool.has_rows(module.layer_id) and is_absorbed(module, pool)
+    }
+    return [layers[layer_id] for layer_id in sorted({min(layers), max(layers)})] if layers else []
+
+
+def _controller(tree: Any) -> Any:
+    """SGLang's controller of our host tier; None without one."""
+    controller = getattr(tree, "cache_controller", None)
+    if controller is None or not is_ours(controller.mem_pool_host.anchor_entry.host_pool):
+        return None
+    return controller
+
+
+def _check_tier(controller: Any) -> str:
+    from sgl_kvpool.srt.self_check import check_tier
+
+    return check_tier(controller, lambda good: ranks.everywhere(controller, good))

@@ -1,0 +1,56 @@
+"""Whether a scheduler has to check itself when it starts: this file alone decides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FIRST_LIGHT", "FirstLight", "why_due"]
+
+
+@dataclass(frozen=True)
+class FirstLight:
+    """A run of `scripts/h100_regression.py --first-light` that found every kernel equal to its reference.
+
+    Attributes
+    ----------
+    file : str
+        Its first_light.json, in docs/benchmarks/ of the repository.
+    capability : tuple of int
+        Of the GPU.
+    triton : str
+        Version that compiled the kernels; a server's Triton compiles them anew.
+    """
+
+    file: str
+    capability: tuple[int, int]
+    triton: str
+
+
+#: Empty: no run has been committed. An installed wheel has no docs/, so what it needs to know of a run is
+#: here, and tests/sglang_plugin/test_self_check_rules.py compares each line with its file.
+FIRST_LIGHT: tuple[FirstLight, ...] = ()
+
+
+def why_due(
+    version_problem: str | None, device: str, capability: tuple[int, int] | None, triton: str | None
+) -> str | None:
+    """Why a scheduler has to check itself; None if it need not.
+
+    Parameters
+    ----------
+    version_problem : str or None
+        Why the installed SGLang is not a tested one, which KVPOOL_ALLOW_UNTESTED=1 accepted.
+    device : str
+        Type of the device.
+    capability : tuple of int, optional
+        Compute capability of the GPU.
+    triton : str, optional
+        Installed version.
+    """
+    if version_problem is not None:
+        return "this SGLang is not a tested one"
+    if device != "cuda":
+        return None
+    if any((run.capability, run.triton) == (capability, triton) for run in FIRST_LIGHT):
+        return None
+    return "no committed test run of these kernels on such a GPU"

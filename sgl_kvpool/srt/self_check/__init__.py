@@ -1,0 +1,13 @@
+"""Checks of real pools, attention backends and host tiers against the codec and plain torch.
+
+A server runs them when it starts (:mod:`sgl_kvpool.sglang_plugin.hooks.self_check`), `sgl-kvpool doctor
+--self-check` without a model. Each check writes, reads through SGLang's own calls, compares with what it
+computes by other means, restores the bytes it has written, and raises `Difference`.
+"""
+
+from sgl_kvpool.srt.self_check.attention import check_backend, check_lists
+from sgl_kvpool.srt.self_check.difference import Difference
+from sgl_kvpool.srt.self_check.host_tier import check_tier
+from sgl_kvpool.srt.self_check.rows import check_rows
+
+__all__ = ["Difference", "check_backend", "check_lists", "check_rows", "check_tier"]

@@ -1,0 +1,219 @@
+"""A small decode over rows of a real pool, beside attention in float64 over the codec's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sgl_kvpool.srt.self_check.difference import Difference
+from sgl_kvpool.srt.self_check.pages import decoded, encoded
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+__all__ = ["check_backend", "check_lists"]
+
+#: Relative and absolute error by type of device: those of tests/srt/attention/test_backend.py, and of
+#: tests/gpu/test_cuda_backend_gpu.py. Queries, weights and results are bf16.
+TOLERANCES = {"cpu": (1e-2, 4e-3), "cuda": (2e-2, 1e-2)}
+
+#: Rows that the requests attend, if the pool has as many.
+_LENGTHS = (1, 24, 37)
+#: Slots are taken within so many of either end of the pool.
+_NEAR = 4096
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Requests with random keys at random slots.
+
+    Attributes
+    ----------
+    lengths : list of int
+        Rows of each.
+    slots : Tensor [tokens], int64
+        One request after the other, on the pool's device.
+    keys : Tensor [tokens, R + P], bf16
+    q : Tensor [requests, heads, R + P], bf16
+    """
+
+    lengths: list[int]
+    slots: torch.Tensor
+    keys: torch.Tensor
+    q: torch.Tensor
+
+    @classmethod
+    def at_random(cls, pool: Any, heads: int, most_requests: int, most_rows: int) -> _Requests:
+        rows, generator = pool.row_pool, torch.Generator().manual_seed(28)
+        near = min(_NEAR, rows.size // 2)
+        room = 2 * near
+        lengths = [
+            min(length, room // 3, most_rows) for length in _LENGTHS[-min(most_requests, len(_LENGTHS)) :]
+        ]
+        some = torch.randperm(room, generator=generator)[: sum(lengths)]
+        # Slots of both ends; those of the first page are SGLang's own.
+        slots = rows.page_size + torch.where(some < near, some, some - room + rows.size)
+        width = pool.row_format.head_dim
+        return cls(
+            lengths,
+            slots.to(rows.device),
+            torch.randn(sum(lengths), width, generator=generator).bfloat16().to(rows.device),
+            torch.randn(len(lengths), heads, width, generator=generator).bfloat16().to(rows.device),
+        )
+
+    @property
+    def lists(self) -> torch.Tensor:
+        """`[requests, rows]` int32 slots of each, -1 behind its last."""
+        lists = self.slots.new_full((len(self.lengths), max(self.lengths)), -1, dtype=torch.int32)
+        for own, slots in zip(lists, self.slots.split(self.lengths), strict=True):
+            own[: len(slots)] = slots
+        return lists
+
+    def attended(self, pool: Any, layer_id: int, scale: float) -> torch.Tensor:
+        """`[requests, heads, R]` float64 on the CPU: what attention over the rows gives."""
+        fmt, k_scale = pool.row_format, pool.k_scale(layer_id)
+        rows = encoded(self.keys.cpu(), fmt, k_scale)
+        values = decoded(rows, fmt, k_scale, torch.float32).double()
+        out = []
+        for q, own in zip(self.q.cpu().double(), values.split(self.lengths), strict=True):
+            weights = torch.softmax(scale * q @ own.T, dim=-1)
+            out.append(weights @ own[:, : fmt.kv_lora_rank])
+        return torch.stack(out)
+
+
+@contextmanager
+def _restored(*parts: tuple[torch.Tensor, Any]) -> Iterator[None]:
+    """Give parts of tensors, each a tensor and an index, their former contents at the end."""
+    before = [tensor[index].clone() for tensor, index in parts]
+    try:
+        yield
+    finally:
+        for (tensor, index), former in zip(parts, before, strict=True):
+            tensor[index] = former
+
+
+def check_backend(backend: Any, layer: RadixAttention) -> str:
+    """Decode one token of a few requests as SGLang's model does: plan the batch, store the keys, attend.
+
+    The rows, and the rows of the request table, are given their former bytes afterwards.
+
+    Parameters
+    ----------
+    backend : KVPoolMLABackend or KVPoolMLACudaBackend
+        No batch may run meanwhile; its plan is made anew for the next one.
+    layer : RadixAttention
+        An absorbed layer of the model.
+
+    Returns
+    -------
+    str
+        What was checked, with the largest error.
+
+    Raises
+    ------
+    Difference
+    """
+    pool, table = backend.token_to_kv_pool, backend.req_to_token_pool.req_to_token
+    rank = pool.row_format.kv_lora_rank
+    # Row 0 of the table is that of padding; backends have room for `size` requests.
+    most = min(backend.req_to_token_pool.size, len(table) - 1)
+    requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1])
+    count, device = len(requests.lengths), requests.slots.device
+    own = torch.arange(count, 0, -1, device=device)
+    rows = pool.get_row_buffer(layer.layer_id).squeeze(1)
+    listed = (own, slice(0, max(requests.lengths)))
+    with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots)), (table, listed)):
+        table[listed] = requests.lists.to(table.dtype)
+        ends = torch.tensor(requests.lengths, device=device).cumsum(0) - 1
+        earlier = torch.ones(len(requests.slots), dtype=torch.bool, device=device)
+        earlier[ends] = False
+        _store(pool, layer, requests.slots[earlier], requests.keys[earlier])
+        lengths = torch.tensor(requests.lengths)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=count,
+            input_ids=torch.zeros(count, dtype=torch.int64, device=device),
+            req_pool_indices=own,
+            seq_lens=lengths.to(device),
+            out_cache_loc=requests.slots[ends],
+            seq_lens_sum=sum(requests.lengths),
+            seq_lens_cpu=lengths,
+        )
+        backend.init_forward_metadata(batch)
+        keys = requests.keys[ends].unsqueeze(1)
+        q = requests.q.reshape(count, -1)
+        out = backend.forward_decode(q, keys, keys[..., :rank], layer, batch)
+        found = out.view(count, -1, rank).cpu()
+    return _compare(found, requests, pool, layer.layer_id, layer.scaling)
+
+
+def check_lists(
+    pool: Any,
+    layer_id: int,
+    heads: int,
+    scale: float,
+    attend: Callable[..., torch.Tensor],
+) -> str:
+    """Attend lists of slots by a kernel, where no backend of ours does.
+
+    Parameters
+    ----------
+    pool : RowPool
+    layer_id : int
+    heads : int
+    scale : float
+    attend : callable
+        As `SparseReader.attend`: takes queries [T, heads, R + P] bf16, rows [S, 1, row_bytes] uint8, slots
+        [T, M] int32 with -1 for none, counts [T] int32 and the scale; returns [T, heads, R].
+
+    Returns
+    -------
+    str
+        What was checked, with the largest error.
+
+    Raises
+    ------
+    Difference
+    """
+    requests = _Requests.at_random(pool, heads, len(_LENGTHS), max(_LENGTHS))
+    rows = pool.get_row_buffer(layer_id)
+    with torch.no_grad(), _restored((rows, pool.slot_to_row(requests.slots))):
+        _store(pool, SimpleNamespace(layer_id=layer_id), requests.slots, requests.keys)
+        counts = torch.tensor(requests.lengths, dtype=torch.int32, device=rows.device)
+        found = attend(requests.q, rows, requests.lists, counts, scale).cpu()
+    return _compare(found, requests, pool, layer_id, scale)
+
+
+def _store(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor) -> None:
+    keys, rank = keys.unsqueeze(1), pool.row_format.kv_lora_rank
+    rope = keys[..., rank:] if pool.row_format.qk_rope_head_dim else None
+    pool.set_mla_kv_buffer(layer, KVWriteLoc(slots), keys[..., :rank], rope)
+
+
+def _compare(found: torch.Tensor, requests: _Requests, pool: Any, layer_id: int, scale: float) -> str:
+    expected = requests.attended(pool, layer_id, scale)
+    relative, absolute = TOLERANCES[requests.slots.device.type]
+    error = (found.double() - expected).abs()
+    excess = error - relative * expected.abs()
+    # A NaN is no number that is small enough.
+    if not bool((excess <= absolute).all()):
+        request, head, value = _index_of_largest(excess.nan_to_num(nan=torch.inf))
+        place = (request, head, value)
+        raise Difference(
+            f"attention over rows of {pool.row_format.layout}, layer {layer_id}: value {value} of head "
+            f"{head} for {requests.lengths[request]} tokens is {float(found[place]):.4g}, expected "
+            f"{float(expected[place]):.4g} within {absolute:g} and {relative:.0%}"
+        )
+    return f"attention of {len(requests.lengths)} requests with a largest error of {float(error.max()):.1e}"
+
+
+def _index_of_largest(excess: torch.Tensor) -> tuple[int, ...]:
+    """Index of the largest element."""
+    return tuple(int(axis) for axis in torch.unravel_index(excess.argmax(), excess.shape))

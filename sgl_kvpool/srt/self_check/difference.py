@@ -1,0 +1,38 @@
+"""What a self-check found to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Difference", "require_same_bytes"]
+
+
+class Difference(Exception):
+    """A check failed; the text names the feature, the layer, and the first bad byte or the largest error."""
+
+
+def require_same_bytes(
+    found: torch.Tensor, expected: torch.Tensor, feature: str, place: Callable[..., str]
+) -> None:
+    """Raise a Difference that names the first byte that is another one.
+
+    Parameters
+    ----------
+    found, expected : Tensor [..., bytes], uint8
+        Of one shape, on the CPU.
+    feature : str
+    place : callable
+        Takes the index of a row in `found`, one number per axis but the last; names the row.
+    """
+    if found.shape != expected.shape:
+        raise Difference(f"{feature}: {tuple(found.shape)} bytes were read, expected {tuple(expected.shape)}")
+    wrong = (found != expected).nonzero()
+    if len(wrong):
+        *row, byte = wrong[0].tolist()
+        found_byte, expected_byte = int(found[(*row, byte)]), int(expected[(*row, byte)])
+        raise Difference(
+            f"{feature}: byte {byte} of {place(*row)} is 0x{found_byte:02x}, expected 0x{expected_byte:02x} "
+            f"({len(wrong)} bytes differ)"
+        )

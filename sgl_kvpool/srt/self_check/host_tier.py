@@ -1,0 +1,208 @@
+"""Pages to a host tier and back, through SGLang's controller and allocators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_kvpool.srt.self_check.difference import Difference, require_same_bytes
+from sgl_kvpool.srt.self_check.pages import PageBytes, encoded, random_values
+from sgl_kvpool.transfer.conversion import RowConversion
+from sgl_kvpool.transfer.slots import pages_of
+
+if TYPE_CHECKING:
+    from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
+    from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
+
+__all__ = ["check_tier"]
+
+#: Distinct rows; the tokens of a page repeat them, each layer from another one on.
+_ROWS = 61
+
+
+def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
+    """Back up pages of all layers, compare the host's rows, load them into other pages of the device.
+
+    Host and device slots come from SGLang's allocators and are given back; all pages are given their former
+    bytes. Ranks that share a tier compare one another's pages.
+
+    Parameters
+    ----------
+    controller : HybridCacheController
+        With a `HierarchicalMLAHostPool`, and no transfer under way.
+    everywhere : callable
+        Whether something is so on all ranks of the scheduler. Every rank makes the same calls of it.
+
+    Returns
+    -------
+    str
+        What was checked.
+
+    Raises
+    ------
+    Difference
+        Here or on another rank.
+    """
+    check = _TierCheck(controller)
+    if not everywhere(check.pages > 0):
+        return "no free page for the host tier's check"
+    problem: Exception | None = None
+    try:
+        # Each step on all ranks or on none: the controller's calls have collectives of their own.
+        for step in (check.fill, check.back_up, check.compare_host, check.load, check.compare_device):
+            try:
+                step()
+            except Exception as error:  # whatever it is, other ranks wait to be told
+                problem = error
+            if not everywhere(problem is None):
+                raise problem or Difference("the host tier: another rank found a difference, see its line")
+    finally:
+        check.restore()
+    return f"{check.pages} pages to the host tier and back"
+
+
+class _TierCheck:
+    """The steps of `check_tier`, and what they have to put back."""
+
+    def __init__(self, controller: Any):
+        self._controller = controller
+        self._allocator = controller.mem_pool_device_allocator
+        anchor = controller.mem_pool_host.anchor_entry
+        self._tier: HierarchicalMLAHostPool = anchor.host_pool
+        self._pools: list[LayoutMLATokenToKVPool] = [
+            pool.row_pool for pool in (anchor.device_pool, *anchor.packed_draft_device_pools)
+        ]
+        shared = self._tier.shared
+        free = min(self._allocator.available_size() // 2, controller.mem_pool_host.available_size())
+        # One page at least for each rank to store.
+        self.pages = min(2 if shared is None else shared.ranks.count + 1, free // self._tier.page_size)
+        self._rank = 0 if shared is None else shared.ranks.rank
+        self._ranks = 1 if shared is None else shared.ranks.count
+        self._taken: list[torch.Tensor] = []
+        self._former: list[tuple[PageBytes, torch.Tensor]] = []
+        self._host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, own pages, bytes
+        self._sent: list[torch.Tensor] = []
+
+    # ---------------------------------------------------------------- steps
+
+    def fill(self) -> None:
+        """Rows into free pages of the device."""
+        slots = self._allocator.alloc(self.pages * self._tier.page_size)
+        self._taken.append(slots)
+        for pool, pages in zip(self._pools, self._kept(slots), strict=True):
+            scales = [pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num)]
+            fmt, shape = pool.row_format, (self.pages, pool.page_size, pool.row_format.row_bytes)
+            rows = {scale: encoded(random_values(_ROWS, fmt, seed=1), fmt, scale) for scale in set(scales)}
+            layers = [rows[scale][self._order(index)].view(shape) for index, scale in enumerate(scales)]
+            sent = torch.stack(layers) if layers else torch.empty((0, *shape), dtype=torch.uint8)
+            pages.write(sent)
+            self._sent.append(sent)
+
+    def back_up(self) -> None:
+        """All pages by SGLang's controller; each of the ranks that share a tier stores its own."""
+        controller, tier = self._controller, self._tier
+        host = controller.write(self._taken[0], flush=False)
+        if host is None:
+            raise Difference("the host tier: SGLang's controller refused a backup, see the log")
+        pages = torch.from_numpy(pages_of(host, tier.page_size))
+        own = pages[pages % self._ranks == self._rank]
+        self._host = (host, own, tier.kv_buffer[own].clone())
+        controller.start_writing()
+        controller.ack_write_queue.pop().finish_event.synchronize()
+
+    def compare_host(self) -> None:
+        """Every rank sees what the others have stored: they have agreed that all have."""
+        assert self._host is not None
+        host, tier = self._host[0], self._tier
+        problem = tier.slots_problem(host)
+        if problem is not None:
+            raise Difference(f"the host tier: {problem}, see the log")
+        pages = torch.from_numpy(pages_of(host, tier.page_size))
+        found = [layer[pages].view(torch.uint8).flatten(2) for layer in tier.data_refs]
+        expected = [rows for part in self._in_host_layout for rows in part]
+        require_same_bytes(
+            torch.stack(found).view(len(found), self.pages, tier.page_size, -1),
+            torch.stack(expected),
+            f"rows of {tier.row_format.layout} in the host tier",
+            lambda layer, page, token: (
+                f"layer {layer} of {len(found)}, token {token} of host page {pages[page]}"
+            ),
+        )
+
+    def load(self) -> None:
+        """Into other pages, by SGLang's controller, a layer at a time."""
+        assert self._host is not None
+        controller = self._controller
+        slots = controller.load(self._host[0])
+        if slots is None:
+            raise Difference("the host tier: SGLang's controller refused a load, see the log")
+        self._taken.append(slots)
+        self._kept(slots)
+        controller.start_loading()
+        controller.ack_load_queue.pop().finish_event.synchronize()
+
+    def compare_device(self) -> None:
+        """The same bytes for the same layout, else what the codec makes of them."""
+        loaded = self._former[len(self._pools) :]
+        for pool, (pages, _), sent in zip(self._pools, loaded, self._in_device_layout(), strict=True):
+            require_same_bytes(
+                pages.read(),
+                sent,
+                f"rows of {pool.row_format.layout} loaded from the host tier",
+                lambda layer, page, token: f"layer {layer}, token {token} of page {page} of the transfer",
+            )
+
+    def restore(self) -> None:
+        """All bytes and slots as they were."""
+        for pages, former in self._former:
+            pages.write(former)
+        for slots in self._taken:
+            self._allocator.free(slots)
+        if self._host is not None:
+            host, own, former = self._host
+            self._tier.kv_buffer[own] = former
+            self._controller.mem_pool_host.free(host)
+
+    # ---------------------------------------------------------------- what is expected
+
+    def _kept(self, slots: torch.Tensor) -> list[PageBytes]:
+        """The pages of some device slots in every pool; their bytes are kept."""
+        numbers = pages_of(slots.cpu(), self._tier.page_size).tolist()
+        pages = [PageBytes(pool, numbers) for pool in self._pools]
+        self._former += [(one, one.read()) for one in pages]
+        return pages
+
+    def _order(self, layer: int) -> torch.Tensor:
+        """Which of the distinct rows each token of a layer has."""
+        return (torch.arange(self.pages * self._tier.page_size) + 7 * layer) % _ROWS
+
+    def _conversion(self, pool: LayoutMLATokenToKVPool) -> RowConversion | None:
+        """To the host; None if the rows are the same there."""
+        if self._tier.row_format == pool.row_format:
+            return None
+        scales = (pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num))
+        return RowConversion(source=pool.row_format, target=self._tier.row_format, k_scales=tuple(scales))
+
+    @cached_property
+    def _in_host_layout(self) -> list[torch.Tensor]:
+        """What was sent, `[layers, pages, page_size, row_bytes]` of each pool."""
+        conversions = map(self._conversion, self._pools)
+        return [_converted(sent, one) for sent, one in zip(self._sent, conversions, strict=True)]
+
+    def _in_device_layout(self) -> list[torch.Tensor]:
+        """The same, having come back."""
+        conversions = map(self._conversion, self._pools)
+        return [
+            sent if one is None else _converted(host, one.reversed())
+            for sent, host, one in zip(self._sent, self._in_host_layout, conversions, strict=True)
+        ]
+
+
+def _converted(rows: torch.Tensor, conversion: RowConversion | None) -> torch.Tensor:
+    if conversion is None:
+        return rows
+    layers = [conversion.convert(layer.flatten(0, 1), index) for index, layer in enumerate(rows)]
+    return torch.stack(layers).view(*rows.shape[:3], -1)

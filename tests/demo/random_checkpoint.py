@@ -1,0 +1,39 @@
+"""Checkpoints of the demo model with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvpool.demo.checkpoint import write_model
+from sgl_kvpool.demo.net import ByteMLA, ByteMLAConfig, initialise
+
+
+def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **shape: Any) -> Path:
+    """Write a checkpoint with random weights and return its folder.
+
+    The weights are scaled so that the most probable byte depends on the context. It is always a
+    printable ASCII character: every other token has the logit 0. The same arguments write the same
+    bytes.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made if it does not exist.
+    seed : int
+        Seed of the weights.
+    layers : int
+        Number of layers.
+    **shape
+        Further fields of :class:`~sgl_kvpool.demo.net.ByteMLAConfig`.
+    """
+    net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
+    initialise(net, seed, score_gain=2.0, logit_gain=2.0)
+    with torch.no_grad():
+        # Against a byte that follows itself for ever: lower its logit by about 5 after itself.
+        net.lm_head.weight -= net.embed_tokens.weight / 32
+        net.lm_head.weight[:0x20] = 0
+        net.lm_head.weight[0x7F:] = 0
+    return write_model(folder, net)

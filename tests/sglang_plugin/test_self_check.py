@@ -1,0 +1,240 @@
+"""When a scheduler checks itself, what it logs, and what it is refused with."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hybrid_case import HybridCase
+from test_backend import Case, radix_attention
+
+from sgl_kvpool.refusal import Refusal
+from sgl_kvpool.sglang_plugin.rules.self_check import FIRST_LIGHT, FirstLight, why_due
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+HOPPER, UNTESTED = (9, 0), "SGLang 0.6.1 is not a version this release was tested with"
+
+
+# ------------------------------------------------------------------ whether
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_untested_sglang(device):
+    assert why_due(UNTESTED, device, HOPPER, "3.8.0") == "this SGLang is not a tested one"
+
+
+def test_no_tested_sglang_on_a_cpu():
+    assert why_due(None, "cpu", None, None) is None
+
+
+def test_every_gpu_whose_kernels_were_not_run(monkeypatch):
+    from sgl_kvpool.sglang_plugin.rules import self_check
+
+    reason = "no committed test run of these kernels on such a GPU"
+    monkeypatch.setattr(self_check, "FIRST_LIGHT", ())
+    assert why_due(None, "cuda", HOPPER, "3.8.0") == reason
+    monkeypatch.setattr(self_check, "FIRST_LIGHT", (FirstLight("first_light_h200.json", HOPPER, "3.8.0"),))
+    assert why_due(None, "cuda", HOPPER, "3.8.0") is None
+    assert why_due(None, "cuda", HOPPER, "3.9.0") == reason  # compiled anew
+    assert why_due(None, "cuda", (10, 0), "3.8.0") == reason
+    assert why_due(UNTESTED, "cuda", HOPPER, "3.8.0") is not None
+
+
+def contradictions(runs, folder):
+    """What lines of FIRST_LIGHT say and their files do not, and files without a line."""
+    found = [f"{path.name} has no line" for path in folder.glob("first_light*.json")
+             if path.name not in {run.file for run in runs}]  # fmt: skip
+    for run in runs:
+        path = folder / run.file
+        if not path.exists():
+            found.append(f"{run.file} is not there")
+            continue
+        report = json.loads(path.read_text())
+        (core,) = [step for step in report["steps"] if step["name"] == "core"]
+        if core["status"] != "ok" or report["failed_tests"]:
+            found.append(f"{run.file} has failed tests")
+        if (tuple(report["capability"]), report["versions"]["triton"]) != (run.capability, run.triton):
+            found.append(f"{run.file} is of another GPU or Triton")
+    return found
+
+
+def test_lines_of_first_light_are_those_of_committed_runs():
+    assert contradictions(FIRST_LIGHT, BENCHMARKS) == []
+
+
+def test_a_line_without_its_run_is_seen(tmp_path):
+    run = FirstLight("first_light_h100.json", HOPPER, "3.8.0")
+    assert contradictions([run], tmp_path) == ["first_light_h100.json is not there"]
+    report = {
+        "steps": [{"name": "core", "status": "ok"}], "failed_tests": [], "capability": [9, 0],
+        "versions": {"triton": "3.8.0"},
+    }  # fmt: skip
+    path = tmp_path / run.file
+    path.write_text(json.dumps(report))
+    assert contradictions([run], tmp_path) == []
+    assert contradictions([], tmp_path) == ["first_light_h100.json has no line"]
+    path.write_text(json.dumps({**report, "failed_tests": ["one"]}))
+    assert contradictions([run], tmp_path) == ["first_light_h100.json has failed tests"]
+    path.write_text(json.dumps({**report, "capability": [9, 1]}))
+    assert contradictions([run], tmp_path) == ["first_light_h100.json is of another GPU or Triton"]
+
+
+# ------------------------------------------------------------------ in a scheduler
+
+
+@pytest.fixture
+def scheduler(published, monkeypatch):
+    """What the self-check looks at of SGLang's scheduler: a real pool, backend, request table and layer."""
+    from sgl_kvpool.sglang_plugin import hook_points
+    from sgl_kvpool.sglang_plugin.hooks import disaggregation
+
+    monkeypatch.setattr(hook_points, "version_problem", lambda: UNTESTED)
+    monkeypatch.setattr(disaggregation, "remembered", list)
+    monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: ("kvpool_mla",) * 2)
+    case = Case("fp4", [1], [0], monkeypatch)
+    runner = case.runner
+    runner.attn_backend = case.backend
+    return SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=runner), tree_cache=SimpleNamespace(cache_controller=None)
+    )
+
+
+def run(scheduler):
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+
+    self_check.run(scheduler)
+
+
+def test_success_is_one_line(scheduler, caplog):
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    (line,) = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
+    assert re.fullmatch(
+        r"sgl-kvpool: self-check passed in [0-4]\.\d\d s \(this SGLang is not a tested one\): "
+        r"rows of 2 of 2 layers, attention of 3 requests with a largest error of \S+",
+        line,
+    )
+
+
+def test_nothing_is_checked_where_it_is_not_due(scheduler, monkeypatch, caplog):
+    from sgl_kvpool.sglang_plugin import hook_points
+
+    monkeypatch.setattr(hook_points, "version_problem", lambda: None)
+    scheduler.tp_worker.model_runner.token_to_kv_pool = None
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    assert "self-check" not in caplog.text
+
+
+def test_a_backend_inside_another_is_found(scheduler, caplog):
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    class Wrapper(AttentionBackend):
+        def __init__(self, inner):
+            self.full_attn_backend, self.itself = inner, self
+
+    runner = scheduler.tp_worker.model_runner
+    runner.attn_backend = Wrapper(Wrapper(runner.attn_backend))
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    assert caplog.text.count("attention of 3 requests") == 1
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp4"])
+def test_hybrid_models(scheduler, layout, monkeypatch, caplog):
+    """Layers have the model's numbers, and k_scales of their own; others keep states."""
+    case = HybridCase(layout, [1], [0], monkeypatch, arrangement="page_major", page_size=7)
+    case.runner.attn_backend = case.backend
+    scheduler.tp_worker.model_runner = case.runner
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    assert "rows of 3 of 3 layers, attention of" in caplog.text
+    assert caplog.text.count("attention of 3 requests") == 2
+
+
+def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
+    import torch
+    from host_tier import device_pool
+
+    from sgl_kvpool.sglang_plugin.hooks import disaggregation
+
+    runner = scheduler.tp_worker.model_runner
+    pool, draft = runner.token_to_kv_pool, device_pool("fp8", layers=1)
+    runner.model = torch.nn.ModuleList(
+        [radix_attention(), radix_attention(layer_id=5), torch.nn.Linear(1, 1)]
+    )
+    monkeypatch.setattr(disaggregation, "remembered", lambda: [draft, pool.row_pool])
+    with caplog.at_level(logging.INFO):
+        run(scheduler)
+    assert "rows of 2 of 2 layers, rows of 1 of 1 layers of a draft model, attention of" in caplog.text
+    assert caplog.text.count("attention of 3 requests") == 2
+
+
+def test_a_difference_is_a_refusal(scheduler, monkeypatch):
+    from sgl_kvpool.attention import cpu
+
+    monkeypatch.setattr(cpu, "gather_rows", lambda *args, out, **named: out.zero_())
+    with pytest.raises(Refusal) as found:
+        run(scheduler)
+    text = str(found.value)
+    assert "\n" not in text
+    assert text.startswith(
+        "the self-check at start (this SGLang is not a tested one) found a difference: attention over rows "
+        "of fp4, layer 6: value "
+    )
+    assert text.endswith("; serve without --kv-cache-layout, and report this line")
+
+
+def test_an_sglang_that_is_called_otherwise_is_a_refusal(scheduler):
+    del scheduler.tp_worker.model_runner.attn_backend
+    with pytest.raises(Refusal, match=r"could not be run: AttributeError\(.*attn_backend.*; serve without"):
+        run(scheduler)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
+    """A rank that found a difference tells the others, which would wait for it in the tier's check."""
+    from sgl_kvpool.attention import cpu
+    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
+
+    asked = []
+    monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
+    monkeypatch.setattr(self_check, "_check_tier", lambda controller: pytest.fail("began"))
+    monkeypatch.setattr(ranks, "everywhere", lambda controller, good: asked.append(good))
+    if not local:
+        monkeypatch.setattr(cpu, "gather_rows", lambda *args, out, **named: out.zero_())
+    with pytest.raises(
+        Refusal, match="found a difference" + (" on another rank" if local else ": attention")
+    ):
+        run(scheduler)
+    assert asked == [local]
+
+
+def test_the_tiers_way_out(scheduler, monkeypatch):
+    from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
+    from sgl_kvpool.srt.self_check import Difference
+
+    def check(controller):
+        raise Difference("rows of fp4 in the host tier: byte 0 of layer 0")
+
+    monkeypatch.setattr(self_check, "_controller", lambda tree: "a controller")
+    monkeypatch.setattr(self_check, "_check_tier", check)
+    monkeypatch.setattr(ranks, "everywhere", lambda controller, good: good)
+    with pytest.raises(Refusal) as found:
+        run(scheduler)
+    assert str(found.value).endswith(
+        "byte 0 of layer 0; serve without --enable-hierarchical-cache, or without --kv-cache-layout, and "
+        "report this line"
+    )
+
+
+def test_the_scheduler_checks_itself_when_it_has_been_built(monkeypatch):
+    from sgl_kvpool.sglang_plugin import startup
+    from sgl_kvpool.sglang_plugin.hooks import self_check
+
+    order = []
+    monkeypatch.setattr(self_check, "run", lambda scheduler: order.append(scheduler))
+    startup._init_scheduler(lambda self, *args: order.append(args), "scheduler", "arguments")
+    assert order == [("arguments",), "scheduler"]

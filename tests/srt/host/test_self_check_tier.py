@@ -1,0 +1,222 @@
+"""The self-check of a host tier, over SGLang's own controller and allocators."""
+
+import itertools
+
+import pytest
+from host_tier import (
+    ARRANGEMENTS,
+    LABELS,
+    LAYOUTS,
+    START,
+    device_pool,
+    fill,
+    host_bytes,
+    memory,
+    page_memory,
+)
+
+
+def tier_of(controller):
+    return controller.mem_pool_host.anchor_entry.host_pool
+
+
+def alone(good):
+    """The agreement of a server of one rank."""
+    return good
+
+
+class Left:
+    """What a check has to leave as it was."""
+
+    def __init__(self, controller, pool):
+        self.controller, self.tier, self.pool = controller, tier_of(controller), pool
+        page_memory(self.tier)[...] = 0xEE
+        fill(pool)
+        self.before = self.now()
+
+    def now(self):
+        tier, allocator = self.tier, self.controller.mem_pool_device_allocator
+        free = (tier.available_size(), allocator.available_size(), int(tier.slot_used.sum()))
+        return [part.tobytes() for part in (*memory(self.pool), page_memory(tier))], free
+
+    def check(self, found):
+        assert found == "2 pages to the host tier and back"
+        assert self.now() == self.before
+        assert not self.controller.has_inflight_device_transfers()
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
+def test_pages_of_the_same_layout(controller_of, layout, arrangement, page_size, label):
+    from sgl_kvpool.srt.self_check import check_tier
+
+    pool = device_pool(layout, arrangement, page_size, pages=9)
+    controller = controller_of(pool, label)
+    left = Left(controller, pool)
+    left.check(check_tier(controller, alone))
+
+
+@pytest.mark.parametrize(
+    ("layout", "host"),
+    [("bf16", "fp8_block_scale"), ("bf16", "fp4"), ("fp8_block_scale", "fp4"), ("fp8", "fp4_fp8_rope")],
+)
+def test_pages_of_a_narrower_layout(controller_of, layout, host):
+    from sgl_kvpool.srt.self_check import check_tier
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    scales = {START: 0.5} if layout == "fp8" else {}
+    pool = device_pool(layout, pages=9, host_tier=HostTierOptions(layout=host), k_scales=scales)
+    controller = controller_of(pool)
+    assert tier_of(controller).row_format.layout.value == host
+    left = Left(controller, pool)
+    left.check(check_tier(controller, alone))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_hybrid_models(hybrid_of, kernels, sparse):
+    from sgl_kvpool.srt.self_check import check_rows, check_tier
+
+    model = hybrid_of("fp4", sparse=sparse, page_size=64 if sparse else 4)
+    left = Left(model.controller, model.rows)
+    assert check_rows(model.pool).startswith("rows of ")
+    left.check(check_tier(model.controller, alone))
+
+
+def test_a_tier_without_free_pages(controller_of):
+    from sgl_kvpool.srt.self_check import check_tier
+
+    controller = controller_of(device_pool("fp4", pages=9))
+    tier_of(controller).alloc(tier_of(controller).available_size())
+    assert check_tier(controller, alone) == "no free page for the host tier's check"
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+
+def difference(controller):
+    from sgl_kvpool.srt.self_check import Difference, check_tier
+
+    left = Left(controller, controller.mem_pool_host.anchor_entry.device_pool)
+    with pytest.raises(Difference) as found:
+        check_tier(controller, alone)
+    assert left.now()[1] == left.before[1]  # slots are given back all the same
+    return str(found.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_backup_that_changes_a_byte(controller_of, layout, monkeypatch):
+    controller = controller_of(device_pool(layout, pages=9))
+    tier = tier_of(controller)
+    backup = tier.backup_from_device_all_layer
+
+    def damaged(*args):
+        backup(*args)
+        page_memory(tier)[0, 5] ^= 1
+
+    monkeypatch.setattr(tier, "backup_from_device_all_layer", damaged)
+    assert difference(controller).startswith(
+        f"rows of {layout} in the host tier: byte 5 of layer 0 of 3, token 0"
+    )
+
+
+def test_a_backup_of_layers_in_another_order(controller_of, monkeypatch):
+    controller = controller_of(device_pool("fp4", pages=9))
+    tier = tier_of(controller)
+    backup = tier.backup_from_device_all_layer
+
+    def backed_up(*args):
+        backup(*args)
+        rows = host_bytes(tier)
+        rows[...] = rows[:, ::-1].copy()
+
+    monkeypatch.setattr(tier, "backup_from_device_all_layer", backed_up)
+    assert "rows of fp4 in the host tier: byte " in difference(controller)
+
+
+def test_a_load_that_leaves_out_a_layer(controller_of, monkeypatch):
+    controller = controller_of(device_pool("fp4", pages=9))
+    tier = tier_of(controller)
+    load = tier.load_to_device_per_layer
+
+    def without_the_last(pool, host, device, layer_id, *more, **named):
+        if layer_id < 2:
+            load(pool, host, device, layer_id, *more, **named)
+
+    monkeypatch.setattr(tier, "load_to_device_per_layer", without_the_last)
+    assert "rows of fp4 loaded from the host tier: byte 0 of layer 2, token 0" in difference(controller)
+
+
+@pytest.mark.parametrize("host", ["same", "fp4"])
+def test_a_load_of_other_pages(controller_of, host, monkeypatch):
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    controller = controller_of(device_pool("bf16", pages=9, host_tier=HostTierOptions(layout=host)))
+    tier = tier_of(controller)
+    load = tier.load_to_device_per_layer
+
+    def swapped(pool, host_slots, device_slots, *more, **named):
+        load(pool, host_slots.roll(4), device_slots, *more, **named)
+
+    monkeypatch.setattr(tier, "load_to_device_per_layer", swapped)
+    assert "rows of bf16 loaded from the host tier: byte 0 of layer 0, token 0" in difference(controller)
+
+
+def test_a_conversion_with_k_scales_of_other_layers(controller_of, monkeypatch):
+    from sgl_kvpool.srt.host import rows
+    from sgl_kvpool.transfer.host_options import HostTierOptions
+
+    build = rows.build_channels
+
+    def reversed_scales(pages, views, places, page_size, device_rows, host_rows, k_scales, request):
+        scales = [one[::-1] for one in k_scales]
+        return build(pages, views, places, page_size, device_rows, host_rows, scales, request)
+
+    monkeypatch.setattr(rows, "build_channels", reversed_scales)
+    pool = device_pool(
+        "fp8", pages=9, host_tier=HostTierOptions(layout="fp4_fp8_rope"), k_scales={START: 0.5}
+    )
+    assert "rows of fp4_fp8_rope in the host tier: byte " in difference(controller_of(pool))
+
+
+def test_a_backup_that_fails(controller_of, monkeypatch, failures):
+    """It is no exception: SGLang goes on, and the pages count as lost."""
+    controller = controller_of(device_pool("fp4", pages=9))
+    for channel in tier_of(controller)._channels.to_host:
+        monkeypatch.setattr(channel, "run", lambda *args: 1 / 0)
+    text = difference(controller)
+    assert text == "the host tier: a host page of the list was lost in its backup, see the log"
+    assert failures() == {"backup_lost": 1}
+
+
+def test_a_controller_that_refuses(controller_of, monkeypatch):
+    controller = controller_of(device_pool("fp4", pages=9))
+    monkeypatch.setattr(controller, "load", lambda host: None)
+    assert difference(controller) == "the host tier: SGLang's controller refused a load, see the log"
+
+
+def test_an_sglang_whose_controller_takes_other_arguments(controller_of, monkeypatch):
+    """No difference, but no success either; slots and bytes are as they were."""
+    from sgl_kvpool.srt.self_check import check_tier
+
+    pool = device_pool("fp4", pages=9)
+    controller = controller_of(pool)
+    left = Left(controller, pool)
+    monkeypatch.setattr(controller, "write", lambda device_indices: None)
+    with pytest.raises(TypeError, match="flush"):
+        check_tier(controller, alone)
+    assert left.now() == left.before
+
+
+def test_another_rank_that_fails(controller_of):
+    """Ranks agree behind every step; this one has found nothing."""
+    from sgl_kvpool.srt.self_check import Difference, check_tier
+
+    pool = device_pool("fp4", pages=9)
+    controller = controller_of(pool)
+    left = Left(controller, pool)
+    for step in range(1, 6):
+        answers = iter([True] * step + [False])
+        with pytest.raises(Difference, match="another rank found a difference, see its line"):
+            check_tier(controller, lambda good, answers=answers: next(answers))
+        assert left.now() == left.before

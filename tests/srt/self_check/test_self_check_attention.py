@@ -1,0 +1,176 @@
+"""A small decode of real backends and kernels beside float64."""
+
+import codec_oracle as oracle
+import pytest
+import torch
+from test_backend import HEADS, SCALE, Case
+from test_cuda_backend import PLACED, CudaCase
+
+pytestmark = pytest.mark.usefixtures("published")
+
+
+def backend_of(kind, layout, monkeypatch, **placed):
+    """A backend over a pool of NaN bytes, and the layer it is asked for."""
+    case = {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
+    return case
+
+
+def memory(case):
+    return [
+        case.runner.req_to_token_pool.req_to_token,
+        *(part.view(torch.uint8) for part in case.pool.kv_buffer),
+    ]
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_backends(kind, layout, placed, monkeypatch):
+    """The class for CUDA runs on the CPU here, as in test_cuda_backend.py."""
+    from sgl_kvpool.srt.self_check import check_backend
+
+    case = backend_of(kind, layout, monkeypatch, **placed)
+    before = [part.clone() for part in memory(case)]
+    found = check_backend(case.backend, case.layer)
+    assert found.startswith("attention of 3 requests with a largest error of ")
+    assert 0 < float(found.split()[-1]) < 2**-6  # the rounding of values up to 4 to bf16
+    assert all(torch.equal(was, now) for was, now in zip(before, memory(case), strict=True))
+
+
+def difference(case):
+    from sgl_kvpool.srt.self_check import Difference, check_backend
+
+    with pytest.raises(Difference) as found:
+        check_backend(case.backend, case.layer)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
+    """One value of each row."""
+    from sgl_kvpool.attention import cpu, decode
+
+    case = backend_of(kind, layout, monkeypatch)
+    module = {"cpu": cpu, "cuda": decode}[kind]
+    gather = module.gather_rows
+
+    def rounded(pool, rows, fmt, dtype, out=None, k_scale=1.0):
+        values = gather(pool, rows, fmt, dtype, out=out, k_scale=k_scale)
+        values[:, 77] += 0.1
+        return values
+
+    monkeypatch.setattr(module, "gather_rows", rounded)
+    text = difference(case)
+    assert text.startswith(f"attention over rows of {layout}, layer 6: value 77 of head ")
+    assert text.endswith(" within 0.004 and 1%")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_scale_that_is_not_the_layers(kind, monkeypatch):
+    case = backend_of(kind, "fp4", monkeypatch)
+    called = case.backend.forward_decode
+
+    def other(q, k, v, layer, batch):
+        layer.scaling *= 1.2
+        try:
+            return called(q, k, v, layer, batch)
+        finally:
+            layer.scaling = SCALE
+
+    monkeypatch.setattr(case.backend, "forward_decode", other)
+    assert "attention over rows of fp4" in difference(case)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_k_scale_that_is_not_applied(kind, monkeypatch):
+    case = backend_of(kind, "fp8", monkeypatch, k_scale=0.25)
+    from sgl_kvpool.srt.self_check import check_backend
+
+    check_backend(case.backend, case.layer)
+    k_scale, forward = case.pool.k_scale, case.backend.forward_decode
+
+    def without(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(case.pool, "k_scale", lambda layer_id: 1.0)
+            return forward(*args)
+
+    monkeypatch.setattr(case.backend, "forward_decode", without)
+    assert "attention over rows of fp8" in difference(case)
+    assert case.pool.k_scale == k_scale
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_list_that_is_one_short(kind, monkeypatch):
+    """The token of the step itself is attended by no request."""
+    case = backend_of(kind, "bf16", monkeypatch)
+    plan = case.backend.init_forward_metadata
+
+    def short(batch):
+        batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens - 1
+        plan(batch)
+
+    monkeypatch.setattr(case.backend, "init_forward_metadata", short)
+    assert "for 1 tokens is 0, expected " in difference(case) or "for 1 tokens is nan" in difference(case)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
+def test_slots_that_are_taken_for_rows_of_others(kind, arrangement, monkeypatch):
+    from sgl_kvpool.srt.attention import cuda
+
+    case = backend_of(kind, "fp4", monkeypatch, arrangement=arrangement, page_size=8)
+    if kind == "cpu":
+        plan = case.backend.init_forward_metadata
+
+        def moved(batch):
+            plan(batch)
+            case.backend._kv_indices = case.backend._kv_indices.roll(1)
+
+        monkeypatch.setattr(case.backend, "init_forward_metadata", moved)
+    else:
+        decode = cuda.mla_decode
+
+        def other(q, pool, lists, *more, **named):
+            return decode(q, pool, lists.roll(1, 0), *more, **named)
+
+        monkeypatch.setattr(cuda, "mla_decode", other)
+    assert "attention over rows of fp4, layer 6" in difference(case)
+
+
+# ------------------------------------------------------------------ sparse attention
+
+
+def sparse_reader(layout):
+    from dsa_pools import dsa_pool
+
+    from sgl_kvpool.attention.decode import DecodeWorkspace
+    from sgl_kvpool.srt.attention.sparse import SparseReader, sparse_workspace_bytes
+
+    pool = dsa_pool(layout)
+    for buffer in pool.kv_buffer:
+        buffer.view(torch.uint8).fill_(0xFF)
+    size_bytes = sparse_workspace_bytes(pool.row_format, HEADS, 2048, "cpu")
+    return pool, SparseReader(pool.row_format, DecodeWorkspace(size_bytes, "cpu"))
+
+
+@pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope"])
+def test_the_reader_of_sparse_attention(layout):
+    from sgl_kvpool.srt.self_check import check_lists
+
+    pool, reader = sparse_reader(layout)
+    found = check_lists(pool, 3, HEADS, SCALE, reader.attend)
+    assert found.startswith("attention of 3 requests with a largest error of ")
+    assert all((buffer.view(torch.uint8) == 0xFF).all() for buffer in pool.kv_buffer)
+
+
+def test_a_reader_of_sparse_attention_that_counts_wrongly():
+    from sgl_kvpool.srt.self_check import Difference, check_lists
+
+    pool, reader = sparse_reader("fp4")
+
+    def short(q, rows, slots, counts, scale):
+        return reader.attend(q, rows, slots, counts - 1, scale)
+
+    with pytest.raises(Difference, match="attention over rows of fp4, layer 3: value "):
+        check_lists(pool, 3, HEADS, SCALE, short)

@@ -1,0 +1,205 @@
+"""Rows of real pools beside the codec: what is right passes and leaves no trace, what is broken is named."""
+
+import itertools
+
+import dsa_pools
+import hybrid_pools
+import pytest
+from host_tier import ARRANGEMENTS, LAYOUTS, START, device_pool, fill, memory
+
+pytestmark = pytest.mark.usefixtures("published")
+
+
+def every_byte(pool):
+    return [part.copy() for part in memory(pool.row_pool)]
+
+
+def passes(pool):
+    from sgl_kvpool.srt.self_check import check_rows
+
+    before = every_byte(pool)
+    assert check_rows(pool) == "rows of 3 of 3 layers"
+    for was, now in zip(before, every_byte(pool), strict=True):
+        assert (was == now).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 61])
+@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
+def test_dense_pools(layout, arrangement, page_size):
+    pool = device_pool(layout, arrangement, page_size, pages=9)
+    fill(pool)
+    passes(pool)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_pools(layout):
+    pool = dsa_pools.dsa_pool(layout)
+    _, index = dsa_pools.fill(pool)
+    passes(pool)
+    assert all((was == now).all() for was, now in zip(index, dsa_pools.index_pages(pool), strict=True))
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), list(itertools.product(LAYOUTS, ARRANGEMENTS)))
+def test_hybrid_pools(layout, arrangement):
+    pool = hybrid_pools.hybrid_pool(layout, arrangement)
+    fill(pool.row_pool)
+    passes(pool)
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+
+def difference(pool):
+    from sgl_kvpool.srt.self_check import Difference, check_rows
+
+    with pytest.raises(Difference) as found:
+        check_rows(pool)
+    return str(found.value)
+
+
+#: Pools whose rows our own code writes, in every arrangement.
+OWN = [
+    *itertools.product(["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"], ARRANGEMENTS),
+    ("bf16", "token_major"),
+]
+
+
+@pytest.mark.parametrize(("layout", "arrangement"), OWN)
+def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
+    from sgl_kvpool.srt.pool import mla
+
+    store = mla.store_rows
+
+    def rounded(pool, slots, nope, rope, fmt, k_scale):
+        store(pool, slots, nope * 1.01, rope, fmt, k_scale)
+
+    monkeypatch.setattr(mla, "store_rows", rounded)
+    text = difference(device_pool(layout, arrangement))
+    assert text.startswith(f"rows of {layout} written to the pool: byte ")
+    assert f"of layer {START}, slot " in text
+
+
+def test_a_writer_of_sglangs_that_swaps_its_arguments(monkeypatch):
+    """Of `bf16` rows, which SGLang writes itself."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    write = MLATokenToKVPool.set_mla_kv_buffer
+
+    def swapped(self, layer, loc, nope, rope, *more):
+        write(self, layer, loc, nope.flip(-1), rope, *more)
+
+    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", swapped)
+    assert "rows of bf16 written to the pool: byte 0 of layer 5, slot " in difference(device_pool("bf16"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_decoder_that_rounds_otherwise(layout, monkeypatch):
+    from sgl_kvpool.srt.pool import mla
+
+    gather = mla.gather_parts
+
+    def rounded(rows, slots, fmt, nope, rope, k_scale):
+        gather(rows, slots, fmt, nope, rope, k_scale)
+        nope[0, 3] += 1
+
+    monkeypatch.setattr(mla, "gather_parts", rounded)
+    text = difference(device_pool(layout))
+    assert text.startswith(f"values of {layout} from get_mla_kv_buffer, two bytes each: byte ")
+
+
+def test_k_scale_of_another_layer(monkeypatch):
+    """The last layer alone has one; it is written with that of the first."""
+    pool = device_pool("fp8", k_scales={START + 2: 0.5})
+    passes(pool)
+    stored = pool._store
+    monkeypatch.setattr(pool, "_store", lambda index, layer_id, *more: stored(index, START, *more))
+    assert "of layer 7, slot " in difference(pool)
+
+
+@pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
+def test_slots_that_are_taken_for_others(arrangement, monkeypatch):
+    """Consistently, by writer and reader: transfers find the rows elsewhere."""
+    pool = device_pool("fp4", arrangement, pages=9)
+    mapping = pool.slot_to_row
+    monkeypatch.setattr(pool, "slot_to_row", lambda slots: mapping(slots ^ 1))
+    assert "rows of fp4 written to the pool: byte 0 of layer 5, slot " in difference(pool)
+
+
+def test_a_slot_mapping_of_the_first_page_alone(monkeypatch):
+    """Rows of a page-major pool taken for slots, which is right in page 0."""
+    pool = device_pool("fp4", "page_major", pages=9)
+    monkeypatch.setattr(pool, "slot_to_row", lambda slots: slots)
+    assert "written to the pool" in difference(pool)
+
+
+def test_a_reader_of_rows_in_another_order(monkeypatch):
+    pool = device_pool("fp8_block_scale", pages=9)
+    rows = pool.get_row_buffer
+    monkeypatch.setattr(pool, "get_row_buffer", lambda layer_id: rows(layer_id).roll(1, 0))
+    assert difference(pool).startswith("rows of fp8_block_scale from get_row_buffer: byte ")
+
+
+def test_layers_in_another_order(monkeypatch):
+    """Consistently, by writer and reader: stores and peers would find other layers' rows."""
+    pool = device_pool("fp4", pages=9)
+    monkeypatch.setattr(pool, "kv_buffer", pool.kv_buffer[::-1])
+    monkeypatch.setattr(pool, "_index", lambda layer_id: (layer_id - START + 1) % 3)
+    assert "written to the pool" in difference(pool)
+
+
+def test_layers_of_a_hybrid_pool_in_another_order(monkeypatch):
+    pool = hybrid_pools.hybrid_pool("fp4")
+    places = dict(zip([1, 3, 4], [2, 1, 0], strict=True))
+    monkeypatch.setattr(pool, "_transfer_full_attention_id", places.__getitem__)
+    assert "written to the pool" in difference(pool)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_neighbours_that_are_written_too(sparse, monkeypatch):
+    from sgl_kvpool.srt.pool import mla
+
+    store = mla.store_rows
+
+    def wide(rows, slots, *more, **named):
+        store(rows, slots, *more, **named)
+        rows[slots - 1, 0] ^= 1
+
+    monkeypatch.setattr(mla, "store_rows", wide)
+    pool = dsa_pools.dsa_pool("fp4") if sparse else device_pool("fp4", page_size=64, pages=9)
+    assert "rows of fp4 written to the pool: byte 0 of layer" in difference(pool)
+
+
+def test_reading_without_waiting(monkeypatch):
+    pool = device_pool("fp4")
+    monkeypatch.setattr(pool, "_stored", lambda layer_id: pool.kv_buffer[layer_id - START])
+    text = difference(pool)
+    assert text == ("loads from the host tier: get_row_buffer of layer 5 waited for layers [], expected 0")
+
+
+def test_waiting_for_another_layer(monkeypatch):
+    """Layer ids of the model and places in the pool are different things."""
+    pool = device_pool("fp4")
+    read = pool.get_row_buffer
+
+    def other(layer_id):
+        read(START)
+        return pool.kv_buffer[layer_id - START]
+
+    monkeypatch.setattr(pool, "get_row_buffer", other)
+    assert "get_row_buffer of layer 6 waited for layers [0], expected 1" in difference(pool)
+    assert pool.layer_transfer_counter is None
+
+
+def test_a_hybrid_pool_that_does_not_wait(monkeypatch):
+    pool = hybrid_pools.hybrid_pool("fp4")
+    monkeypatch.setattr(pool, "_wait_for_layer", lambda layer_id: None)
+    assert "get_row_buffer of layer 1 waited for layers [], expected 1" in difference(pool)
+
+
+def test_the_counter_is_given_back():
+    for pool in (device_pool("fp4"), hybrid_pools.hybrid_pool("fp4")):
+        counter = hybrid_pools.waits(pool)
+        registered = pool.layer_transfer_counter
+        passes(pool)
+        assert pool.layer_transfer_counter is registered
+        assert len(set(counter)) == 3  # reading rows and values back waits as ever
