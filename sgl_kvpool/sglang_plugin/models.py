@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat
 
 __all__ = [
     "device_name",
+    "has_own_draft",
     "host_tier_page_size",
     "is_dsa",
     "is_hybrid",
@@ -85,6 +87,15 @@ def device_name(view: Any) -> str:
 def model_name(model_config: Any) -> str:
     """Name of its class, for messages."""
     return (getattr(model_config.hf_config, "architectures", None) or ["this model"])[0]
+
+
+def has_own_draft(view: Any) -> bool:
+    """Whether the draft model is another checkpoint than the target's."""
+    draft, target = view.speculative_draft_model_path, view.model_path
+    if draft is None or draft == target:
+        return False
+    # Two spellings of one folder are one checkpoint.
+    return not (Path(draft).is_dir() and Path(draft).resolve() == Path(target).resolve())
 
 
 def row_format_of(model_config: Any, layout: MLAKVCacheLayout) -> RowFormat:

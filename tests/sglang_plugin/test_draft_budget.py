@@ -159,7 +159,7 @@ def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
 def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):
     from types import SimpleNamespace
 
-    from sgl_kvpool.commands.plan.plannable import has_own_draft
+    from sgl_kvpool.sglang_plugin.models import has_own_draft
 
     def own(draft):
         return has_own_draft(

@@ -1,5 +1,7 @@
 """`--kv-host-sharing`: what `auto` takes, and with what `node` is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 
 HICACHE = "--enable-hierarchical-cache"
@@ -85,6 +87,105 @@ def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints, monkeypatc
     assert sharing(resolve(*argv, device="cuda")) == "rank"
     with pytest.raises(ValueError, match=f"--kv-host-sharing node does not work with {named}"):
         resolve(*argv, "--kv-host-sharing", "node", device="cuda")
+
+
+def drafting(steps=3, topk=1, tokens=4):
+    names = ("num-steps", "eagle-topk", "num-draft-tokens")
+    values = zip(names, (steps, topk, tokens), strict=True)
+    return [word for name, value in values for word in (f"--speculative-{name}", str(value))]
+
+
+#: Drafts -> layout, checkpoint, arguments, in which the name of a checkpoint stands for its folder.
+PACKED = {
+    "NEXTN": ("fp4", "mtp1", ["NEXTN", *drafting()]),
+    "EAGLE": ("fp8", "mtp1", ["EAGLE", *drafting(1, 1, 2)]),
+    "SGLang's reader": ("bf16", "mtp1", ["NEXTN", *drafting(), "--attention-backend", "flashinfer"]),
+    "SGLang's steps": ("fp4_fp8_rope", "mtp1", ["NEXTN"]),
+    "the target by name": ("fp4", "mtp1", ["EAGLE", "--speculative-draft-model-path", "mtp1", *drafting()]),
+}
+NOT_PACKED = {
+    "no MTP layer": ("fp4", "mtp0", ["EAGLE", *drafting()]),
+    "nothing said of MTP layers": ("fp4", "mla", ["EAGLE", *drafting()]),
+    "several MTP layers": ("fp4", "mtp2", ["NEXTN", *drafting()]),
+    "another checkpoint": ("fp4", "mtp1", ["EAGLE", "--speculative-draft-model-path", "mtp2", *drafting()]),
+    "EAGLE3": ("fp4", "mtp1", ["EAGLE3", "--speculative-draft-model-path", "mla3", *drafting()]),
+    "a tree": ("bf16", "mtp1", ["NEXTN", *drafting(3, 4, 8), "--attention-backend", "flashinfer"]),
+    "several models": (
+        "bf16", "mtp1",
+        ["NEXTN", *drafting(), "--enable-multi-layer-eagle", "--attention-backend", "flashinfer"],
+    ),
+    "no draft model": (
+        "bf16", "mtp1",
+        ["NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "flashinfer"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def drafted(resolve, checkpoints, monkeypatch):
+    """`drafted(case, ...)`: a resolved record of a server of two ranks with a host tier and drafts."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def run(case, *argv):
+        layout, model, words = case
+        words = [checkpoints.get(word, word) for word in ("--speculative-algorithm", *words)]
+        named = [checkpoints[model], "--kv-cache-layout", layout, HICACHE, *TWO_RANKS]
+        return resolve(*named, *words, *argv, device="cuda")
+
+    return run
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_ranks_share_pages_with_the_rows_of_packed_drafts(drafted, name):
+    for asked in ([], ["--kv-host-sharing", "node"]):
+        args = drafted(PACKED[name], *asked)
+        assert sharing(args) == "node"
+    assert sharing(drafted(PACKED[name], "--kv-host-sharing", "rank")) == "rank"
+    assert takes_our_pool(args, PACKED[name][0])
+
+
+def takes_our_pool(args, layout):
+    from sgl_kvpool.layout import MLAKVCacheLayout
+    from sgl_kvpool.memory.arrangement import KVArrangement
+    from sgl_kvpool.sglang_plugin.options import host_tier_of
+
+    return host_tier_of(args).takes(MLAKVCacheLayout(layout), KVArrangement.LAYER_MAJOR, "cuda")
+
+
+@pytest.mark.parametrize("name", NOT_PACKED)
+def test_ranks_do_not_share_pages_beside_other_drafts(drafted, capfd, name):
+    algorithm = {"NEXTN": "EAGLE"}.get(NOT_PACKED[name][2][0], NOT_PACKED[name][2][0])
+    assert sharing(drafted(NOT_PACKED[name])) == "rank"
+    (line,) = [text for text in capfd.readouterr().err.splitlines() if "--kv-host-sharing" in text]
+    assert f"sgl-kvpool: --kv-host-sharing rank (--speculative-algorithm {algorithm}: of drafts, " in line
+    said = f"^--kv-host-sharing node does not work with --speculative-algorithm {algorithm}: of drafts, only "
+    with pytest.raises(ValueError, match=said) as refused:
+        drafted(NOT_PACKED[name], "--kv-host-sharing", "node")
+    assert str(refused.value).endswith("; leave out --kv-host-sharing, or give rank")
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "NGRAM"])
+def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
+    """The rule takes nothing that SGLang would give a host pool of its own."""
+    from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sgl_kvpool.sglang_plugin.rules.host_sharing import _has_packed_draft
+
+    model_config = SimpleNamespace(
+        num_nextn_predict_layers=layers, hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])
+    )
+    view = SimpleNamespace(
+        speculative_algorithm=algorithm, speculative_eagle_topk=1, enable_multi_layer_eagle=False,
+        speculative_draft_model_path=None, model_path="target",
+    )  # fmt: skip
+    runners = (SimpleNamespace(model_config=model_config),)
+    packs = _can_pack_hicache_mtp(SpeculativeAlgorithm.from_string(algorithm), runners)
+    assert packs or not _has_packed_draft(model_config, view)
+    assert _has_packed_draft(model_config, view) == (algorithm == "EAGLE" and layers == 1)
 
 
 def test_the_log_says_what_was_taken(arranged, capfd):

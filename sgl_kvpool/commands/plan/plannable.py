@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sgl_kvpool.sglang_plugin.models import model_name
+from sgl_kvpool.sglang_plugin.models import has_own_draft, model_name
 
 __all__ = [
     "IncompleteConfig",
@@ -18,7 +18,6 @@ __all__ = [
     "check_plannable",
     "check_sizes",
     "check_weights",
-    "has_own_draft",
 ]
 
 #: Fields of config.json that determine sizes, each with its alternative names. If one is missing,
@@ -176,12 +175,3 @@ def check_drafts(view: Any, configurator: Any) -> None:
             "has no MTP layers (num_nextn_predict_layers of its config.json); name a draft with "
             "--speculative-draft-model-path"
         )
-
-
-def has_own_draft(view: Any) -> bool:
-    """Whether the draft model is another checkpoint than the target's."""
-    draft, target = view.speculative_draft_model_path, view.model_path
-    if draft is None or draft == target:
-        return False
-    # Two spellings of one folder are one checkpoint.
-    return not (Path(draft).is_dir() and Path(draft).resolve() == Path(target).resolve())

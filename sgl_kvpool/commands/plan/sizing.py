@@ -19,11 +19,16 @@ from sgl_kvpool.commands.plan.plannable import (
     check_heads,
     check_plannable,
     check_weights,
-    has_own_draft,
 )
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers
-from sgl_kvpool.sglang_plugin.models import is_dsa, layers_with_rows, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import (
+    has_own_draft,
+    is_dsa,
+    layers_with_rows,
+    model_name,
+    row_format_of,
+)
 from sgl_kvpool.transfer.host_options import NODE
 
 __all__ = ["Machine", "ServerRequest", "size_server"]

@@ -11,6 +11,8 @@ from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import ranks, sharing, state_tier
 from sgl_kvpool.sglang_plugin.hooks.stores import is_ours
+from sgl_kvpool.sglang_plugin.options import HOST_SHARING, host_tier_of
+from sgl_kvpool.transfer.host_options import NODE, RANK
 
 __all__ = ["install"]
 
@@ -78,12 +80,19 @@ def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
 
 def _build_mha_mla_host_pool(original, *, pool, **kwargs):
     """The host pool of a draft that is not packed with its target."""
+    from sglang.srt.runtime_context import get_memory, get_server_args
+
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
+    if host_tier_of(get_server_args()).sharing == NODE:
+        # The launcher chooses sharing only beside drafts that are packed. SGLang would give this pool as many
+        # tokens as the shared tier has, in the memory of each rank.
+        raise Refusal(
+            f"SGLang does not pack this draft with its target, and its own host pool does not work with "
+            f"{HOST_SHARING.flag} {NODE}; start the server with {HOST_SHARING.flag} {RANK}"
+        )
     if not HierarchicalMLAHostPool.takes(pool):
         return original(pool=pool, **kwargs)
-    from sglang.srt.runtime_context import get_memory
-
     return HierarchicalMLAHostPool(
         pool, host_size=0, io_backend=get_memory().hicache_io_backend, with_checksum=False, **kwargs
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid
+from sgl_kvpool.sglang_plugin.models import has_own_draft, is_dsa, is_hybrid
 from sgl_kvpool.sglang_plugin.options import AUTO, HOST_SHARING
 from sgl_kvpool.transfer.host_options import NODE, RANK
 
@@ -14,6 +14,11 @@ __all__ = ["choose_sharing", "same_rows_ranks", "write_policy_problem"]
 
 _WRITE_BACK = "--hicache-write-policy write_back"
 _WAITS_ALONE = "a rank waits for its own copies only before it gives pages away"
+
+_SHARED_DRAFTS = (
+    "of drafts, only chains of the one MTP layer of the target's checkpoint (NEXTN or EAGLE, "
+    "--speculative-eagle-topk 1) have their rows in the pages that ranks share"
+)
 
 
 def _store_owns_the_tier(view: Any) -> bool:
@@ -62,11 +67,6 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "ranks of context parallelism hold different rows",
     ),
     (
-        lambda view: view.speculative_algorithm is not None,
-        "--speculative-algorithm",
-        "the draft's pages would be sized by the shared tier and allocated by each rank",
-    ),
-    (
         lambda view: view.disaggregation_mode == "decode",
         "--disaggregation-mode decode",
         "its offload has a controller of its own, without the tree's agreements",
@@ -77,6 +77,24 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "the ranks would have to map that memory together",
     ),
 )
+
+
+def _has_packed_draft(model_config: Any, view: Any) -> bool:
+    """Whether the rows of the draft surely lie in the target's host pages, under the target's page indices.
+
+    SGLang packs drafts of EAGLE (NEXTN is resolved to it) whose config has MTP layers
+    (`base_spec_worker._can_pack_hicache_mtp`), each in a pool of one layer with the target's rows
+    (`host_pool_config.check_packed_kv_rows`). All ranks compute the same rows: `eh_proj` and the projection
+    to the latent are replicated (`deepseek_nextn.py`, `deepseek_v2.py`), and such drafts run on the target's
+    attention ranks (`draft_parallel.legacy_draft_parallel_spec`).
+    """
+    return (
+        view.speculative_algorithm == "EAGLE"
+        and view.speculative_eagle_topk == 1
+        and not view.enable_multi_layer_eagle
+        and not has_own_draft(view)
+        and model_config.num_nextn_predict_layers == 1
+    )
 
 
 def write_policy_problem(policy: str | None) -> str | None:
@@ -113,6 +131,8 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, s
     if requested == RANK:
         return RANK, "as asked for"
     found = [(name, why) for in_use, name, why in _PREVENTS if in_use(view)]
+    if view.speculative_algorithm is not None and not _has_packed_draft(model_config, view):
+        found.append((f"--speculative-algorithm {view.speculative_algorithm}", _SHARED_DRAFTS))
     if is_dsa(model_config):
         found.append(("a model with sparse attention", "its index keys have a host pool of SGLang's"))
     if is_hybrid(model_config):
