@@ -7,7 +7,17 @@ from tree_model import Request, TreeModel
 
 
 class DenseModel(TreeModel):
-    """A tree with a host tier over rows alone, of values that a narrower layout rounds."""
+    """A tree with a host tier over rows alone, of values that a narrower layout rounds.
+
+    Layers of packed drafts, whose pools have one each, follow the target's.
+    """
+
+    def __init__(self, cache, pool, page_size, drafts=()):
+        super().__init__(cache, pool, page_size)
+        self.drafts = drafts
+
+    def row_layers(self):
+        return [layer for pool in (self.pool, *self.drafts) for layer in rows(pool)]
 
     @property
     def tier(self):
@@ -21,7 +31,7 @@ class DenseModel(TreeModel):
         from sgl_kvpool.codec import encode_rows
 
         found = []
-        for layer in range(LAYERS):
+        for layer in range(LAYERS + len(self.drafts)):
             made = []
             for end in range(1, len(tokens) + 1):
                 generator = np.random.default_rng([layer, *tokens[:end]])
@@ -49,7 +59,7 @@ class DenseModel(TreeModel):
 
         self.cache.evict(EvictParams(num_tokens=1000))
         free = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
-        for layer in rows(self.pool):
+        for layer in self.row_layers():
             layer[free] = GUARD
 
     def forget(self):

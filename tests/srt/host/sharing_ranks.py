@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from dense_model import DenseModel
 from host_tier import ARRANGEMENTS, LAYOUTS, device_pool
@@ -28,6 +29,13 @@ SHORT, LONGER, OTHER = prompt(8), prompt(28), prompt(20, 500)
 SEEDS, STEPS = range(3), 150
 #: Seconds that a slow rank takes longer for a transfer.
 SLOW = 0.2
+
+
+def draft_pool(layout, page_size, host_tier, layers=1):
+    return device_pool(
+        layout, page_size=page_size, pages=TOKENS // page_size + 1, layers=layers, start_layer=0,
+        host_tier=host_tier,
+    )  # fmt: skip
 
 
 class Rank:
@@ -54,6 +62,7 @@ class Rank:
         page_size=PAGE_SIZE,
         store=None,
         ratio=1.0,
+        drafts=0,
     ):
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -62,12 +71,15 @@ class Rank:
         from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
+        from sgl_kvpool.sglang_plugin.options import HOST_SHARING
+
         args = ServerArgs(
             model_path="dummy", device="cpu", enable_hierarchical_cache=True, page_size=page_size,
             hicache_ratio=ratio, hicache_storage_backend=store and "file", served_model_name="model",
             hicache_storage_backend_extra_config=store and '{"prefetch_threshold": 1}',
             hicache_storage_prefetch_policy="wait_complete", tp_size=RANKS,
         )  # fmt: skip
+        setattr(args, HOST_SHARING.attribute, "node")
         get_parallel().clear_stamp()
         publish(args, role="scheduler", ranks=SpawnRanks(self.rank, None, 0))
         self.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
@@ -75,18 +87,21 @@ class Rank:
             layout, arrangement, page_size=page_size, pages=TOKENS // page_size + 1,
             start_layer=0, host_tier=HostTierOptions(host, sharing="node"),
         )  # fmt: skip
+        # Drafts keep layer_major, whatever their target has.
+        packed = tuple(draft_pool(layout, page_size, pool.host_tier) for _ in range(drafts))
         allocator = PagedTokenToKVPoolAllocator(
             pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
         )
         params = CacheInitParams(
             disable=False, req_to_token_pool=SimpleNamespace(size=4), token_to_kv_pool_allocator=allocator,
-            page_size=page_size, tree_components=(ComponentType.FULL,), **self.groups,
+            page_size=page_size, tree_components=(ComponentType.FULL,),
+            mtp_draft_device_pools=packed, **self.groups,
         )  # fmt: skip
         cache = UnifiedRadixCache(params)
         cache.init_hicache(args, params)
         cache.load_back_threshold = 1
         assert isinstance(cache.load_cache_event, type(threading.Event()))
-        return DenseModel(cache, pool, page_size)
+        return DenseModel(cache, pool, page_size, packed)
 
     def run(self, case):
         """What a case returns on this rank, and what was counted."""
@@ -115,22 +130,23 @@ class Rank:
             self.patch.setattr(channel, "run", slow)
 
     def counts_stored_pages(self, model):
-        """A list that gets the host pages of each backup of this rank."""
+        """For target and drafts, a list that gets the host pages of each backup of this rank."""
         kept = []
         for channel in model.tier._channels.to_host:
-            run = channel.run
+            run, own = channel.run, []
+            kept.append(own)
 
-            def counted(device_pages, host_pages, *rest, _run=run):
-                kept.extend(int(page) for page in host_pages)
+            def counted(device_pages, host_pages, *rest, _run=run, _own=own):
+                _own.extend(int(page) for page in host_pages)
                 _run(device_pages, host_pages, *rest)
 
             self.patch.setattr(channel, "run", counted)
         return kept
 
 
-def there_and_back(layout, arrangement, host="same", page_size=PAGE_SIZE):
+def there_and_back(layout, arrangement, host="same", page_size=PAGE_SIZE, drafts=0):
     def case(ranks):
-        model = ranks.model(layout, arrangement, host, page_size)
+        model = ranks.model(layout, arrangement, host, page_size, drafts=drafts)
         kept = ranks.counts_stored_pages(model)
         lengths = []
         for tokens in (SHORT, LONGER, OTHER):
@@ -163,13 +179,17 @@ def slow(rank, direction):
     return case
 
 
-def lost(rank):
+def lost(rank, drafts=0):
+    """One rank cannot store pages; with drafts, only their layers of these."""
+
     def case(ranks):
-        model = ranks.model()
+        model = ranks.model(drafts=drafts)
+        channels = model.tier._channels.to_host[1 if drafts else 0 :]
+        broken = SimpleNamespace(_channels=SimpleNamespace(to_host=channels))
         model.put(SHORT)
         with pytest.MonkeyPatch.context() as patched:
             if ranks.rank == rank:
-                break_backups(model.tier, patched)
+                break_backups(broken, patched)
             model.put(LONGER)
         model.evict()
         lengths = [model.check(LONGER), model.check(SHORT)]
@@ -334,14 +354,14 @@ def flushed(ranks):
     return {"lengths": [model.check(LONGER), model.check(OTHER)]}
 
 
-def from_store(rank):
+def from_store(rank, drafts=0):
     """Two servers, one after the other; only the first rank of the second reads the store."""
 
     def case(ranks):
-        store = ranks.folder / f"store-{rank}"
-        stored(ranks.model(store=store), SHORT, LONGER)
+        store = ranks.folder / f"store-{rank}-{drafts}"
+        stored(ranks.model(store=store, drafts=drafts), SHORT, LONGER)
         dist.barrier()
-        model = ranks.model(store=store)
+        model = ranks.model(store=store, drafts=drafts)
         backend, reads = model.controller.storage_backend, []
         get, bad = backend.get, files(store, False)[4].name.partition("_")[0]
 
@@ -406,6 +426,38 @@ def no_memory(rank):
     return case
 
 
+def own_draft(pool_of):
+    """SGLang is about to give a draft a host pool of its own."""
+
+    def case(ranks):
+        from sglang.srt.mem_cache.kv_cache_builder import maybe_register_hicache_draft
+        from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode, HiCacheDraftPlan
+
+        model = ranks.model()
+        plan = HiCacheDraftPlan(mode=HiCacheDraftMode.SIDECAR, device_pools=(pool_of(model.pool),))
+        with pytest.raises(ValueError, match="draft") as refused:
+            maybe_register_hicache_draft(tree_cache=model.cache, draft_plan=plan)
+        model.put(LONGER)
+        model.evict()
+        pools = [str(entry.name) for entry in model.controller.mem_pool_host.entries]
+        return {"lengths": [model.check(LONGER)], "error": str(refused.value), "pools": len(pools)}
+
+    return case
+
+
+def with_rows(target):
+    return draft_pool(target.kv_cache_layout.value, target.page_size, target.host_tier, layers=2)
+
+
+def with_heads(target):
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        size=target.size, page_size=target.page_size, dtype=torch.bfloat16, head_num=2, head_dim=16,
+        layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+
+
 NARROWER = {"bf16": "fp4", "fp8": "fp4_fp8_rope", "fp8_block_scale": "fp4"}
 CASES = {
     **{f"{layout}-{arrangement}": there_and_back(layout, arrangement)
@@ -415,7 +467,12 @@ CASES = {
     **{f"pages-of-{size}": there_and_back("fp4", "page_major", page_size=size) for size in (1, 2)},
     **{f"slow-{rank}-{direction}": slow(rank, direction)
        for rank in range(RANKS) for direction in ("to_host", "to_device")},
+    **{f"draft-{layout}": there_and_back(layout, "token_major", drafts=1) for layout in LAYOUTS},
+    **{f"draft-{layout}-on-{host}": there_and_back(layout, "layer_major", host, drafts=1)
+       for layout, host in NARROWER.items()},
+    "two-drafts": there_and_back("fp4", "page_major", drafts=2),
     **{f"lost-{rank}": lost(rank) for rank in range(RANKS)},
+    **{f"lost-draft-{rank}": lost(rank, drafts=1) for rank in range(RANKS)},
     **{f"refused-{rank}": refused_backup(rank) for rank in range(RANKS)},
     **{f"moved-{rank}": moved(rank) for rank in range(RANKS)},
     "flushed": flushed,
@@ -427,6 +484,9 @@ CASES = {
     "machines-moved": on_machines(moved(2)),
     **{f"mixture-{seed}": mixture(seed) for seed in SEEDS},
     **{f"store-{rank}": from_store(rank) for rank in (0, 2)},
+    "store-draft": from_store(None, drafts=1),
+    "own-draft-rows": own_draft(with_rows),
+    "own-draft-heads": own_draft(with_heads),
     **{f"no-memory-{rank}": no_memory(rank) for rank in (0, 2)},
 }  # fmt: skip
 

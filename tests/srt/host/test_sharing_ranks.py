@@ -2,7 +2,7 @@
 
 import pytest
 import rank_processes
-from host_tier import ROW_BYTES
+from host_tier import LAYOUTS, ROW_BYTES
 from sharing_ranks import CASES, LONGER, NARROWER, OTHER, PAGE_SIZE, RANKS, SEEDS, SHORT, TOKENS
 
 ALL = [len(SHORT), len(LONGER), len(OTHER)]
@@ -27,7 +27,15 @@ THERE_AND_BACK = {
     **{f"{wide}-on-{narrow}": (ROW_BYTES[wide], ROW_BYTES[narrow], PAGE_SIZE)
        for wide, narrow in NARROWER.items()},
     **{f"pages-of-{size}": (416, 416, size) for size in (1, 2)},
+    **{f"draft-{layout}": (ROW_BYTES[layout], ROW_BYTES[layout], PAGE_SIZE) for layout in LAYOUTS},
+    **{f"draft-{wide}-on-{narrow}": (ROW_BYTES[wide], ROW_BYTES[narrow], PAGE_SIZE)
+       for wide, narrow in NARROWER.items()},
+    "two-drafts": (416, 416, PAGE_SIZE),
 }  # fmt: skip
+
+
+def drafts_of(case):
+    return 2 if case == "two-drafts" else int("draft" in case)
 
 
 @pytest.mark.parametrize("case", THERE_AND_BACK)
@@ -39,8 +47,11 @@ def test_every_rank_stores_its_pages_and_all_load_from_the_one_copy(seen, case):
     assert failures == [{}] * RANKS
     # LONGER goes on from SHORT, so that both have its pages.
     pages = (len(LONGER) + len(OTHER)) // page_size
-    assert [rank["kept"] for rank in seen[case]] == [list(range(rank, pages, RANKS)) for rank in range(RANKS)]
+    # Rows of target and drafts alike.
+    for rank, found in enumerate(seen[case]):
+        assert found["kept"] == [list(range(rank, pages, RANKS))] * (1 + drafts_of(case))
     # --hicache-ratio 1: each rank's part has the bytes of its pool. One page more is SGLang's padding.
+    # The ratio is that of the target's bytes, as in SGLang, whose drafts add theirs to each page.
     in_bytes = RANKS * TOKENS * wide // narrow
     for rank in seen[case]:
         assert rank["alone"] == TOKENS
@@ -64,6 +75,26 @@ def test_what_one_rank_lost_is_a_miss_on_all(seen, rank):
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
+def test_a_page_whose_drafts_rows_one_rank_lost_is_a_miss_on_all(seen, rank):
+    """The target's rows in it were stored well."""
+    lengths, failures = agreed(seen[f"lost-draft-{rank}"])
+    assert lengths == [0, len(SHORT), len(LONGER), len(OTHER)]
+    lost = {"backup": 1, "backup_lost": 1}
+    assert failures == [{**(lost if other == rank else {}), "load_pages": 1} for other in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", ["rows", "heads"])
+def test_a_draft_with_a_host_pool_of_its_own_is_refused(seen, kind):
+    """Before it takes memory; the launcher chooses sharing only where SGLang does not come here."""
+    case = f"own-draft-{kind}"
+    assert agreed(seen[case]) == ([len(LONGER)], [{}] * RANKS)
+    for found in seen[case]:
+        assert found["pools"] == 1
+        assert "does not work with --kv-host-sharing node" in found["error"]
+        assert found["error"].endswith("; start the server with --kv-host-sharing rank")
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
 def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
     """So that all allocate alike: the tier goes on."""
     lengths, failures = agreed(seen[f"refused-{rank}"])
@@ -81,7 +112,7 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
     assert lengths == [0, 0, 0]
     assert all(found["tier_disagreement"] == 1 for found in failures)
     for found in seen[case]:
-        assert found["kept"] == []
+        assert found["kept"] == [[]]
         words = [
             f"rank {other}: alloc of {4 if other == rank else 20} slots from 8" for other in range(RANKS)
         ]
@@ -126,7 +157,7 @@ def test_each_machine_has_a_copy(seen):
     lengths, failures = agreed(seen["machines"])
     assert (lengths, failures) == ([*ALL, *reversed(ALL)], [{}] * RANKS)
     pages = range((len(LONGER) + len(OTHER)) // PAGE_SIZE)
-    assert [rank["kept"] for rank in seen["machines"]] == [[*pages[::2]], [*pages[1::2]], [*pages]]
+    assert [rank["kept"] for rank in seen["machines"]] == [[[*pages[::2]]], [[*pages[1::2]]], [[*pages]]]
     assert {rank["tokens"] for rank in seen["machines"]} == {TOKENS + PAGE_SIZE}
 
 
@@ -169,6 +200,12 @@ def test_the_first_rank_reads_the_store_for_all(seen):
     pages = len(LONGER) // PAGE_SIZE
     assert [rank["reads"] for rank in seen["store-2"]] == [pages, 0, 0]
     assert {rank["files"] for rank in seen["store-2"]} == {pages}
+
+
+def test_the_first_rank_reads_the_drafts_rows_for_all(seen):
+    lengths, failures = agreed(seen["store-draft"])
+    assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
+    assert [rank["reads"] for rank in seen["store-draft"]] == [len(LONGER) // PAGE_SIZE, 0, 0]
 
 
 def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
