@@ -55,6 +55,13 @@ SERVERS = {
         ["--speculative-algorithm", "EAGLE", "--speculative-draft-attention-backend", "fa3"],
     ),
     "packed": ("kimi_k2", "fp4", [*drafting("mtp", "EAGLE", None), *TIER]),
+    "its own MTP layer": (
+        "mtp", "fp4", ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER],
+    ),
+    "its own, a copy each": (
+        "mtp", "fp4",
+        ["--tp-size", "8", "--speculative-algorithm", "NEXTN", *CHAIN, *TIER, "--kv-host-sharing", "rank"],
+    ),
     "unpacked": ("kimi_k2", "bf16", [*drafting("mla", backend=None), *TIER, "--kv-host-layout", "fp4"]),
 }  # fmt: skip
 
@@ -108,6 +115,7 @@ def sized(request_of):
         ("attention ranks", 61 * 416 + 4 * HEADS_BYTES),  # 2 of 8 ranks share the 64 heads
         ("standalone", 61 * (416 + 132) + HEADS_BYTES),
         ("packed", 62 * 416),
+        ("its own MTP layer", 62 * 416),
         ("unpacked", 63 * 1152),
     ],
 )
@@ -135,15 +143,23 @@ def test_sglang_as_it_is_keeps_its_number(sized):
 
 
 @pytest.mark.parametrize(
-    ("name", "token_bytes", "draft_bytes"),
+    ("name", "token_bytes", "draft_bytes", "sharing_ranks"),
     # Pages of 64 tokens, with padding and checksum: docs/transfer.md.
-    [("tier", 25408, HEADS_BYTES), ("packed", 25856, 0), ("unpacked", 25408, 2 * 416)],
+    [
+        ("tier", 25408, HEADS_BYTES, 1),
+        ("packed", 25856, 0, 1),
+        ("its own MTP layer", 25856, 0, 8),
+        ("its own, a copy each", 25856, 0, 1),
+        ("unpacked", 25408, 2 * 416, 1),
+    ],
 )
-def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes):
-    """SGLang gives drafts that it does not pack as many tokens as the target, whatever the tier's size."""
+def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks):
+    """SGLang gives drafts that it does not pack as many tokens as the target, whatever the tier's size.
+
+    Ranks share pages only beside a draft that is surely packed, which one of another checkpoint is not.
+    """
     kept = {"token_bytes": token_bytes, "index_bytes": 0, "draft_bytes": draft_bytes, "slot_bytes": 0}
-    kept["sharing_ranks"] = 1  # a draft's pages have no agreement
-    assert sized[name]["host"] == kept
+    assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
 
 
 def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
