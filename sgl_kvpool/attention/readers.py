@@ -63,7 +63,7 @@ class SGLangReaders:
     dsa_copied : frozenset of str
         Subset of `dsa`: implementations that encode the full pool again in every call before they read it.
     dsa_paired : frozenset of str
-        Subset of `dsa`: implementations that, as the prefill, have to be the decode too.
+        Subset of `dsa`: implementations that have to be the decode too if they are the prefill.
     """
 
     backends: frozenset[str] = frozenset()
@@ -178,9 +178,9 @@ def readers(
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
     phase: str | None = None,
 ) -> tuple[str, ...]:
-    """Names of all backends that read a layout in an arrangement, ours first; none for a layout without rows.
+    """Names of all backends that read a layout in an arrangement, ours first; empty for `head_major`.
 
-    Backends count that read it in `phase`, or in any phase if it is None.
+    Includes backends that read it in `phase`, or in any phase if `phase` is None.
     """
     if arrangement not in KVArrangement.of_rows():
         return ()

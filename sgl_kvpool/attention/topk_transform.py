@@ -84,7 +84,7 @@ class _Implementation:
     Attributes
     ----------
     ragged_modes : tuple of str
-        Modes in which rows can be gathered before it.
+        Modes in which rows can be gathered for it.
     prefill, decode : bool
         Whether the implementation can be the prefill or the decode.
     """
@@ -133,7 +133,7 @@ def _reads_stored(name: str, layout: MLAKVCacheLayout) -> bool:
 def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
     """Whether rows are gathered and decoded for an implementation in extends (RAGGED)."""
     if not sglang_dsa_reads(layout):
-        return name == SPARSE_BF16  # for which our hook gathers
+        return name == SPARSE_BF16  # our hook gathers rows for it
     return name in SGLANG_READERS[layout].dsa_gathered
 
 
@@ -297,7 +297,7 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> 
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
-    """Refuse what SGLang's `_check_kpool_tail_backend` raises at the first batch, and other readers."""
+    """Refuse pairs that SGLang's `_check_kpool_tail_backend` would refuse, or that cannot read the rows."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)

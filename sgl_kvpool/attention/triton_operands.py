@@ -169,8 +169,8 @@ def _e4m3_operand(codes, NATIVE: tl.constexpr):
 
     As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
     lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Before
-    `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Through fp16 and float32, as the machine
-    converts, it would be as many instructions and more registers.)
+    `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Conversion through fp16 and float32, with
+    the GPU's own instructions, would take as many instructions and more registers.)
     """
     ROWS: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
