@@ -273,7 +273,7 @@ def _set_states(tier, original, transfers, extra_info=None):
         try:
             with tier.stored_under(_keys_by_slot(transfer)):
                 # For stores without copies, which take it with the slot; others get one with their copy.
-                tier.seal_pages(transfer.host_indices)
+                tier.write_checksums(transfer.host_indices)
                 results |= original([transfer], extra_info)
         except Exception as error:  # the rows may be stored all the same
             metrics.failed("page_write", f"{len(keys)} states", error=error)

@@ -147,7 +147,7 @@ def _set_pages(
     try:
         with pool.stored_under(_keys(controller, hash_values, host_indices)):
             if in_place:
-                pool.seal_pages(slots)
+                pool.write_checksums(slots)
             stored = original(controller, hash_values[:count], slots, extra_info)
     except Exception as error:  # SGLang logs it too, and goes on without these pages
         metrics.failed("page_write", f"{count} pages", error=error)

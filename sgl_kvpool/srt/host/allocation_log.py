@@ -9,7 +9,7 @@ import xxhash
 
 __all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
-#: Number of operations kept to name the first one in which ranks differ: those of some hundred requests.
+#: Operations that are kept to name the first one in which ranks differ; a few hundred requests make so many.
 _KEPT = 1024
 #: 62 bits, so that the digest and its negative are int64.
 _DIGEST_BITS = 62

@@ -160,7 +160,7 @@ def _forget_error() -> None:
     if torch.cuda.is_available():
         try:
             torch.zeros(1, device="cuda")
-        except RuntimeError as error:  # the kept error; the next call reports a lost GPU again
+        except RuntimeError as error:  # the kept error; if the GPU is lost, the next call raises again
             logger.debug("sgl-kvpool: after a failed registration: %s", error)
 
 

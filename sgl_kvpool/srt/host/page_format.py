@@ -62,9 +62,9 @@ class HostPageFormat:
             Tokens of a page. The page gets a whole number of bytes per token, because SGLang and its stores
             count bytes per token.
         """
-        sealed_bytes = content_bytes + CHECKSUM_BYTES
-        aligned_bytes = _rounded_up(sealed_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
-        close_bytes = _rounded_up(sealed_bytes, math.lcm(_ALIGNMENT_BYTES, page_size))
+        unpadded_bytes = content_bytes + CHECKSUM_BYTES
+        aligned_bytes = _rounded_up(unpadded_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
+        close_bytes = _rounded_up(unpadded_bytes, math.lcm(_ALIGNMENT_BYTES, page_size))
         costs_little = aligned_bytes - content_bytes <= _MAX_PADDING * content_bytes
         size_bytes = aligned_bytes if costs_little else close_bytes
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))
