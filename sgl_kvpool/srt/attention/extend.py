@@ -160,7 +160,7 @@ class ExtendReader:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
             )
-        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; CUDA errors pass
+        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; others propagate
             if not self._refusal_logged:
                 logger.warning(
                     "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: %s", refusal
@@ -292,7 +292,7 @@ class ExtendReader:
         """Merge a chunk's result for its queries into `merged`, the result for all queries, in place."""
         begin, end = chunk.first_query, chunk.continued_until
         if begin < end:
-            # Only for the first request: merging two results without any rows would give NaN.
+            # Merge only the first request's queries: two results without any rows would merge to NaN.
             result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
             # Copied afterwards: in place, a thread of SGLang's kernel could write a sum before another one
             # reads it.
