@@ -69,7 +69,7 @@ class TransferChannel:
             if isinstance(self.engine, TorchEngine):
                 raise
             source, target = page_indices(source_pages), page_indices(target_pages)
-            # A bad list is the caller's error and no failure of the engine.
+            # An invalid list is the caller's error: raise it instead of counting a failure of the engine.
             self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source)} pages, engine {self.engine.name}", error=error)
@@ -97,7 +97,7 @@ class TransferChannel:
             last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
         engine.copy(source_pages, target_pages, part)
         last.end(size_bytes, part)
-        # Only now: an event that was never recorded counts as reached and has no time.
+        # Added after `end`: an event that was never recorded counts as reached and has no time.
         if not self._under_way or self._under_way[-1] is not last:
             self._under_way.append(last)
 
