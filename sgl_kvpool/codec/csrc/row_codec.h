@@ -106,8 +106,8 @@ KVPOOL_HD float e2m1_value(uint32_t code) {
   return float_of(sign | (magnitude < 2u ? below_one : from_one));
 }
 
-// Bytes of the scales that an encoder tries for a block, in order: the byte of largest / 6, the one below and the one
-// above it, the one below that of largest / 4, and the byte of largest / 4.
+// Number of scales that an encoder tries for a block. With b6 and b4 the bytes of largest / 6 and largest / 4, the
+// order is b6, b6 - 1, b6 + 1, b4 - 1, b4.
 constexpr int kCandidates = 5;
 
 KVPOOL_HD int32_t candidate_step(int number) { return number == 0 ? 0 : number < 3 ? 2 * number - 3 : number - 4; }

@@ -168,8 +168,8 @@ inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t*
   clear_padding(to_row, to);
 }
 
-// Bytes, read plus written, that a core converts in some 100 us, five times the start of a thread: at 2 GB/s to e2m1, at
-// 8 to 12 GB/s to other encodings.
+// Bytes, read plus written, that a core converts in some 100 us, five times the time to start a thread: at 2 GB/s to
+// e2m1, at 8 to 12 GB/s to other encodings.
 template <Latent kTo>
 constexpr int64_t kConvertedBytesPerThread = kTo == Latent::kE2m1 ? 256 * 1024 : 1024 * 1024;
 
