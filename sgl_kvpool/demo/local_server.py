@@ -44,7 +44,7 @@ _BIND_FAILED = "error while attempting to bind on address"
 _PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _KILLS_ITSELF = "kill_process_tree called"
 
-#: More than the free bytes in the log's last block on a full disk.
+#: Bytes of a test write: more than the last block of the log can have free on a full disk.
 _PROBE_BYTES = 1 << 16
 
 #: Longest shown line of a log: SGLang prints all its arguments in one line.
@@ -206,7 +206,7 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             pass  # killed below
         finally:
-            # Also if the wait is interrupted, and for children that outlive the launcher.
+            # Kill the group also if the wait was interrupted, and if children outlive the launcher.
             self._signal(signal.SIGKILL)
             self.process.wait()
             self.process = None

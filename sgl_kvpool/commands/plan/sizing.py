@@ -45,7 +45,7 @@ class Machine:
     weights_gib : float
         Weights of the whole model, divided equally among the ranks of tensor parallelism.
     drafts_included : bool
-        Whether they include a separate draft model's; else those are added if they lie in a folder.
+        Whether `weights_gib` includes a separate draft; else its weights are added if its path is a folder.
     """
 
     gpu_gib: float

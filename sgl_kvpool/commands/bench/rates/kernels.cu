@@ -310,7 +310,7 @@ Gather gather_of(int how) {
   return all[how];
 }
 
-// Null for other row sizes.
+// Gather kernel for a row size; null if the size is not in ROWS.
 template <int... ROWS>
 Gather gather_of_one_of(int row_bytes, int how) {
   Gather found = nullptr;
