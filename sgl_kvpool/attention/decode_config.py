@@ -46,8 +46,8 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, unless the
-#: list has fewer: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
+#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, or all rows
+#: of a shorter list: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
 #: `fp4`. A list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8

@@ -69,8 +69,8 @@ def _spread(x, ENCODING: tl.constexpr):
 
     Eight adjacent threads each decode 16 bytes of the same row, which become 4 groups of 8 columns for e2m1
     and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
-    lines of 128 bytes, at the same banks. Therefore the bits of a group's number are permuted, of which the
-    upper 3 are the thread's: the 8 groups become one line. (4 threads per row, as for a rope, have no
+    lines of 128 bytes, at the same banks. Therefore the bits of a group's number, whose upper 3 bits are the
+    thread's number, are permuted: the 8 groups become one line. (4 threads per row, as for a rope, have no
     conflicts in the order of values, except two-way conflicts for e2m1, which occur with no model's rank.)
     """
     N: tl.constexpr = x.shape[0]

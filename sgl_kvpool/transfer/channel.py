@@ -62,7 +62,7 @@ class TransferChannel:
         Exception
             If torch fails too. The contents of the target pages are undefined then.
         """
-        self._count_what_is_over()
+        self._count_finished()
         try:
             self._timed(self.engine, source_pages, target_pages, part)
         except Exception as error:  # torch may succeed, whatever the error
@@ -101,7 +101,7 @@ class TransferChannel:
         if not self._under_way or self._under_way[-1] is not last:
             self._under_way.append(last)
 
-    def _count_what_is_over(self) -> None:
+    def _count_finished(self) -> None:
         """Count finished transfers, except the latest, in the metrics, without waiting for any."""
         while len(self._under_way) > 1:
             seconds = self._under_way[0].seconds()

@@ -87,9 +87,9 @@ KVPOOL_HD float e2m1_rounded(float size) {
   return subtract(add(size, spacer), spacer);
 }
 
-// Quotient of a bf16 and a ue5m3 number from their product with the rounded reciprocal: exact if it is halfway
-// between two e2m1 magnitudes, and on the right side of the middle otherwise, since other quotients are at least 2^-10
-// away from it. Above 6 it is 6. (tests/codec/test_codec_laws.py checks all pairs.)
+// Quotient of a bf16 and a ue5m3 number, rounded from their product with the rounded reciprocal; above 6 it is 6. A
+// quotient halfway between two e2m1 magnitudes is exact. All others are at least 2^-10 away from the middle, and the
+// result is on their side of it. (tests/codec/test_codec_laws.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12

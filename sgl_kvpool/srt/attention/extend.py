@@ -255,8 +255,8 @@ class ExtendReader:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         rank = self.fmt.kv_lora_rank
-        # The kernel indexes queries by their bounds in the whole batch and does not write the others'
-        # results.
+        # The kernel indexes queries by their bounds in the whole batch and does not write the results of
+        # other queries.
         out = torch.zeros((len(q), self.heads, rank), dtype=q.dtype, device=q.device)
         lse = None
         if with_lse:

@@ -18,8 +18,8 @@ _DIGEST_BITS = 62
 class AllocationLog:
     """A rolling digest of the allocations and frees of one rank in order, and the latest operations.
 
-    Ranks that share a tier have to give the same pages to the same requests. They do, because they run the
-    same scheduler; if they ever did not, one rank would overwrite a page of another.
+    Ranks that share a tier run the same scheduler, so they give the same pages to the same requests. If they
+    did not, one rank would overwrite a page of another.
     """
 
     def __init__(self) -> None:

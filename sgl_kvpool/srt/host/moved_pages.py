@@ -132,7 +132,7 @@ class MovedPagesPool(StoredPagesPool):
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost.any_flagged(host_pages):
             # Some loads of SGLang bypass the controller's `load`, which treats such pages as a miss.
-            raise RuntimeError("a host page that was lost in its backup is to be loaded")
+            raise RuntimeError("cannot load a host page that was lost in its backup")
         for channel, part in parts:
             channel.run(host_pages, device_pages, part)
 

@@ -6,7 +6,7 @@ A host page of format version 2 is contiguous, so that stores can read and write
 
 `size_bytes` is also the distance between pages. It is a multiple of 4096 if that costs little, so that stores
 which open files with O_DIRECT (NIXL's default) move pages without a copy. If it would cost more, pages are
-not padded to it, and copies for such stores are as long as the next multiple.
+not padded to it, and such stores get copies that are padded to the next multiple.
 """
 
 from __future__ import annotations
