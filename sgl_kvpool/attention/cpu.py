@@ -215,12 +215,12 @@ class RowReader:
             for part in parts:
                 request = part.request
                 queries = slice(request.query_start, request.query_start + request.query_count)
-                piece, piece_lse = attend(
+                partial, partial_lse = attend(
                     q[queries],
                     kv[part.offset : part.offset + part.count],
                     fmt.kv_lora_rank,
                     scale,
                     limits=causal_limits(request.first_position - part.position, request.query_count),
                 )
-                merge(out[queries], lse[queries], piece, piece_lse)
+                merge(out[queries], lse[queries], partial, partial_lse)
         return out, lse

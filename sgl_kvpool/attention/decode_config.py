@@ -195,11 +195,11 @@ def decode_kernel_of(fmt: RowFormat) -> str:
     Refusal
         If the variable is gluon, and the rows or this Triton do not allow it.
     """
-    wish = env.choice(env.DECODE_KERNEL)
-    if wish == "triton":
-        return wish
+    requested = env.choice(env.DECODE_KERNEL)
+    if requested == "triton":
+        return requested
     obstacle = _gluon_obstacle(fmt)
-    if obstacle and wish == "gluon":
+    if obstacle and requested == "gluon":
         raise Refusal(f"{env.DECODE_KERNEL}=gluon, but {obstacle}; unset it to use the Triton kernel")
     return "triton" if obstacle else "gluon"
 

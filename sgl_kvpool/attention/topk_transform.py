@@ -150,7 +150,7 @@ def select_topk_transform(
     *,
     index_kpool: int = 1,
 ) -> TopkTransform:
-    """Form into which DSA's top-k selection has to be brought for one batch.
+    """Form that DSA's top-k selection must have for one batch.
 
     Parameters
     ----------

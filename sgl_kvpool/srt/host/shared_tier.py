@@ -134,8 +134,8 @@ class SharedTier:
         """End the tier: the ranks are about to load different slots; every rank has to call it."""
         if not self.lost.is_closed:
             lists = self.ranks.gather_all(slots_in_words(slots))
-            said = [f"rank {rank}: {words}" for rank, words in enumerate(lists)]
-            self.end(f"at a load, {'; '.join(said)}")
+            by_rank = [f"rank {rank}: {words}" for rank, words in enumerate(lists)]
+            self.end(f"at a load, {'; '.join(by_rank)}")
 
     def end(self, why: str) -> None:
         """End the tier: treat all pages as lost from now on."""
