@@ -81,6 +81,6 @@ def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
         # Numbers that one rank no longer keeps cannot be compared.
         oldest = max((min(entries) for entries in by_number if entries), default=0)
         if len(digests) > 1 and number >= oldest:
-            by_rank = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]
-            return f"operation {number}, {'; '.join(by_rank)}"
+            texts = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]
+            return f"operation {number}, {'; '.join(texts)}"
     return f"an operation before the latest {_KEPT}"
