@@ -226,8 +226,7 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
 
 def readme_table(costs: list[dict[str, Any]]) -> str:
     """A line per layout: limits on an H100 of the kernel that serves it, and of the kernel before."""
-    # If a layout has costs of two kernels, those of Gluon's come second and replace the first: servers use
-    # it.
+    # If a layout has two kernels, Gluon's costs come second and replace Triton's: servers use Gluon.
     limits = {(found["layout"], found["heads"]): found["limit_g_rows_per_s"]["H100"] for found in costs}
     columns = [f"{heads} heads" for heads in _README_HEADS]
     lines = _head(["layout", *columns, "16 heads before"])

@@ -56,7 +56,7 @@ KINDS = {
     "distance": Kind(0.20, 0.005, False, "log-probabilities; other kernels round other sums"),
     "agreement": Kind(0, 0.02, False, "shares of positions; a tie can fall to either side"),
     "score": Kind(0, 0.03, False, "shares of some hundred questions"),
-    "count": Kind(0, 0, False, "passing tests must not become fewer, nor differing bytes more"),
+    "count": Kind(0, 0, False, "the number of passing tests must not fall, of differing bytes not rise"),
     "size": Kind(0.005, 0, False, "bytes and tokens; the free memory of a GPU differs a little"),
     "target": Kind(0, 0, True, "1 where a target is met, 0 where it is missed"),
     "fact": Kind(math.inf, math.inf, False, "reported, never compared"),

@@ -105,7 +105,7 @@ class _Served:
     arrangement, prefix : str
         `prefix` begins the step's name.
     parts : sequence of str
-        Parts of `regression.request.PARTS`.
+        Names in `regression.request.PARTS`.
     capped : bool
         Whether the pool has the shape's `pool_tokens`.
     host_tier : bool or None

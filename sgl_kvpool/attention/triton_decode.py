@@ -128,7 +128,7 @@ def _seen(start, limit, live, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr):
     """Mask of the rows of a block that each query head attends, bool [BLOCK, BLOCK_H]."""
     BLOCK: tl.constexpr = live.shape[0]
     if QUERIES == 1:
-        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # the only query attends all rows of the list
+        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end at the only query's count
     else:
         return (start + tl.arange(0, BLOCK)[:, None] < limit) & live
 

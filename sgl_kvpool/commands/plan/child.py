@@ -75,7 +75,7 @@ def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads
         more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
         if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
             return f"{count} GPUs do (--tp {count}{', more than a node of eight has' if count > 8 else ''})"
-    return f"no number of GPUs is enough whose attention ranks divide the {heads} heads"
+    return f"no number of GPUs is enough if the attention ranks have to divide the {heads} heads"
 
 
 def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:
