@@ -85,7 +85,7 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
             found.append(f"{name}: {tier['twice']} pages in two places, such as {tier['twice_pages']}")
         if tier["free"] * tier["page_size_tokens"] != tier["available_tokens"]:
             found.append(
-                f"{name}: SGLang counts {tier['available_tokens']} tokens free, its list has {tier['free']} pages"
+                f"{name}: SGLang counts {tier['available_tokens']} tokens free, its list {tier['free']} pages"
             )
         if flushed and tier["free"] != tier["pages"]:
             found.append(f"{name}: {tier['free']} of {tier['pages']} pages free after a flush")

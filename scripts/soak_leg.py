@@ -282,7 +282,7 @@ def _compared(
     if result.mismatches:
         first = result.mismatches[0]
         violations.append(
-            f"{len(result.mismatches)} of {result.outputs} outputs differ from a cold run's, the first (prompt "
+            f"{len(result.mismatches)} of {result.outputs} outputs differ from a cold run, first (prompt "
             f"{first['prompt']}, {first['kind']}): {first['problem']}"
         )
     found = result.as_dict()

@@ -65,7 +65,7 @@ class Asked:
         name = f"{metric}, ratio to stock"
         theirs = stock.values.get(metric) if stock is not None else None
         if not theirs:
-            self.tell(name, None, "x", "server_ratio", better, note="the value of stock SGLang was not measured")
+            self.tell(name, None, "x", "server_ratio", better, note="stock SGLang was not measured")
         else:
             self.tell(name, mine / theirs, "x", "server_ratio", better)
 
