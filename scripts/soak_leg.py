@@ -175,7 +175,7 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
         if status != 200:
             raise ServerFailed(f"/tokenize answered {status}: {answer[:300]!r}")
         ids = json.loads(answer)["tokens"]
-    # More than the pool and the host tier hold, also with a narrower host layout.
+    # The prompts exceed the pool and the host tier together, also with a narrower host layout.
     working_set = 2 * leg.device_tokens * (1 + leg.host_ratio * (3 if leg.rounds_on_the_way else 1))
     return make_prompts(ids, leg.device_tokens, leg.page_size_tokens, working_set, seed)
 

@@ -123,7 +123,7 @@ class LocalServer:
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # In a thread, because signal handlers raise in the main thread only: an exception between the
+            # Start it in a thread, because signal handlers raise in the main thread only: an exception between the
             # fork and the assignment would leave a running server that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(

@@ -173,7 +173,7 @@ def measure_shape(
         store = engine(plans[0], gpu.tools(page_bytes), True)
         load = loads(engine(plans[1], gpu.tools(page_bytes), False), layers)
         for pages in page_counts:
-            # As many bytes as cross the link, contiguous.
+            # The peer copies as many contiguous bytes as cross the link.
             there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
             peers = {
                 "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),

@@ -339,7 +339,7 @@ extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands,
                     : n == 16 ? products_of<16>(kind, sums)
                               : products_of<32>(kind, sums);
   void* arguments[] = {&operands, &out, &clocks, &rounds};
-  // More than half of an SM's shared memory for any number of groups: one program per SM.
+  // A program takes more than half of an SM's shared memory for any number of groups, so one runs per SM.
   int shared_bytes = (kGroups + 2) * kOperandBytes;
   return launched(reinterpret_cast<const void*>(kernel), blocks, 128 * groups, shared_bytes, arguments, stream);
 }
