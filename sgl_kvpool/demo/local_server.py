@@ -123,8 +123,8 @@ class LocalServer:
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # Start it in a thread, because signal handlers raise in the main thread only: an exception between the
-            # fork and the assignment would leave a running server that this object cannot stop.
+            # Start it in a thread, because signal handlers raise in the main thread only: an exception between
+            # fork and assignment would leave a running server that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(
                     subprocess.Popen,
