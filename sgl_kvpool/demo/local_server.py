@@ -123,7 +123,7 @@ class LocalServer:
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # Start it in a thread, because signal handlers raise in the main thread only: an exception between
+            # Start in a thread, because signal handlers raise in the main thread only: an exception between
             # fork and assignment would leave a running server that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(
