@@ -87,7 +87,7 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     Raises
     ------
     ValueError
-        A draft without MLA has no explicit attention backend beside a target with sparse attention (DSA):
+        A draft without MLA has no explicit attention backend, and its target has sparse attention (DSA):
         SGLang would use the target's backend, which ends in an AttributeError.
     """
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None

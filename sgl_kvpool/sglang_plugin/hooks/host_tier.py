@@ -51,7 +51,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         memory.hicache_mem_layout,
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         io_backend=memory.hicache_io_backend,
-        # Without that allocator, a store that needs memory from it refuses this pool.
+        # With "default", a store that needs memory of its own allocator refuses this pool.
         allocator_type=get_allocator_type() if node_ranks is None else "default",
         pool_label=kwargs.get("pool_label", "kv"),
         node_ranks=node_ranks,
@@ -158,9 +158,9 @@ def _load(
         problem += ", from the allocator of the device pool"
     # No rank checks slot lists on a GPU (`device_slots_problem`), so there is nothing to agree on.
     if found.device.type == "cpu" and ranks.load_is_miss(self, pool, host_indices, problem):
-        # SGLang's allocator returned slots outside of the pool's pages, or the same slot twice. No rank frees
-        # them: a second owner of a slot would read the first one's rows, and all ranks must have as many free
-        # slots.
+        # SGLang's allocator returned slots that do not form pages of the pool, or the same slot twice. No
+        # rank frees them: a second owner of a slot would read the first one's rows, and all ranks must keep
+        # equally many free slots.
         del self.load_queue[queued:]
         return None
     state_tier.join_states(self, self.load_queue[-1])

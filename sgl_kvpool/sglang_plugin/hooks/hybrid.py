@@ -1,4 +1,4 @@
-"""Hooks of models that mix MLA with linear attention: their pool, and their linear layers beside it."""
+"""Hooks of models that mix MLA with linear attention: their pool, and the backend of their linear layers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _HELD_SECONDS, _TOLD_EVERY_SECONDS = 2.0, 0.25
 
 
 class PeerMismatch(RuntimeError):
-    """A prefill server's rows do not match those of this decode server."""
+    """A prefill server does not match this decode server."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def _try_ensure_parallel_info(original, self, bootstrap_addr):
-    """Raise PeerMismatch for other rows, also for a prefill server that does not report its rows.
+    """Raise PeerMismatch for a prefill server that does not match, or does not report its rows.
 
     SGLang's error for other rows names `--kv-cache-dtype`, which would not help, and SGLang accepts a peer
     that reports no dtype. Other errors, as for page size or stages, also concern this prefill server only;

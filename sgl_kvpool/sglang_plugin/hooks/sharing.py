@@ -1,7 +1,8 @@
 """Hooks of ranks that share a host tier: no copy is submitted before they agree which rank owns which page.
 
-The ranks compare a digest in the all-reduce that SGLang's tree runs in every step, with a digest of its own.
-So backups are submitted after that all-reduce; SGLang submits them before it, and after a batch.
+The ranks compare a digest in the all-reduce that SGLang's tree runs in every step, where SGLang compares a
+digest of its own. So backups are submitted after that all-reduce; SGLang submits them before it, and after a
+batch.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _flush_pending_backups(original, self):
 
 
 def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **kwargs):
-    """Refuse a write policy in a request to attach a store, also where the store is already attached."""
+    """Refuse write_back: a request to attach a store may name a write policy, also if one is attached."""
     if _shared_tier(self) is not None:
         problem = write_policy_problem(hicache_write_policy)
         if problem is not None:

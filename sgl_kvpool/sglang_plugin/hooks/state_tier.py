@@ -82,7 +82,7 @@ def row_tier_built(tier: Any) -> None:
 
 
 def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=()):
-    """The host pool of the states beside our rows."""
+    """Build our host pool of states if the host pool of the rows is ours."""
     stack = _building.get()
     if stack is None:
         return original(
@@ -252,6 +252,7 @@ def _get_states(tier, original, transfers, extra_info=None):
 
 def _keys_by_slot(transfer: Any) -> dict[int, str]:
     """Key of each host slot. SGLang passes one key per slot; its stores move nothing if the numbers differ.
+
     Raises
     ------
     ValueError
