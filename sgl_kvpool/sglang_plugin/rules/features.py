@@ -1,4 +1,4 @@
-"""Features of SGLang that are refused beside a layout, an arrangement or an attention backend, and why."""
+"""Features of SGLang that are refused with a layout, an arrangement or an attention backend, and why."""
 
 from __future__ import annotations
 
