@@ -17,11 +17,10 @@ import numpy as np
 import psutil
 from cluster_questions import failures
 from ranked_servers import FLUSH, environment, mappings
-from sgl_kvpool.demo.cluster.asking import metric_sum
 from tiny_model import TEXT
 
 from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
-from sgl_kvpool.demo.cluster.servers import until
+from sgl_kvpool.demo.cluster.servers import metric_sum, until
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_RATIO = 16, 1024, 0.5

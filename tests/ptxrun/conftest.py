@@ -122,6 +122,6 @@ def on_ptxrun(runs, monkeypatch):
 @pytest.fixture
 def few_blocks(monkeypatch):
     """Transfer kernels of fewer warps, of a number that is no power of two: they take several turns."""
-    from sgl_kvpool.transfer import jobs
+    from sgl_kvpool.transfer import gpu_engine
 
-    monkeypatch.setattr(jobs, "KERNEL_BLOCKS", 3)
+    monkeypatch.setattr(gpu_engine, "KERNEL_BLOCKS", 3)

@@ -44,8 +44,8 @@ def test_what_a_new_version_adds_is_noticed(calls, tmp_path):
         "| `models/gone.py` | move_kv_cache 1 | x |\n"
     )
     assert calls.differences(found, table) == [
-        "models/gone.py: move_kv_cache is used 0 times, and docs/hooks.md knows of 1",
-        "models/new.py: get_key_buffer is used 1 times, and docs/hooks.md knows of 2",
+        "models/gone.py: move_kv_cache is used 0 times, and docs/hooks.md lists 1",
+        "models/new.py: get_key_buffer is used 1 times, and docs/hooks.md lists 2",
     ]
     with pytest.raises(ValueError, match="lists a.py twice"):
         calls.documented("| `a.py` | move_kv_cache 1 | x |\n" * 2)

@@ -34,12 +34,17 @@ def main() -> int:
     from sglang.srt.plugins import load_plugins
 
     from sgl_kvpool import env
+    from sgl_kvpool.sglang_plugin import hook_groups
     from sgl_kvpool.sglang_plugin.hook_points import version_problem
 
     problem = version_problem()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         sys.exit(problem)
     load_plugins()
+    # A server on the described GPU checks its hook groups, and some of their modules look for a GPU when they
+    # are imported: they have to be there before it is described.
+    for group in hook_groups.GROUPS:
+        group.problem()
     from sgl_kvpool.commands.plan.sizing import Machine, ServerRequest
 
     machine = Machine(**request["machine"])

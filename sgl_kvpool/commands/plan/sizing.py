@@ -97,9 +97,9 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
     from sgl_kvpool.commands.plan.kernels import attention_of
-    from sgl_kvpool.sglang_plugin.hooks import pools
+    from sgl_kvpool.sglang_plugin import hook_groups
 
-    pools.install()
+    hook_groups.apply((hook_groups.POOLS,))
     arguments = ("--model-path", request.model_path, "--device", "cuda", *request.arguments)
     server_args = _parsed(prepare_server_args, arguments)
     server_args.resolve_once()
