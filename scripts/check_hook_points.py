@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Characters of a signature that is printed whole.
+#: Longest signature that is printed whole, in characters.
 LONG_SIGNATURE = 700
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Version of the installed SGLang, and the hook points of each hook group with their problems."""
+    """Version of the installed SGLang, and the points of each hook group with description and problem."""
     from sgl_kvpool.sglang_plugin import hook_points
     from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 
@@ -158,7 +158,7 @@ def verdict(points: dict[str, Any]) -> str:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Lines: hook points that are gone or new, those with another signature, those with another source."""
+    """Lines with the hook points in one release only, with another signature, and with another source."""
     before, after = (
         {target: point for group in release["groups"].values() for target, point in group["points"].items()}
         for release in (one, other)
