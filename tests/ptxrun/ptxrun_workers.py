@@ -72,6 +72,11 @@ class Workers:
     def finished(self, item: pytest.Item) -> None:
         self._done.add(item.nodeid)
 
+    def dismiss(self, worker: _Worker) -> None:
+        """End a worker that no test is left for."""
+        self._selector.unregister(worker.socket)
+        worker.kill()
+
     def ended(self, worker: _Worker, item: pytest.Item | None, output: str) -> None:
         """A worker is gone; another takes its place unless this one never got to a test."""
         self._selector.unregister(worker.socket)
@@ -125,9 +130,11 @@ class _Worker:
             if self._item is not None:
                 self._workers.finished(self._item)
             self._item = self._workers.next()
-            if self._item is not None:
-                self.socket.sendall(self._item.nodeid.encode() + b"\n")
-            # Without an answer the worker waits until it is killed.
+            if self._item is None:
+                # It would hold 2.4 GB until the session ends, beside servers that want 10.7 GB free.
+                self._workers.dismiss(self)
+                return
+            self.socket.sendall(self._item.nodeid.encode() + b"\n")
 
     def kill(self) -> None:
         self._process.kill()
