@@ -35,7 +35,7 @@ class Workers:
 
     def __init__(self, config: pytest.Config, items: list[pytest.Item], environment: dict[str, str]) -> None:
         self._config, self._environment = config, environment
-        self._waiting = deque(items)
+        self._waiting, self._count = deque(items), len(items)
         self._files = sorted({str(item.path) for item in items})
         self._selector = selectors.DefaultSelector()
         self._reports: dict[str, list[pytest.TestReport]] = {}
@@ -52,6 +52,9 @@ class Workers:
                 return
             for key, _ in self._selector.select():
                 key.data.receive()
+        if len(self._done) == self._count:
+            # Each would hold 2.4 GB until the session ends, beside servers that want 10.7 GB free.
+            self.close()
         yield from self._reports.pop(item.nodeid)
 
     def close(self) -> None:
@@ -71,11 +74,6 @@ class Workers:
 
     def finished(self, item: pytest.Item) -> None:
         self._done.add(item.nodeid)
-
-    def dismiss(self, worker: _Worker) -> None:
-        """End a worker that no test is left for."""
-        self._selector.unregister(worker.socket)
-        worker.kill()
 
     def ended(self, worker: _Worker, item: pytest.Item | None, output: str) -> None:
         """A worker is gone; another takes its place unless this one never got to a test."""
@@ -130,11 +128,9 @@ class _Worker:
             if self._item is not None:
                 self._workers.finished(self._item)
             self._item = self._workers.next()
-            if self._item is None:
-                # It would hold 2.4 GB until the session ends, beside servers that want 10.7 GB free.
-                self._workers.dismiss(self)
-                return
-            self.socket.sendall(self._item.nodeid.encode() + b"\n")
+            if self._item is not None:
+                self.socket.sendall(self._item.nodeid.encode() + b"\n")
+            # Without an answer the worker waits until it is killed.
 
     def kill(self) -> None:
         self._process.kill()
