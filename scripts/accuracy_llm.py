@@ -294,7 +294,7 @@ def main() -> None:
     )
     parser.add_argument("--redo", metavar="PATTERN", help="discard earlier scores of these cases")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="stop after the batch that ends later"
+        "--seconds", type=float, default=math.inf, help="stop after the first batch that ends later"
     )
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")

@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5,
         metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
-        help="count this tile instead of the table's (PROGRAMS per SM that fit are computed, not given)",
+        help="count this tile instead of the table's; the printed programs per SM are computed",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="kernel of --try")
     parser.add_argument(

@@ -4,10 +4,10 @@
     loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL]
 
 FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; --loop
-names other loops (for instance a consumer's and its loader's, counted together). The result is, for every
-unit, the clocks per row that it is busy if it runs alone. The largest is a bound, not a forecast: units
-overlap only if programs or warp groups are in different phases, latencies are not counted, and instructions
-under a predicate count as executed.
+names other loops (for instance a consumer's and its loader's, counted together). The result is the number of
+clocks per row for which each unit is busy if it runs alone. The largest is a lower bound, not a forecast:
+units overlap only if programs or warp groups are in different phases, latencies are not counted, and
+instructions under a predicate count as executed.
 
 Rates of a multiprocessor per clock: 4 warp instructions; 64 lanes of integer and logic operations, and 64 of
 IMAD; 128 of float32 and packed 16-bit products; 16 of special functions and conversions, except for some

@@ -46,9 +46,9 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, or all rows
-#: of a shorter list: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
-#: `fp4`. A list of one part has no such cost.
+#: Minimum number of rows of a part, and the minimum if the lists alone fill an eighth of the device; a
+#: shorter list is one part. The results of a part, 16 query heads in float32, cost as much traffic as 157
+#: rows of `fp4`; a list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
 #: Maximum number of values per row that a program's accumulators hold.
@@ -126,9 +126,9 @@ def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> Ti
 _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
-#: shared memory, the queries 18 KB per 16 query heads. Two programs of 128 threads have 255 registers per
-#: thread, as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which need
-#: separate products, and 32 query heads), one program takes 128 rows. Tiles of 64 query heads would spill 700
+#: shared memory, the queries 18 KB per 16 query heads. A thread has 255 registers both in two programs of 128
+#: threads and in one of 256. If two programs would spill more than 128 bytes (32 query heads with tile
+#: scales, which need separate products), one program takes 128 rows. Tiles of 64 query heads would spill 700
 #: bytes. Latents of `bf16` are operands without decoding; two blocks of them wait in shared memory, so that
 #: one program fits.
 _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {

@@ -11,7 +11,7 @@ ahead to shared memory, but loaded late, into registers.
 Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
-    copies                start when block i - 1 has been decoded, under its softmax and values' products
+    copies                start when block i - 1 has been decoded; overlap its softmax and value products
     late parts            loaded into registers when the block begins, which decodes them last
     scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
     softmax               warps exchange maxima of scores; each lane keeps its sums until the end
@@ -218,7 +218,7 @@ def gluon_decode_kernel(
         is_part = begin > 0 or end < length
         stop = end
     else:
-        stop = gl.maximum(end, 1)  # without a merge an empty list has a block without rows
+        stop = gl.maximum(end, 1)  # without a merge, an empty list runs one block, without rows
     # Around a loop that may not run, Triton 3.8 adds a branch and spills the registers that both paths need.
     gl.assume(begin < stop)
     ids = ids_ptr + list_index * ids_list_stride

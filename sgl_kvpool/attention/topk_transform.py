@@ -7,9 +7,9 @@ SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each q
   prefix, else all rows of its requests, gathered and decoded before the kernel.
 
 Metadata, indexer, forward pass and draft seeds have to agree, and the kernel must be able to read what it
-gets. SGLang 0.5.23 decides by a dtype and two names, for `EXTEND` alone. This table covers all modes, by what
-each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state, no model and no
-SGLang.
+gets. SGLang 0.5.23 decides from a dtype and two names, and only for `EXTEND`. This table covers all modes and
+follows from what each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state,
+no model and no SGLang.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         for pair in working_pairs(layout)
         if KVPOOL_DECODE not in pair
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
-        # SM120, where SGLang uses it for both sides or for neither (flash_mla_sm120.py:706).
+        # On SM120 SGLang uses this kernel for both sides or for neither (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
         and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]

@@ -264,7 +264,7 @@ def decode_kernel(
         counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
     )
     if SPLIT and begin >= length:
-        return  # an empty part, which the merge skips; without splits there is no merge, so go on
+        return  # an empty part, which the merge skips; without splits, go on and write its result
 
     query_head = tile * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     exists = query_head < QUERIES * HEADS

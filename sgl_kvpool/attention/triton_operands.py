@@ -71,7 +71,8 @@ def _spread(x, ENCODING: tl.constexpr):
     and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
     lines of 128 bytes, at the same banks. Therefore the bits of a group's number, whose upper 3 bits are the
     thread's number, are permuted: the 8 groups become one line. (4 threads per row, as for a rope, have no
-    conflicts in the order of values, except two-way conflicts for e2m1, which occur with no model's rank.)
+    conflicts in the order of values. For e2m1 there would be two-way conflicts, but not with the rank of any
+    model.)
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]

@@ -97,7 +97,7 @@ class TransferChannel:
             last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
         engine.copy(source_pages, target_pages, part)
         last.end(size_bytes, part)
-        # Added after `end`: an event that was never recorded counts as reached and has no time.
+        # Append only after `end`, because an event that was never recorded counts as reached and has no time.
         if not self._under_way or self._under_way[-1] is not last:
             self._under_way.append(last)
 

@@ -87,8 +87,8 @@ KVPOOL_HD float e2m1_rounded(float size) {
   return subtract(add(size, spacer), spacer);
 }
 
-// Quotient of a bf16 and a ue5m3 number, rounded from their product with the rounded reciprocal; above 6 it is 6. A
-// quotient halfway between two e2m1 magnitudes is exact. All others are at least 2^-10 away from the middle, and the
+// Quotient of a bf16 and a ue5m3 number, rounded; above 6 it is 6. `product` is the bf16 times the rounded reciprocal.
+// A quotient halfway between two e2m1 magnitudes is exact. All others are at least 2^-10 away from the middle, and the
 // result is on their side of it. (tests/codec/test_codec_laws.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;

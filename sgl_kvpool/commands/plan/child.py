@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
-    """Text with the number of GPUs on which a server too large for `tp_size` starts, tried in forks."""
+    """Text with the number of GPUs, found in forks, on which a server too large for `tp_size` would start."""
     groups = tp_size // attention_ranks  # groups of DP attention
     for ranks in range(attention_ranks + 1, heads + 1):
         count = groups * ranks

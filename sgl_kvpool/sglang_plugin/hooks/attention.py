@@ -1,7 +1,7 @@
 """`kvpool_mla` in SGLang's registry, and in the lists that SGLang keeps by backend name.
 
-SGLang's models select code by a backend's name. A name that is in none of the lists is treated like `triton`,
-which concatenates q and k for every layer and does not use chunked prefixes.
+SGLang's models select code by a backend's name. SGLang treats a name that is missing in these lists like
+`triton`: it concatenates q and k for every layer and does not use chunked prefixes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
     if layout is None or configurator.use_mla_backend:
         return layout
     if not configurator.is_draft_worker:
-        raise RuntimeError(f"--kv-cache-layout {layout} was asked for, but SGLang serves no MLA model")
+        raise RuntimeError(f"--kv-cache-layout {layout} is set, but SGLang does not serve an MLA model")
     return None  # a draft model without MLA keeps SGLang's pool
 
 

@@ -49,7 +49,7 @@ class OwnDraft:
         return self.config.attention_arch == AttentionArch.MLA
 
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
-        """Bytes per token of the draft's pool, whose MLA rows, if it has some, have this layout.
+        """Bytes per token of the draft's pool; MLA rows have this layout.
 
         Raises
         ------
@@ -93,8 +93,8 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
     if draft is None or packed_layers(configurator) or is_dsa(draft):
         return None
-    # SGLang counts them alike in `spec_aux_hidden_state.py`; the 0 of some checkpoints for MTP counts as
-    # absent.
+    # SGLang counts layers the same way in `spec_aux_hidden_state.py`. A value of 0, as in some checkpoints
+    # for MTP, counts as absent.
     layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
     own = OwnDraft(draft, int(layers), configurator.draft_attn_tp_size)
     if not own.has_rows and is_dsa(configurator.model_config):

@@ -31,8 +31,8 @@ def install() -> None:
 def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
     """Layout of a backend's pool, if the table of transforms applies to it; None if SGLang decides.
 
-    The table applies to all our pools; it applies to SGLang's except with HiSparse or with implementations
-    for other hardware.
+    The table applies to our pools, and to SGLang's unless HiSparse or an implementation for other hardware is
+    used.
     """
     pool = backend.token_to_kv_pool
     layout = dsa_rules.layout_of_pool(pool)
@@ -85,11 +85,9 @@ def reader_of(backend: Any) -> Any:
 
 
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
-    """Make SGLang choose for each batch from the user's argument, and not from the choice for the batch
-    before.
+    """Make SGLang choose for each batch from the user's argument, not from its previous choice.
 
-    SGLang keeps its last choice while a batch uses dense attention, and then takes it as chosen for that
-    batch.
+    SGLang leaves its choice unchanged for a batch with dense attention, and then treats it as that batch's.
     """
     if self.enable_auto_select_prefill_impl:
         self.dsa_prefill_impl = "flashmla_auto"

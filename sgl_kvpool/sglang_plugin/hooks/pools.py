@@ -56,7 +56,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
     if is_hybrid(self.model_config):
-        return pool_class  # of the pool inside a hybrid pool, which sets its own class
+        return pool_class  # our hybrid pool replaces this class of its inner pool
     if sparse:
         from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 
@@ -188,8 +188,8 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     arrangement = asked_arrangement(self)
     if pool.kv_cache_arrangement is not arrangement:
         raise RuntimeError(
-            f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
-            "leave out --kv-cache-arrangement, and report the server's arguments"
+            f"the requested arrangement is {arrangement}, but SGLang built a {pool.kv_cache_arrangement} "
+            "pool; leave out --kv-cache-arrangement, and report the server's arguments"
         )
     disaggregation.remember(pool.row_pool)
     if not self.is_draft_worker:

@@ -76,7 +76,7 @@ def _flush_pending_backups(original, self):
 
 
 def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **kwargs):
-    """Refuse write_back: a request to attach a store may name a write policy, also if one is attached."""
+    """Refuse write_back: a request to attach a store may name a write policy, even if a store is attached."""
     if _shared_tier(self) is not None:
         problem = write_policy_problem(hicache_write_policy)
         if problem is not None:

@@ -61,8 +61,8 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         memory = get_memory()
         row_gb, state_gb = tier_bytes.planned_gb(memory.hicache_ratio, memory.hicache_size)
         raise HostTierTooLarge(
-            f"{error}. For this hybrid model it was to have {row_gb:.2f} GB of rows and {state_gb:.2f} GB of "
-            "states of linear layers"
+            f"{error}. For this hybrid model it was divided into {row_gb:.2f} GB of rows and "
+            f"{state_gb:.2f} GB of states of linear layers"
         ) from error
     finally:
         _building.reset(token)
@@ -240,8 +240,9 @@ def _get_states(tier, original, transfers, extra_info=None):
         if not all(results[transfer.name]):
             metrics.failed("page_read", f"state {', '.join(keys)} of the store")
             continue
-        # Stores that copy have verified it already; this is one more hash of a slot, in SGLang's thread for
-        # stores. SGLang passes one state, of the last page of a prefix; of several, all are misses.
+        # Stores that copy have verified the state already; it is hashed once more, in SGLang's thread for
+        # stores. SGLang passes one state, of the last page of a prefix; if it passed several, all would be
+        # misses.
         with tier.stored_under(_keys_by_slot(transfer)):
             damaged = tier.first_damaged(transfer.host_indices)
         if damaged is not None:

@@ -97,7 +97,7 @@ def _get_pages(
     elif count == len(keys):
         if retried:
             kind = "page_read" if first is None else failure_kind(first)
-            metrics.failed(kind, f"{count} pages of the store, all of which were read at last", error=first)
+            metrics.failed(kind, f"{count} pages of the store, all of which a retry has read", error=first)
         return count
     elif problem is None and not in_place:
         return count
@@ -136,7 +136,7 @@ def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=No
 def _set_pages(
     original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any, *, in_place: bool
 ) -> bool:
-    """Store the pages that may be stored; False if there are others, or if the store refused a page."""
+    """Store the pages before the first lost one; False if a page was lost or the store refused one."""
     pool = controller.storage_host_pool
     if not is_ours(pool):
         return original(controller, hash_values, host_indices, extra_info)

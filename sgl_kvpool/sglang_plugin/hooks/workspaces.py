@@ -38,7 +38,7 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     decode = decode_workspace_bytes(
         fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
     )
-    # Target and draft share both.
+    # Target and draft share both workspaces.
     return extend_workspace_bytes(fmt) + decode
 
 

@@ -294,8 +294,8 @@ class ExtendReader:
         if begin < end:
             # Merge only the first request's queries: two results without any rows would merge to NaN.
             result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
-            # Copied afterwards: in place, a thread of SGLang's kernel could write a sum before another one
-            # reads it.
+            # Copy the result afterwards: in place, a thread of SGLang's kernel could overwrite a value that
+            # another thread still reads.
             for whole, part in zip(merged, result, strict=True):
                 whole[begin:end] = part
             begin = end

@@ -9,7 +9,8 @@ import xxhash
 
 __all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
-#: Operations that are kept to name the first one in which ranks differ; a few hundred requests make so many.
+#: Number of kept operations, as many as a few hundred requests make; they name the first one in which ranks
+#: differ.
 _KEPT = 1024
 #: 62 bits, so that the digest and its negative are int64.
 _DIGEST_BITS = 62

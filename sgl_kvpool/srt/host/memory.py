@@ -80,7 +80,7 @@ def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTE
     page_bytes : int
         Maximum bytes of one copy.
     chunk_bytes : int
-        Approximate bytes of a chunk; a chunk has at least the common multiple.
+        Approximate bytes of a chunk; at least the common multiple of both page sizes.
 
     Returns
     -------

@@ -31,7 +31,7 @@ class NodeRanks:
     rank : int
         Index of this process in `members`.
     fewest : int
-        Number of ranks on the machine with the fewest ranks, because all machines have tiers of one size.
+        Number of ranks on the machine with the fewest ranks: the tiers of all machines have this many parts.
     """
 
     group: Any

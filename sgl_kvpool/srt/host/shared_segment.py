@@ -68,8 +68,8 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        # Errors of all machines: otherwise the ranks of a machine without errors would later wait for the
-        # others.
+        # Gather the errors of all machines; otherwise ranks of a machine without errors would later wait for
+        # the others.
         problems = [found for found in ranks.gather_all(failed) if found is not None]
         if descriptor >= 0:
             os.close(descriptor)

@@ -143,7 +143,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
         self.pin_memory: bool = self._chunks is not None
         self._pages = self._buffer  # [slots, size_bytes] uint8
-        # Views of bytes, because SGLang's stores read the number of components.
+        # One byte view per component, because SGLang's stores read their number.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
         has_ssm = self.temporal_state_elem_size > 0
         self.temporal_buffer = views.pop(0) if has_ssm else self._buffer[:, :0]

@@ -38,8 +38,8 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     Raises
     ------
     ValueError
-        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a pool or
-        a class of pool for the rows that is not SGLang's own, and for a k_scale of a layer without rows.
+        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a row
+        pool, or class of row pools, that is not SGLang's own, and for a k_scale of a layer without rows.
     """
 
     full_kv_pool: LayoutMLATokenToKVPool

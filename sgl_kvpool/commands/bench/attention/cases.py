@@ -56,7 +56,8 @@ class Workload:
     rows_per_list : int
         Rows that a query attends.
     queries_per_list : int
-        Queries of a request that share its list; the last attends all rows, each earlier query one row less.
+        Queries of a request that share its list; the last query attends all rows, each other query one row
+        less than the next.
     arrangement : str
     layers : int
         Layers in the same buffer.

@@ -154,7 +154,7 @@ PRODUCT(16, REGISTERS8, NAMES8, "%8", "%9", "%10", "%11", "%12", "%8", "%9")
 PRODUCT(32, REGISTERS16, NAMES16, "%16", "%17", "%18", "%19", "%20", "%16", "%17")
 
 constexpr int kSteps = 16;               // products of 16 values of K each, per round: K is 256
-constexpr int kTileBytes = 64 * 128;     // 64 rows of 64 bf16, or 64 values of K with 64 rows of bf16 each
+constexpr int kTileBytes = 64 * 128;     // 64 rows of 64 bf16; transposed, 64 values of K, each for 64 rows
 constexpr int kOperandBytes = 4 * kTileBytes;
 constexpr int kGroups = 2;               // largest number of warp groups
 

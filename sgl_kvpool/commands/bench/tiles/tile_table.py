@@ -18,7 +18,8 @@ __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
 #: A tile replaces another tile if it takes at most this share of the other's time.
 REPLACES = 0.98
-#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share.
+#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share of
+#: the time without it.
 ADDS = 0.97
 #: Other splits are reported if they take at most this share of the time of the rule's splits.
 BETTER_SPLITS = 0.95
