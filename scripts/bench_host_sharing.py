@@ -31,7 +31,7 @@ SCHEMA = 1
 RANKS, LAYERS, PAGE_SIZE = 2, 61, 64
 #: Collectives per timing, and the number of values in SGLang's collective with a store.
 COLLECTIVES, NUMBERS = 200, 8
-#: Number of copies that form the contiguous copy, which otherwise takes as much memory as all pools.
+#: Number of copies that form the contiguous copy; a single one would take as much memory as all pools.
 COPIES = 4
 
 
@@ -80,7 +80,8 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
     pool = device_pool(pages)
     for layer in pool.kv_buffer:
         layer.view(torch.uint8).fill_(1)
-    # A ratio of 0.5 per rank: the shared tier has the size of the pool, in the memory of one rank's tier.
+    # With a ratio of 0.5 per rank, the shared tier has the size of the pool and takes the memory of one
+    # rank's tier.
     tiers = {
         "alone": HierarchicalMLAHostPool(pool, 1.0, 0, PAGE_SIZE, "page_first"),
         "shared": HierarchicalMLAHostPool(pool, 1.0 / RANKS, 0, PAGE_SIZE, "page_first", node_ranks=ranks),

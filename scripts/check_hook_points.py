@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Characters of a signature that is printed whole.
+#: Longest signature that is printed whole, in characters.
 LONG_SIGNATURE = 700
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, and what fails or changed; return the exit status."""
+    """Print the table, and the hook points that fail or changed; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--compare", metavar="PYTHON", help="interpreter of an environment with another SGLang"
     )
-    parser.add_argument("--json", metavar="FILE", help=argparse.SUPPRESS)  # of the other interpreter
+    parser.add_argument("--json", metavar="FILE", help=argparse.SUPPRESS)  # passed by `examine_with`
     arguments = parser.parse_args(argv)
     from sgl_kvpool.sglang_plugin import hook_points
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Version of the installed SGLang, and of each hook group its points: what they are, and what fails."""
+    """Version of the installed SGLang, and the points of each hook group with description and problem."""
     from sgl_kvpool.sglang_plugin import hook_points
     from sgl_kvpool.sglang_plugin.hook_groups import GROUPS
 
@@ -93,7 +93,7 @@ def examine() -> dict[str, Any]:
 
 
 def examine_with(python: str) -> dict[str, Any]:
-    """`examine` by another interpreter, of this source."""
+    """Result of `examine` in another interpreter, with the sources of this checkout."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "examined.json"
         done = subprocess.run(
@@ -107,7 +107,7 @@ def examine_with(python: str) -> dict[str, Any]:
 
 
 def described(point: Any) -> dict[str, Any]:
-    """Signature, members or value of a hook point, and a digest of its source; None where there is none."""
+    """Signature, members or value of a hook point, and a digest of its source; None for missing ones."""
     try:
         found = pkgutil.resolve_name(point.target)
     except (ImportError, AttributeError):
@@ -158,7 +158,7 @@ def verdict(points: dict[str, Any]) -> str:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Lines: hook points that are gone or new, those with another signature, those with another source."""
+    """Lines with the hook points in one release only, with another signature, and with another source."""
     before, after = (
         {target: point for group in release["groups"].values() for target, point in group["points"].items()}
         for release in (one, other)
@@ -191,7 +191,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def shown(text: str, opposite: str) -> str:
-    """A signature; of a long one, as of ServerArgs, what the other release does not have."""
+    """A signature; if it is long, as of ServerArgs, only the parameters that the other release lacks."""
     if len(text) <= LONG_SIGNATURE:
         return text
     others = set(opposite.strip("()").split(", "))

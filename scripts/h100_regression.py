@@ -90,28 +90,28 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
-    what.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="of servers; commas")
-    what.add_argument("--arrangements", type=_names(ARRANGEMENTS), help="of servers; commas")
+    what.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="servers' layouts; commas")
+    what.add_argument("--arrangements", type=_names(ARRANGEMENTS), help="servers' arrangements; commas")
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     model = made.add_argument_group("a real checkpoint")
-    model.add_argument("--model", help="its folder; served instead of the random models")
+    model.add_argument("--model", help="folder of the checkpoint; served instead of the random models")
     model.add_argument("--tp", type=int, default=1, help="ranks that serve it (1)")
-    model.add_argument("--server-args", default="", help="more arguments of its servers, in one word")
+    model.add_argument("--server-args", default="", help="more arguments of its servers, in one string")
     model.add_argument("--server-env", type=_assignment, action="append", default=[], metavar="NAME=VALUE")
     model.add_argument("--gsm8k-data", type=Path, help="test.jsonl of GSM8K; else SGLang downloads it")
     model.add_argument("--gsm8k-questions", type=int, default=500)
-    model.add_argument("--retrieval-characters", default="16000,64000,200000", help="lengths of texts")
+    model.add_argument("--retrieval-characters", default="16000,64000,200000", help="text lengths")
     run = made.add_argument_group("how")
     run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
-    run.add_argument("--minutes", type=_positive, help="for all steps together")
+    run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
     run.add_argument(
-        "--time-limit-scale", type=_positive, default=1.0, help="of steps and servers' starts (1)"
+        "--time-limit-scale", type=_positive, default=1.0, help="factor of steps' and starts' time limits (1)"
     )
     other = made.add_argument_group("two runs")
     other.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="an older results.jsonl")
     other.add_argument(
-        "--with", type=Path, dest="beside", metavar="NEW.jsonl", help="run nothing, compare this"
+        "--with", type=Path, dest="beside", metavar="NEW.jsonl", help="compare this file and run nothing"
     )
     return made
 

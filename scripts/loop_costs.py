@@ -4,14 +4,14 @@
     loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL]
 
 FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; --loop
-names other loops (for instance a consumer's and its loader's, counted together). The result is, for every
-unit, the clocks per row that it is busy if it runs alone. The largest is a bound, not a forecast: units
-overlap only if programs or warp groups are in different phases, latencies are not counted, and instructions
-under a predicate count as executed.
+names other loops (for instance a consumer's and its loader's, counted together). The result is the number of
+clocks per row for which each unit is busy if it runs alone. The largest is a lower bound, not a forecast:
+units overlap only if programs or warp groups are in different phases, latencies are not counted, and
+instructions under a predicate count as executed.
 
-Rates of a multiprocessor per clock: 4 warp instructions issued; integer and logic operations and IMAD, each
-of 64 lanes; float32 and packed 16-bit products of 128; special functions and conversions of 16, which some
-conversions exceed; shuffles of 32; 128 bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits).
+Rates of a multiprocessor per clock: 4 warp instructions; 64 lanes of integer and logic operations, and 64 of
+IMAD; 128 of float32 and packed 16-bit products; 16 of special functions and conversions, except for some
+faster conversions; 32 of shuffles; 128 bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits).
 A wgmma reads B from shared memory each time, and A unless that is in registers. Loads from global memory and
 spills go through the same L1 cache and its 128 bytes per clock. Bank conflicts are not visible in the code:
 `attention_facts.py` adds them.
@@ -74,8 +74,8 @@ class Costs:
     ----------
     warp_instructions : float
     clk : dict of str to float
-        Clocks by unit: "issue", "integer", "fma", "special", "shuffle", "tensor", "shared" (memory, by
-        instructions of its own), "spills" and "loads" (by the way of shared memory).
+        Clocks by unit: "issue", "integer", "fma", "special", "shuffle", "tensor", "shared" (instructions for
+        shared memory), "spills" and "loads" (which share its 128 bytes per clock).
     draining_waits : int
         Waits of a warp per iteration until no product is in flight.
     operations : Counter
@@ -123,7 +123,7 @@ def _access_bytes(operation: str) -> int:
 
 
 def _wgmma(instruction: str, operation: str) -> tuple[float, float]:
-    """A warp's share of its warp group's (shared memory bytes, bf16 multiply-adds)."""
+    """A warp's share of its warp group's access: shared memory bytes, and bf16 multiply-adds."""
     m, n, k = map(int, re.findall(r"(\d+)x(\d+)x(\d+)", operation)[0])
     eight_bits = not operation.startswith("HGMMA")
     size = 1 if eight_bits else 2

@@ -40,8 +40,9 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 #: Names of `soak_in_server.breakages`, which cannot be imported without SGLang.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
-#: Seconds of a server of the demo's model beside its traffic, on two idle cores: its start and that of the
-#: cold run; and, per second of traffic, the checks and the cold run, which has every prompt once.
+#: Seconds that a server of the demo's model takes on two idle cores besides its traffic: first for its own
+#: start and that of the cold run; then, per second of traffic, for the checks and the cold run, which sends
+#: every prompt once.
 _STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 
 

@@ -74,7 +74,7 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
         found.append(f"requests or transfers left: {busy}")
     requests = census["requests"]
     if requests["free_slots"] != requests["slots"]:
-        found.append(f"{requests['slots'] - requests['free_slots']} request slots of nobody")
+        found.append(f"{requests['slots'] - requests['free_slots']} request slots are not free")
     device, host = census["device"], census["host"]
     for name, tier in (("device", device), ("host", host)):
         if tier is None:
@@ -85,7 +85,7 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
             found.append(f"{name}: {tier['twice']} pages in two places, such as {tier['twice_pages']}")
         if tier["free"] * tier["page_size_tokens"] != tier["available_tokens"]:
             found.append(
-                f"{name}: SGLang counts {tier['available_tokens']} tokens free, listed {tier['free']} pages"
+                f"{name}: SGLang counts {tier['available_tokens']} tokens free, its list {tier['free']} pages"
             )
         if flushed and tier["free"] != tier["pages"]:
             found.append(f"{name}: {tier['free']} of {tier['pages']} pages free after a flush")
@@ -96,13 +96,13 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
         device["evictable_tokens"] + device["protected_tokens"]
         != device["in_tree"] * device["page_size_tokens"]
     ):
-        found.append(f"device: {device['in_tree']} pages in the tree, SGLang counts otherwise: {device}")
+        found.append(f"device: {device['in_tree']} pages in the tree, but SGLang's counts differ: {device}")
     if device["protected_tokens"]:
-        found.append(f"device: {device['protected_tokens']} tokens locked by nobody")
+        found.append(f"device: {device['protected_tokens']} tokens locked without a running request")
     if host is not None:
         if host["marked_otherwise"]:
             found.append(
-                f"host: {host['marked_otherwise']} pages marked as used and not in the tree, or not so"
+                f"host: {host['marked_otherwise']} pages marked as used but not in the tree, or the reverse"
             )
         if host["lost_in_tree"]:
             found.append(f"host: {host['lost_in_tree']} pages of the tree were lost in their backup")
@@ -114,7 +114,7 @@ def census_problems(census: dict[str, Any], *, flushed: bool = False) -> list[st
             f"{census['bytes']['different']}"
         )
     watch = census["transfers"]
-    if watch and watch["problems"] and not flushed:  # said before
+    if watch and watch["problems"] and not flushed:  # reported before the flush
         found.append(f"{watch['wrong_pages']} pages transferred wrongly: {watch['problems']}")
     return found
 

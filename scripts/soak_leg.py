@@ -34,13 +34,13 @@ __all__ = ["SoakOptions", "soak", "tolerance"]
 ROUND_S = 15.0
 #: Number of rounds after which all caches are flushed.
 FLUSH_EVERY = 3
-#: Tolerances of natural logarithms: how far a token may be below the cold run's best token, and how far its
-#: log-probability from the cold run's. Batches of other sizes round differently, by at most 0.012 on the
-#: machine of the measurement with the demo's model: its logits are bfloat16 numbers around 8, at distances of
-#: 0.03.
+#: Tolerance of natural logarithms: how far a token may be below the cold run's best token, and how far its
+#: log-probability may be from the cold run's. Batches of other sizes round differently, by at most 0.012 on
+#: the machine of the measurement with the demo's model: its logits are bfloat16 numbers around 8, at
+#: distances of 0.03.
 TOLERANCE = 0.05
-#: The same for other models, whose logits SGLang also multiplies in bfloat16: from 16 to 32 their distance is
-#: 0.125, and both of two tokens may be rounded.
+#: The same for other models, whose logits SGLang also computes in bfloat16: from 16 to 32 bfloat16 numbers
+#: are 0.125 apart, and the logits of both compared tokens may be rounded.
 TOLERANCE_MODEL = 0.5
 #: The same if rows loaded from the host have been rounded once more.
 TOLERANCE_ROUNDED = 0.5
@@ -175,7 +175,7 @@ def _prompts(server: Server, leg: Leg, seed: int) -> list[Prompt]:
         if status != 200:
             raise ServerFailed(f"/tokenize answered {status}: {answer[:300]!r}")
         ids = json.loads(answer)["tokens"]
-    # More than the pool and the host tier hold, also with a narrower host layout.
+    # The prompts exceed the pool and the host tier together, also with a narrower host layout.
     working_set = 2 * leg.device_tokens * (1 + leg.host_ratio * (3 if leg.rounds_on_the_way else 1))
     return make_prompts(ids, leg.device_tokens, leg.page_size_tokens, working_set, seed)
 
@@ -282,7 +282,7 @@ def _compared(
     if result.mismatches:
         first = result.mismatches[0]
         violations.append(
-            f"{len(result.mismatches)} of {result.outputs} outputs are not a cold run's, the first (prompt "
+            f"{len(result.mismatches)} of {result.outputs} outputs differ from a cold run, first (prompt "
             f"{first['prompt']}, {first['kind']}): {first['problem']}"
         )
     found = result.as_dict()

@@ -148,7 +148,7 @@ def _leave_in_order() -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """A signal asked this process to end."""
+    """Raised when a signal requests the end of this process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """The encodings of a layout and its properties in SGLang, from which all others are derived."""
+    """Encodings of a layout and its properties in SGLang; all other properties follow from these."""
 
     latent: SegmentEncoding
     #: Encoding without stored scales.

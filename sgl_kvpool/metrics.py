@@ -28,9 +28,9 @@ FAILURES = {
     "backup_pages": "a backup to the host tier named bad pages; the tokens are not backed up",
     "backup": "a backup by the engine failed; the torch engine carried it out",
     "backup_lost": "a backup failed; the tokens are not backed up",
-    "tier_disagreement": "ranks that share a host tier gave out different pages; the tier is used no more",
+    "tier_disagreement": "ranks that share a host tier gave out different pages; the tier is no longer used",
     "page_checksum": "a stored page was not what was stored under its key; the tokens are computed again",
-    "page_read": "a stored page could not be read; unless it could at last, the tokens are computed again",
+    "page_read": "a stored page could not be read; unless a retry succeeds, the tokens are computed again",
     "page_write": "a page could not be stored",
     "peer_mismatch": "a prefill server has other rows than this decode server; its request failed",
 }

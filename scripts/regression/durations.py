@@ -76,5 +76,5 @@ def in_all(steps: Sequence[Step], *, on_gpu: bool, old: Run | None = None) -> st
     if not steps:
         return ""
     seconds = sum(step.expected_s for step in steps)
-    whence = "as in the older run" if old is not None else "estimate" if on_gpu else "on two cores"
-    return f"{len(steps)} steps, about {in_words(seconds)} in all ({whence}); --minutes ends a run earlier"
+    basis = "as in the older run" if old is not None else "estimate" if on_gpu else "on two cores"
+    return f"{len(steps)} steps, about {in_words(seconds)} in all ({basis}); --minutes ends a run earlier"

@@ -23,7 +23,7 @@ class Limits:
     Attributes
     ----------
     near : float
-        Largest mean distance of a prompt's log-probabilities from stock SGLang's, and from bf16 rows'; nats.
+        Largest mean distance (nats) of a prompt's log-probabilities from stock SGLang's and bf16 rows'.
     far : float
         Smallest distance from stock SGLang's; below it, another layout was served or rows were not read.
     same_top : float

@@ -41,7 +41,7 @@ def _rows(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def codec(folder: Path) -> list[Measurement]:
-    """Of bench_codec.py."""
+    """Measurements of bench_codec.py."""
     found = []
     for row in _rows(_load(folder), "results"):
         what = f"{row['device']} {row['operation']} {row['layout']}, {row['tokens']} rows"
@@ -183,7 +183,7 @@ def transfer(folder: Path) -> list[Measurement]:
 
 
 def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
-    # Rows are written after each shape: an interrupted benchmark has some, without SGLang's.
+    # Results are written after each shape: an interrupted benchmark has the first shapes, without SGLang's.
     found = []
     for row in [*_rows(report, "engines"), *report.get("sglang", [])]:
         if "failed" in row:
@@ -221,7 +221,7 @@ def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
 
 
 def arrangements(folder: Path) -> list[Measurement]:
-    """Of bench_arrangements.py."""
+    """Measurements of bench_arrangements.py."""
     found = []
     for row in _rows(_load(folder), "results"):
         layout = row["layout"]

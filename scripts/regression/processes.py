@@ -177,7 +177,7 @@ def run_command(
             except subprocess.TimeoutExpired:
                 family.look()
     finally:
-        # Also if Ctrl-C or SIGTERM ended this program's wait.
+        # Stop the command, also if Ctrl-C or SIGTERM ended this program's wait.
         if process.poll() is None:
             family.look()
             _signal(process.pid, signal.SIGTERM)

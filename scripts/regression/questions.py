@@ -94,11 +94,11 @@ def score(server: Server, prompts: Sequence[list[int] | str]) -> Scored:
             top_logprobs_num=1,
         )["meta_info"]  # fmt: skip
         # The first token has no log-probability.
-        told = answer["input_token_logprobs"][1:]
-        ids = [token for _, token, *_ in told]
+        scored_tokens = answer["input_token_logprobs"][1:]
+        ids = [token for _, token, *_ in scored_tokens]
         if not isinstance(prompt, str) and ids != list(prompt[1:]):
             raise ValueError("the server scored other tokens than were sent")
-        values = [value for value, *_ in told]
+        values = [value for value, *_ in scored_tokens]
         if not values or not all(isinstance(value, float) and math.isfinite(value) for value in values):
             raise ValueError("the server answered log-probabilities that are not finite numbers")
         scored.token_ids.append(ids)

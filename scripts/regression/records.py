@@ -49,14 +49,14 @@ class Kind:
 
 
 KINDS = {
-    "kernel_ratio": Kind(0.05, 0, True, "medians of many launches, the peer measured in the same run"),
+    "kernel_ratio": Kind(0.05, 0, True, "medians of many launches; the peer is measured in the same run"),
     "kernel_time": Kind(0.10, 0, True, "clocks and temperature differ from run to run"),
-    "server_ratio": Kind(0.10, 0, True, "few requests to a server, the peer another server of the same run"),
+    "server_ratio": Kind(0.10, 0, True, "few requests; the peer is another server of the same run"),
     "server_time": Kind(0.20, 0, True, "few requests; Python's scheduling is in the time"),
-    "distance": Kind(0.20, 0.005, False, "log-probabilities; other kernels round other sums"),
+    "distance": Kind(0.20, 0.005, False, "log-probabilities; other kernels round differently"),
     "agreement": Kind(0, 0.02, False, "shares of positions; a tie can fall to either side"),
     "score": Kind(0, 0.03, False, "shares of some hundred questions"),
-    "count": Kind(0, 0, False, "tests that pass do not become fewer, bytes that differ not more"),
+    "count": Kind(0, 0, False, "fewer passing tests or more differing bytes are a regression"),
     "size": Kind(0.005, 0, False, "bytes and tokens; the free memory of a GPU differs a little"),
     "target": Kind(0, 0, True, "1 where a target is met, 0 where it is missed"),
     "fact": Kind(math.inf, math.inf, False, "reported, never compared"),

@@ -35,7 +35,7 @@ def server_rows(records: Iterable[StepRecord]) -> list[tuple[str, list[str]]]:
 
 
 def print_report(records: Sequence[StepRecord]) -> None:
-    """Print it."""
+    """Print the report."""
     print(f"\n{'step':34} {'status':12} {'seconds':>8} {'numbers':>8}")
     for record in records:
         print(f"{record.name:34} {record.status:12} {record.seconds:8.0f} {len(record.measurements):8}")

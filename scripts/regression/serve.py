@@ -65,7 +65,7 @@ class Asked:
         name = f"{metric}, ratio to stock"
         theirs = stock.values.get(metric) if stock is not None else None
         if not theirs:
-            self.tell(name, None, "x", "server_ratio", better, note="stock SGLang's was not measured")
+            self.tell(name, None, "x", "server_ratio", better, note="stock SGLang was not measured")
         else:
             self.tell(name, mine / theirs, "x", "server_ratio", better)
 
@@ -197,7 +197,7 @@ class Asked:
         theirs = peer.values.get(metric) if peer is not None else None
         name = f"{metric}, minus {against}'s"
         if theirs is None:
-            self.tell(name, None, "", "score", note=f"{against}'s was not measured")
+            self.tell(name, None, "", "score", note=f"the score of {against} was not measured")
         else:
             self.tell(name, share - theirs, "", "score", at_least=-allowed)
 

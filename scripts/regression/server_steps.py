@@ -105,17 +105,17 @@ class _Served:
     arrangement, prefix : str
         `prefix` begins the step's name.
     parts : sequence of str
-        Of `regression.serve`.
+        Names in `regression.request.PARTS`.
     capped : bool
         Whether the pool has the shape's `pool_tokens`.
     host_tier : bool or None
-        None: where the shape and the machine can have one.
+        None: a host tier if the shape and the machine can have one.
     more : sequence of str
         Further arguments of the server.
     peers : dict or None
         Steps that answers are compared with, by name; None for the usual ones.
     needs : sequence of str
-        Of the machine, beside the shape's.
+        Needs of the machine in addition to the shape's.
     limit_s : float
     evict_tokens : int
         Tokens that push prompts out of the device pool.
@@ -195,7 +195,7 @@ class _Served:
 
 
 def _has_host_tier(shape: Shape, layout: str | None) -> bool:
-    """Whether a server has a host tier: on a CPU only ours, with the memory that SGLang keeps free."""
+    """Whether a server has a host tier: on a CPU only with a layout and the memory that SGLang keeps free."""
     if not shape.on_cpu:
         return True
     from sgl_kvpool.demo.compare import has_room_for_host_tier

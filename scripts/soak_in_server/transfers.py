@@ -87,7 +87,7 @@ def watch() -> None:
         _counts["loaded_pages"] += len(pages)
         changed = [page for page in pages.tolist() if _digests.get(page) != _digest(self, page)]
         if changed:
-            _wrong("changed on the host since they came there", torch.tensor(changed))
+            _wrong("changed on the host after they were stored", torch.tensor(changed))
 
     def watched_fill(self: Any, index: int, data_page: Any):
         fill(self, index, data_page)

@@ -55,21 +55,21 @@ class _Part:
     count: int
 
 
-def _pieces(requests: Sequence[Request], piece_tokens: int) -> list[tuple[int, int, list[_Part]]]:
-    """Split the list of row numbers into chunks `(start, count, parts)` of at most `piece_tokens`."""
+def _chunks(requests: Sequence[Request], chunk_tokens: int) -> list[tuple[int, int, list[_Part]]]:
+    """Split the list of row numbers into chunks `(start, count, parts)` of at most `chunk_tokens`."""
     total = max((r.rows_start + r.rows_count for r in requests), default=0)
-    pieces: list[tuple[int, int, list[_Part]]] = [
-        (start, min(piece_tokens, total - start), []) for start in range(0, total, piece_tokens)
+    chunks: list[tuple[int, int, list[_Part]]] = [
+        (start, min(chunk_tokens, total - start), []) for start in range(0, total, chunk_tokens)
     ]
     for request in requests:
         done = 0
         while done < request.rows_count:
             at = request.rows_start + done
-            start, _, parts = pieces[at // piece_tokens]
-            count = min(request.rows_count - done, start + piece_tokens - at)
+            start, _, parts = chunks[at // chunk_tokens]
+            count = min(request.rows_count - done, start + chunk_tokens - at)
             parts.append(_Part(request, done, at - start, count))
             done += count
-    return pieces
+    return chunks
 
 
 def attend(
@@ -174,7 +174,7 @@ class RowReader:
 
     def plan(self, requests: Sequence[Request]) -> list[tuple[int, int, list[_Part]]]:
         """Chunks to read for a batch; the same for every layer of a step."""
-        return _pieces(requests, self.workspace.shape[0])
+        return _chunks(requests, self.workspace.shape[0])
 
     def attend(
         self,
@@ -215,12 +215,12 @@ class RowReader:
             for part in parts:
                 request = part.request
                 queries = slice(request.query_start, request.query_start + request.query_count)
-                piece, piece_lse = attend(
+                partial, partial_lse = attend(
                     q[queries],
                     kv[part.offset : part.offset + part.count],
                     fmt.kv_lora_rank,
                     scale,
                     limits=causal_limits(request.first_position - part.position, request.query_count),
                 )
-                merge(out[queries], lse[queries], piece, piece_lse)
+                merge(out[queries], lse[queries], partial, partial_lse)
         return out, lse

@@ -224,5 +224,5 @@ def kernel_limits(pool: torch.Tensor, fmt: RowFormat) -> None:
     if pool.data_ptr() % step or pool.stride(0) % step:
         raise ValueError(
             f"pool at address {pool.data_ptr():#x} with a row stride of {pool.stride(0)} bytes; on CUDA both "
-            f"have to be multiples of {step}, build the RowFormat with align_bytes={step} and allocate so"
+            f"have to be multiples of {step}, build the RowFormat with align_bytes={step} and align the pool"
         )

@@ -46,9 +46,9 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: A part of a list has at least 128 rows, or 256 if the lists alone fill an eighth of the device, unless the
-#: list has fewer: the results of a part, 16 query heads in float32, cost as much traffic as 157 rows of
-#: `fp4`. A list of one part has no such cost.
+#: Minimum number of rows of a part, and the minimum if the lists alone fill an eighth of the device; a
+#: shorter list is one part. The results of a part, 16 query heads in float32, cost as much traffic as 157
+#: rows of `fp4`; a list of one part has no such cost.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
 #: Maximum number of values per row that a program's accumulators hold.
@@ -64,8 +64,8 @@ class TileConfig:
     query_heads : int
         Query heads of a program; n queries of h heads are n * h query heads.
     block_rows : int
-        Rows read at a time: 64 for each warp group. A matrix instruction is 64 rows high, so that of two
-        groups that share 64 rows, each would read all of them for the scores.
+        Rows read at a time: 64 for each warp group. A matrix instruction takes 64 rows: if two groups shared
+        64 rows, each would read all of them for the scores.
     warps, stages : int
         Triton's `num_warps` and `num_stages`; only rows that need no decoding are staged.
     programs_per_sm : int
@@ -126,10 +126,10 @@ def _double(query_heads: int, kernel: str = "triton", late_parts: int = 0) -> Ti
 _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
-#: shared memory, the queries 18 KB per 16 query heads. Two programs of 128 threads have 255 registers per
-#: thread, as one of 256 has; where that leads to spills of more than 128 bytes (tile scales, which have a
-#: product each, and 32 query heads), one program takes 128 rows. Tiles of 64 query heads would spill 700
-#: bytes. Latents of `bf16` are operands as they are and wait in shared memory, two blocks of them, so that
+#: shared memory, the queries 18 KB per 16 query heads. A thread has 255 registers both in two programs of 128
+#: threads and in one of 256. If two programs would spill more than 128 bytes (32 query heads with tile
+#: scales, which need separate products), one program takes 128 rows. Tiles of 64 query heads would spill 700
+#: bytes. Latents of `bf16` are operands without decoding; two blocks of them wait in shared memory, so that
 #: one program fits.
 _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: tuple(TileConfig(query_heads, 64, 4, 3, 1) for query_heads in (8, 16, 32)),
@@ -195,19 +195,19 @@ def decode_kernel_of(fmt: RowFormat) -> str:
     Refusal
         If the variable is gluon, and the rows or this Triton do not allow it.
     """
-    wish = env.choice(env.DECODE_KERNEL)
-    if wish == "triton":
-        return wish
+    requested = env.choice(env.DECODE_KERNEL)
+    if requested == "triton":
+        return requested
     obstacle = _gluon_obstacle(fmt)
-    if obstacle and wish == "gluon":
-        raise Refusal(f"{env.DECODE_KERNEL}=gluon, but {obstacle}; unset it, the Triton kernel does these")
+    if obstacle and requested == "gluon":
+        raise Refusal(f"{env.DECODE_KERNEL}=gluon, but {obstacle}; unset it to use the Triton kernel")
     return "triton" if obstacle else "gluon"
 
 
 def _gluon_obstacle(fmt: RowFormat) -> str | None:
     """Reason why `gluon_decode` cannot be used; None if it can."""
     if all(tile.kernel != "gluon" for tile in _TABLE[fmt.layout.latent]):
-        return f"rows of {fmt.layout} are operands as they are, which its kernel has no tile for"
+        return f"rows of {fmt.layout} need no decoding, and the Gluon kernel has no tile for them"
     if (fmt.kv_lora_rank, fmt.qk_rope_head_dim) != (_GLUON_RANK, _GLUON_ROPE):
         return (
             f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "

@@ -18,9 +18,9 @@ from sgl_kvpool.layout import Encoding, RowFormat
 __all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
-#: Latent values per product; every rank is a multiple of it. For decoded rows one product takes all values,
-#: because a program waits for each product, unless values have different tile scales. Copies of `bf16` rows
-#: to shared memory need fewer addresses with this size.
+#: Latent values per product; every rank is a multiple of it. Decoded rows without tile scales use one product
+#: for all values, because a program waits for each product. Copies of `bf16` rows to shared memory need fewer
+#: addresses with this size.
 _CHUNK_VALUES = 128
 #: Bytes of a row that a load takes at a time, 16 for each of 8 threads: this gives the fewest rows per
 #: thread.
@@ -34,7 +34,7 @@ MERGE_WARPS = 4
 def decode_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """Constexpr arguments of `decode_kernel` that follow from host numbers, all except two."""
+    """All constexpr arguments of `decode_kernel` except two, computed from host numbers."""
     row = codec_triton.geometry(fmt)
     decoded = fmt.nope.encoding is not Encoding.BF16
     tile_scales = fmt.scale is not None and fmt.scale.encoding is Encoding.FP32

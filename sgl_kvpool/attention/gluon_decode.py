@@ -11,10 +11,10 @@ ahead to shared memory, but loaded late, into registers.
 Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
-    copies                start when block i - 1 has been decoded, under its softmax and values' products
+    copies                start when block i - 1 has been decoded; overlap its softmax and value products
     late parts            loaded into registers when the block begins, which decodes them last
     scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
-    softmax               maxima of scores go from warp to warp; sums stay in their lanes until the end
+    softmax               warps exchange maxima of scores; each lane keeps its sums until the end
     values                [128, BLOCK_H] += V^T P, four times
 """
 
@@ -64,7 +64,7 @@ _LATENT_EXPONENT = gl.constexpr(VALUE_SCALE_EXPONENT)
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """COUNT buffers bfloat16 [ROWS, 128] in shared memory; parts of one buffer would get barriers between."""
+    """COUNT buffers bfloat16 [ROWS, 128] in shared memory; parts of one buffer would need barriers."""
     tiles = ()
     for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], A_TILE),)  # noqa: RUF005
@@ -218,8 +218,8 @@ def gluon_decode_kernel(
         is_part = begin > 0 or end < length
         stop = end
     else:
-        stop = gl.maximum(end, 1)  # without a merge an empty list has a block without rows
-    # A loop that may not run at all has another way around it, where Triton 3.8 spills what both ways need.
+        stop = gl.maximum(end, 1)  # without a merge, an empty list runs one block, without rows
+    # Around a loop that may not run, Triton 3.8 adds a branch and spills the registers that both paths need.
     gl.assume(begin < stop)
     ids = ids_ptr + list_index * ids_list_stride
 
@@ -254,7 +254,7 @@ def gluon_decode_kernel(
     top = gl.full([BLOCK_H], _LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
     # Sums of weights are kept per lane; lanes are added up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
-    # A rope that is an operand as it was copied has to be seen by its product, in every block.
+    # If the rope is an operand as copied, a fence makes the copy visible to its product in every block.
     COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and LATE == 0
     if not COPIED_OPERAND:
         fence_async_shared()  # the queries
@@ -271,7 +271,7 @@ def gluon_decode_kernel(
         s, of_tiles = _scores(
             raw, late, values, queries, rope_queries, R, NOPE, SCALE, ROPE, BLOCK_H, LATE, WARPS
         )
-        _barrier()  # all have read what was copied
+        _barrier()  # all warps have read the copied rows
         if start + BLOCK < end:
             copy_rows(pool_ptr, raw, ROW_STRIDE, R, NOPE, SCALE, SCALE_AT, ROPE, ROPE_AT, LATE, WARPS)
         async_copy.commit_group()
@@ -285,7 +285,7 @@ def gluon_decode_kernel(
         decay = gl.exp2(top - new_top)
         top = new_top
         decay_of_rows = decay[None, :].broadcast_to([BLOCK, BLOCK_H])
-        decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two that are the same
+        decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two equal values
         total = total * decay_of_lanes + gl.sum(_rows_of_lanes(weights), 1)
         # Rows are contiguous, as the products of the values require.
         if SCALE == "fp32":

@@ -118,7 +118,7 @@ A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 # --------------------------------------------------------------------------------------- late parts
-# Of the LATE parts of a row the first is the rope, the others are the latent's last words, 64 bytes each.
+# The first of the LATE parts of a row is the rope; the others are the latent's last words, 64 bytes each.
 @gluon.constexpr_function
 def words_of_latent(R, NOPE):
     """Number of 64-byte units of a latent."""

@@ -63,7 +63,7 @@ class SGLangReaders:
     dsa_copied : frozenset of str
         Subset of `dsa`: implementations that encode the full pool again in every call before they read it.
     dsa_paired : frozenset of str
-        Subset of `dsa`: implementations that, as the prefill, have to be the decode too.
+        Subset of `dsa`: implementations that have to be the decode too if they are the prefill.
     """
 
     backends: frozenset[str] = frozenset()
@@ -139,9 +139,10 @@ def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
 
 
 #: Stock backends that read rows with other layers' rows between them, in every layout. A kernel that assumes
-#: packed rows would attend rows of another layer. In token-major pools the slot is still linear, and SGLang
-#: has audited its MLA backends for that: the allow-list in arg_groups/kv_cache_hook.py:802, for views whose
-#: "slot stride is the whole entry, not one row". Each line names the place that uses the stride.
+#: packed rows would attend rows of another layer. In token-major pools a row's address is still linear in its
+#: slot, and SGLang has audited its MLA backends for that: the allow-list in arg_groups/kv_cache_hook.py:802,
+#: for views whose "slot stride is the whole entry, not one row". Each line names the place that uses the
+#: stride.
 STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
     KVArrangement.TOKEN_MAJOR: frozenset(
         {
@@ -178,9 +179,9 @@ def readers(
     arrangement: KVArrangement = KVArrangement.LAYER_MAJOR,
     phase: str | None = None,
 ) -> tuple[str, ...]:
-    """Names of all backends that read a layout in an arrangement, ours first; none for a layout without rows.
+    """Names of all backends that read a layout in an arrangement, ours first; empty for `head_major`.
 
-    Backends count that read it in `phase`, or in any phase if it is None.
+    Includes backends that read it in `phase`, or in any phase if `phase` is None.
     """
     if arrangement not in KVArrangement.of_rows():
         return ()
@@ -221,8 +222,8 @@ def can_read(
 def obstacle(arrangement: KVArrangement) -> str:
     """Reason why most backends cannot read an arrangement, for messages."""
     if arrangement.is_slot_linear:
-        return "its kernels are not known to take rows with other layers between them, and would read those"
-    return "a slot times a stride is not the place of its row"
+        return "its kernels are not known to use a row's stride, and may read rows of other layers instead"
+    return "a slot times a stride is not the address of its row"
 
 
 def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends: Sequence[str]) -> None:

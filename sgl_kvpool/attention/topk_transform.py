@@ -7,9 +7,9 @@ SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each q
   prefix, else all rows of its requests, gathered and decoded before the kernel.
 
 Metadata, indexer, forward pass and draft seeds have to agree, and the kernel must be able to read what it
-gets. SGLang 0.5.23 decides by a dtype and two names, for `EXTEND` alone. This table covers all modes, by what
-each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state, no model and no
-SGLang.
+gets. SGLang 0.5.23 decides from a dtype and two names, and only for `EXTEND`. This table covers all modes and
+follows from what each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state,
+no model and no SGLang.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Implementation:
     Attributes
     ----------
     ragged_modes : tuple of str
-        Modes in which rows can be gathered before it.
+        Modes in which rows can be gathered for it.
     prefill, decode : bool
         Whether the implementation can be the prefill or the decode.
     """
@@ -133,7 +133,7 @@ def _reads_stored(name: str, layout: MLAKVCacheLayout) -> bool:
 def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
     """Whether rows are gathered and decoded for an implementation in extends (RAGGED)."""
     if not sglang_dsa_reads(layout):
-        return name == SPARSE_BF16  # for which our hook gathers
+        return name == SPARSE_BF16  # our hook gathers rows for it
     return name in SGLANG_READERS[layout].dsa_gathered
 
 
@@ -150,7 +150,7 @@ def select_topk_transform(
     *,
     index_kpool: int = 1,
 ) -> TopkTransform:
-    """Form into which DSA's top-k selection has to be brought for one batch.
+    """Form that DSA's top-k selection must have for one batch.
 
     Parameters
     ----------
@@ -297,7 +297,7 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> 
 
 
 def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, modes: tuple[str, ...]) -> None:
-    """Refuse what SGLang's `_check_kpool_tail_backend` raises at the first batch, and other readers."""
+    """Refuse pairs that SGLang's `_check_kpool_tail_backend` would refuse, or that cannot read the rows."""
     for side, name in (("prefill", prefill), ("decode", decode)):
         if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)
@@ -338,7 +338,7 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         for pair in working_pairs(layout)
         if KVPOOL_DECODE not in pair
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
-        # SM120, where SGLang uses it for both sides or for neither (flash_mla_sm120.py:706).
+        # On SM120 SGLang uses this kernel for both sides or for neither (flash_mla_sm120.py:706).
         and pair.count("flashinfer_sparse_mla") != 1
         and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]

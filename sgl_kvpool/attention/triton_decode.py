@@ -128,7 +128,7 @@ def _seen(start, limit, live, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr):
     """Mask of the rows of a block that each query head attends, bool [BLOCK, BLOCK_H]."""
     BLOCK: tl.constexpr = live.shape[0]
     if QUERIES == 1:
-        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end where the only query's do
+        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end at the only query's count
     else:
         return (start + tl.arange(0, BLOCK)[:, None] < limit) & live
 
@@ -264,7 +264,7 @@ def decode_kernel(
         counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
     )
     if SPLIT and begin >= length:
-        return  # an empty part, which the merge skips; without splits there is no merge, so go on
+        return  # an empty part, which the merge skips; without splits, go on and write its result
 
     query_head = tile * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     exists = query_head < QUERIES * HEADS

@@ -29,7 +29,7 @@ def rows_of_entries(entries, row_count, PAGE: tl.constexpr, PAGE_ROWS: tl.conste
         rows = entries // PAGE * PAGE_ROWS + entries % PAGE
     else:
         rows = entries
-    # A row beyond the pool would be foreign memory. Entries near 2**63 wrap around.
+    # A row beyond the pool would be outside of its memory. Entries near 2**63 wrap around.
     return rows, (entries >= 0) & (rows >= 0) & (rows < row_count)
 
 
@@ -62,7 +62,7 @@ def list_of(list_index_ptr, group):
 def place_of(program, splits, TILES: tl.constexpr, SPLIT: tl.constexpr):
     """(tile, split, group as int64) of a program of a decode kernel.
 
-    Tiles are the fastest: those of a list read the same rows at about the same time.
+    The tile varies fastest: the tiles of a list read the same rows at about the same time.
     """
     if SPLIT:
         return program % TILES, program // TILES % splits, (program // (TILES * splits)).to(tl.int64)

@@ -69,9 +69,10 @@ def _spread(x, ENCODING: tl.constexpr):
 
     Eight adjacent threads each decode 16 bytes of the same row, which become 4 groups of 8 columns for e2m1
     and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
-    lines of 128 bytes, at the same banks. Therefore the bits of a group's number are permuted, of which the
-    upper 3 are the thread's: the 8 groups become one line. (4 threads per row, as for a rope, have no
-    conflicts in the order of values, except two-way conflicts for e2m1, which occur with no model's rank.)
+    lines of 128 bytes, at the same banks. Therefore the bits of a group's number, whose upper 3 bits are the
+    thread's number, are permuted: the 8 groups become one line. (4 threads per row, as for a rope, have no
+    conflicts in the order of values. For e2m1 there would be two-way conflicts, but not with the rank of any
+    model.)
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
@@ -169,8 +170,8 @@ def _e4m3_operand(codes, NATIVE: tl.constexpr):
 
     As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
     lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Before
-    `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Through fp16 and float32, as the machine
-    converts, it would be as many instructions and more registers.)
+    `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Conversion through fp16 and float32, with
+    the GPU's own instructions, would take as many instructions and more registers.)
     """
     ROWS: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]

@@ -97,11 +97,11 @@ def ue5m3_values(scale_bytes: torch.Tensor) -> torch.Tensor:
 def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
     """Bytes of the scales that an encoder tries for a block, in order, from the block's largest magnitude.
 
-    In this order: the byte of largest / 6, the byte below and the byte above it, the byte below that of
-    largest / 4, and that byte; all limited to 1 to `UE5M3_MAX_BYTE`. For decoded values the candidates
-    include the scale of their block, or one that holds the same values, so that encoding them again changes
-    nothing; +4 and +5 from the byte of largest / 6 err as little (0.082 of N(0, 1)) but miss that scale in
-    blocks below 2**-12.
+    With b6 and b4 the bytes of largest / 6 and largest / 4, the order is b6, b6 - 1, b6 + 1, b4 - 1, b4, each
+    clamped to 1 to `UE5M3_MAX_BYTE`. For decoded values the candidates include the scale of their block, or
+    one that represents the same values, so that encoding them again changes nothing. b6 + 4 and b6 + 5
+    instead of b4 - 1 and b4 have as small an error (0.082 of N(0, 1)) but miss that scale in blocks below
+    2**-12.
     """
     sixth = ue5m3_bytes(divide_(largest.clone(), E2M1_MAX))
     quarter = ue5m3_bytes(largest * 0.25)

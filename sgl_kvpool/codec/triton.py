@@ -31,9 +31,9 @@ __all__ = [
     "store_rows",
 ]
 
-#: Tokens per program. With 4 warps and R = 512 a thread then writes 16 bytes or more of FP4 codes in
-#: `store_kernel`, and of all outputs in `gather_kernel`; twice as many tokens would cost registers (read from
-#: the compiled code, not timed).
+#: Tokens per program. With 4 warps and R = 512, a thread then writes at least 16 bytes of FP4 codes in
+#: `store_kernel` and of any output in `gather_kernel`; twice as many tokens would take more registers (read
+#: from the compiled code, not timed).
 _STORE_TOKENS = 8
 _GATHER_TOKENS = 16
 _WARPS = 4

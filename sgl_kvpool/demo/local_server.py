@@ -44,7 +44,7 @@ _BIND_FAILED = "error while attempting to bind on address"
 _PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _KILLS_ITSELF = "kill_process_tree called"
 
-#: More than the free bytes in the log's last block on a full disk.
+#: Bytes of a test write: more than the last block of the log can have free on a full disk.
 _PROBE_BYTES = 1 << 16
 
 #: Longest shown line of a log: SGLang prints all its arguments in one line.
@@ -123,8 +123,8 @@ class LocalServer:
         inherited = {k: v for k, v in os.environ.items() if k not in env.NOT_INHERITED}
         started = None
         try:
-            # In a thread, because signal handlers raise in the main thread only: an exception between the
-            # fork and the assignment would leave a running server that this object cannot stop.
+            # Start in a thread, because signal handlers raise in the main thread only: an exception between
+            # fork and assignment would leave a running server that this object cannot stop.
             with self.log.open("wb") as output, ThreadPoolExecutor(1) as starter:
                 started = starter.submit(
                     subprocess.Popen,
@@ -206,7 +206,7 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             pass  # killed below
         finally:
-            # Also if the wait is interrupted, and for children that outlive the launcher.
+            # Kill the group also if the wait was interrupted, and if children outlive the launcher.
             self._signal(signal.SIGKILL)
             self.process.wait()
             self.process = None

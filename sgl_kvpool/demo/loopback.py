@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["free_port", "past_proxies"]
 
-#: Ports for servers: below 22000 to 29999, from which SGLang draws its rendezvous ports.
+#: Ports for servers, below the range 22000 to 29999 from which SGLang draws its rendezvous ports.
 _SERVER_PORTS = range(10000, 22000)
 
 #: Ports that this process has chosen. SGLang binds its port only after the model is loaded.

@@ -44,8 +44,8 @@ class DemoModel:
     token : str
         Name of a token of the model: byte or token.
     bf16_tokens : int
-        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes. Few enough that
-        `fewest_windows` evict all other tokens from every layout's pool.
+        Tokens of the bf16 pool; other layouts get as many as fit into the same bytes. They are few enough
+        that `fewest_windows` evict all other tokens from every layout's pool.
     windows : list of list of int
         Token ids of the windows, all of one length. Any first n windows are a sample of all.
     fewest_windows : int

@@ -135,10 +135,10 @@ def write_plot(path: Path, results: Sequence[Result], title: str, facts: Mapping
     path : Path
     results : sequence of Result
     title : str
-        The model's.
+        Title of the model.
     facts : mapping
-        Where, when and on what the results were measured, as for `write_json`; an older file may have no
-        `cpu` and no `date`.
+        Machine, versions and date of the measurement, as for `write_json`; an older file may lack `cpu` and
+        `date`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

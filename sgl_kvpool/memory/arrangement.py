@@ -165,7 +165,7 @@ class RowPlacement:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of a layer's view, which is the largest row number plus one."""
+        """Number of rows of a layer's view: the largest row number plus one."""
         return self.row_of_slot(self.pages * self.page_size_tokens - 1) + 1
 
     def row_of_slot(self, slot: int) -> int:

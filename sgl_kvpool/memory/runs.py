@@ -89,7 +89,7 @@ def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
     joined: list[PageRuns] = []
     for runs in sorted(references, key=lambda r: (r.tensor_index, r.offset_bytes)):
         last = joined[-1] if joined else None
-        rhythm_is_the_same = last is not None and (
+        same_stride_pattern = last is not None and (
             (last.tensor_index, last.run_count) == (runs.tensor_index, runs.run_count)
             and (
                 runs.run_count == 1
@@ -98,7 +98,7 @@ def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
         )
         if (
             last is not None
-            and rhythm_is_the_same
+            and same_stride_pattern
             and last.offset_bytes + last.run_bytes == runs.offset_bytes
         ):
             joined[-1] = replace(

@@ -1,8 +1,8 @@
 """Entry point of the SGLang plugin.
 
-SGLang calls `register` in every process that loads plugins. Installed but not asked for, it adds its
-arguments and changes nothing. A scheduler process learns from the environment which hook groups its server
-uses, and applies these; for KVPOOL_FIX_TOPK=1 without a layout, sparse attention alone.
+SGLang calls `register` in every process that loads plugins. If the user requests nothing, the plugin adds its
+arguments and changes nothing else. A scheduler process reads from the environment which hook groups its
+server uses, and applies them; with KVPOOL_FIX_TOPK=1 and no layout, it applies the group of sparse attention.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def register() -> None:
     Raises
     ------
     SystemExit
-        The environment has a variable that begins as ours do and is wrong, or something was asked for that
-        this SGLang cannot serve. SGLang logs and swallows every other exception of a plugin, and would go on
-        with a pool of another layout.
+        The environment has an unknown or invalid variable with our prefix, or this SGLang cannot serve what
+        the user requested. SGLang logs and swallows every other exception of a plugin, and would serve with a
+        pool of another layout.
     """
     try:
         _install()
     except Refusal as refusal:
         _end(str(refusal))
-    except Exception as error:  # whatever it is, SGLang would log it and serve without the layout
+    except Exception as error:  # SGLang would log any exception and serve without the layout
         asked = _asked_for()
         if asked:
             _end(f"{asked} was asked for, but the plugin failed: {error!r}")
@@ -68,28 +68,28 @@ def _install() -> None:
         hook_points.warn(line(refusal))
         return
 
-    # Only scheduler processes have imported the pools before plugins are loaded, and a process that builds
-    # an Engine: hooking the pools there does nothing, since it builds none.
+    # Only scheduler processes, and processes that build an Engine, have imported the pools before plugins are
+    # loaded. The latter build no pool, so hooks of pools have no effect there.
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
     told = env.text(env.CHILD_HOOK_GROUPS)
     if told is not None:
         hook_groups.apply(hook_groups.named(told))
     elif _exported(LAYOUT):
-        # No launcher named the groups. If this is a scheduler, its arguments were resolved before the plugin
-        # was loaded, which the hooks of the pools refuse.
+        # No launcher has exported the hook groups. If this is a scheduler, its arguments were resolved before
+        # the plugin was loaded, and the hooks of the pools refuse that.
         hook_groups.apply((hook_groups.POOLS,))
     elif env.is_requested(env.FIX_TOPK):
         hook_groups.apply((hook_groups.SPARSE_ATTENTION,))
 
 
 def _is_a_program() -> bool:
-    """Whether this process called `Engine(...)` itself: what is wrong is then an exception of that call."""
+    """Whether this process called `Engine(...)` itself, so that this call raises the refusal."""
     return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
 
 
 def _asked_for() -> str | None:
-    """What was asked for, as far as it shows before arguments are parsed; None for nothing."""
+    """The first request on the command line or in the environment, before arguments are parsed, or None."""
     words = [word.partition("=") for word in sys.argv]
     for option in OPTIONS:
         flags = [
@@ -99,12 +99,12 @@ def _asked_for() -> str | None:
         ]
         if _exported(option) or any(value != option.default for value in flags):
             return f"a {option.words}"
-    # Another SGLang is put up with for the sake of what else was asked for, if anything.
+    # ALLOW_UNTESTED alone requests nothing: it permits other requests on an untested SGLang.
     wishes = (name for name in env.FLAGS if name != env.ALLOW_UNTESTED and env.is_requested(name))
     return next((f"{name}={env.text(name)}" for name in wishes), None)
 
 
 def _exported(option: Option) -> bool:
-    """Whether the environment asks for it: the user's, or the server that spawned this process."""
+    """Whether the environment requests an option, by the user or by the server that spawned this process."""
     told = option is LAYOUT and env.text(env.CHILD_HOOK_GROUPS) is not None
     return told or (env.text(option.env) or option.default) != option.default

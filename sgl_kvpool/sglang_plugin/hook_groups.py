@@ -50,18 +50,18 @@ class HookGroup:
     Attributes
     ----------
     name : str
-        As in messages and tables.
+        Name in messages and tables.
     leave_out : str
-        What a server is started without so that it does not use the group.
+        Arguments to leave out so that a server does not use the group.
     listed : tuple of HookPoint
-        Hook points beside what the modules import.
+        Hook points besides the imports of the modules.
     hooks : tuple of str
         Modules below `hooks/`, or `startup`, whose `install` hooks SGLang; in this order.
     modules : tuple of str
         Other modules that import SGLang, below the package.
     is_used : callable
-        Tells from a resolving view and the target's ModelConfig whether the schedulers of a server with a
-        layout use the group. Groups of other processes say no.
+        Takes a resolving view and the target's ModelConfig; returns whether the schedulers of a server with a
+        layout use the group. It returns False for groups of other processes.
     """
 
     name: str
@@ -89,7 +89,7 @@ class HookGroup:
         Parameters
         ----------
         applied : bool
-            As for `hook_points.check`.
+            See `hook_points.check`.
         """
         problems = hook_points.check(self.points(), applied=applied)
         if not problems:
@@ -130,7 +130,7 @@ def _transfers_on_cpu(backend: str) -> Callable[[Any, Any], bool]:
 _LAYOUT = "--kv-cache-layout"
 _TIER = "--enable-hierarchical-cache and --disaggregation-decode-enable-offload-kvcache"
 
-#: Of every process that loads plugins.
+#: Group of every process that loads plugins.
 ARGUMENTS = HookGroup(
     "arguments",
     "the arguments and environment variables of sgl-kvpool",
@@ -149,9 +149,9 @@ MODEL_RULES = HookGroup(
         "sglang_plugin.rules.host_tier",
     ),
 )
-#: Of the process that launches a server with a layout.
+#: Group of the process that launches a server with a layout.
 LAUNCHER = HookGroup("launcher", _LAYOUT, point_lists.LAUNCHER, ("launching",))
-#: Of the schedulers of every server with a layout.
+#: Group of the schedulers of every server with a layout.
 POOLS = HookGroup(
     "pools",
     _LAYOUT,
@@ -176,7 +176,7 @@ SPARSE_ATTENTION = HookGroup(
     is_used=lambda view, model_config: is_dsa(model_config),
 )
 
-#: All of them; schedulers apply theirs in this order.
+#: All hook groups; a scheduler applies its groups in this order.
 GROUPS = (
     ARGUMENTS,
     MODEL_RULES,
@@ -235,7 +235,7 @@ GROUPS = (
         ),
         is_used=lambda view, model_config: has_host_tier(view),
     ),
-    # For programs; the host tier has the same module.
+    # Group of programs; the group of the host tier contains the same module.
     HookGroup("canonical views", "`sgl_kvpool.srt.pool.describe`", modules=("srt.pool.regions",)),
     HookGroup(
         "host tier of hybrid models",
@@ -298,25 +298,25 @@ def used_by(view: Any, model_config: Any) -> tuple[HookGroup, ...]:
     Parameters
     ----------
     view
-        A resolving view of the server's arguments, as resolved.
+        A resolving view of the server's resolved arguments.
     model_config : ModelConfig
-        SGLang's, of the target.
+        SGLang's configuration of the target model.
     """
     return tuple(group for group in GROUPS if group.is_used(view, model_config))
 
 
 def names(groups: Iterable[HookGroup]) -> str:
-    """Hook groups as text, for an environment variable; `named` reads it."""
+    """Names of hook groups as one text, for an environment variable; `named` parses it."""
     return _SEPARATOR.join(group.name for group in groups)
 
 
 def named(text: str) -> tuple[HookGroup, ...]:
-    """Hook groups of a text that `names` made; KeyError for a name that is not in the table."""
+    """Hook groups of a text from `names`; KeyError for an unknown name."""
     return tuple(_BY_NAME[name] for name in text.split(_SEPARATOR))
 
 
 def require(groups: Iterable[HookGroup], *, applied: bool = False) -> None:
-    """Refusal that names the first of some groups that does not work on the installed SGLang."""
+    """Raise a Refusal that names the first of the groups that does not work on the installed SGLang."""
     for group in groups:
         problem = group.problem(applied=applied)
         if problem is not None:

@@ -1,8 +1,8 @@
-"""Hook points: whether the installed SGLang has what sgl-kvpool hooks or uses, and how it is hooked.
+"""Hook points: checks that the installed SGLang has what sgl-kvpool hooks or uses, and the hooking.
 
-SGLang logs and swallows the errors of a plugin, and a hook that does not apply is a pool of another
-layout. So a process that was asked for a layout checks its hook points before and after hooking, and stops.
-:mod:`.hook_groups` says which these are; `docs/hooks.md` says what each hook does and why.
+SGLang logs and swallows the errors of a plugin, and without one of the hooks it would build a pool of another
+layout. So a process with a requested layout checks its hook points before and after hooking, and stops if one
+fails. :mod:`.hook_groups` lists them; `docs/hooks.md` says what each hook does and why.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Attribute of a function that we wrapped. functools.wraps carries it on to wrappers around ours.
+#: Attribute that marks a function we wrapped; functools.wraps copies it to wrappers around ours.
 _MARK = "_sgl_kvpool_hook"
 
-#: Versions of SGLang this release was tested with; pyproject.toml asks for the same.
+#: Versions of SGLang this release was tested with; pyproject.toml requires the same.
 TESTED = ">=0.5.23,<0.5.24"
 
 
@@ -49,7 +49,7 @@ class HookPoint:
         Names the callable must take in this order; other parameters may come between. Empty where the
         package passes no arguments.
     hooked : bool
-        True if the package wraps it: it must be found wrapped afterwards.
+        Whether the package wraps the target, which must then be found wrapped after hooking.
     members : tuple of str
         Names a collection must contain.
     added : tuple of str
@@ -94,7 +94,7 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
     Parameters
     ----------
     points : iterable of HookPoint
-        Each one's module is imported.
+        Hook points to check; the module of each is imported.
     applied : bool
         Also require that hooked functions are wrapped by now, and that collections hold the added names.
     """
@@ -128,10 +128,10 @@ def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
 def wrap(target: str, hook: Callable) -> None:
     """Put `hook(original, *args, **kwargs)` around a function of SGLang; once per process.
 
-    Done with SGLang's own machinery, which keeps static and class methods and reaches modules that have
-    imported the function by name. Not through `HookRegistry.register`: that applies all hooks of a target
-    at once and swallows errors, so a plugin that is loaded after ours would lose its hook on the same
-    target, and a hook of ours that fails would be a line in the log.
+    The hook is applied by SGLang's own code, which keeps static and class methods and reaches modules that
+    have imported the function by name. `HookRegistry.register` is not used: it applies all hooks of a target
+    at once and swallows errors, so a plugin that is loaded after ours would lose its hook on the same target,
+    and a failure of our hook would only be logged.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -151,6 +151,6 @@ def wrap_all(hooks: Mapping[str, Callable]) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn once per server: its children load plugins too."""
+    """Log a warning in the launching process only, since its children load plugins too."""
     if multiprocessing.parent_process() is None:
         logger.warning(text)

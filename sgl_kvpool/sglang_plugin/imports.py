@@ -1,7 +1,7 @@
-"""What modules of this package import of SGLang, read from their source.
+"""Names that modules of this package import from SGLang, read from their source.
 
-Each of these names is a hook point: where SGLang lacks one, the module cannot be imported or fails when the
-function with the import is called. Read from the source at each check, so that there is no second list.
+Each of these names is a hook point: if SGLang lacks one, the module cannot be imported, or fails when the
+function with the import is called. Each check reads the source, so there is no second list to maintain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Imports", "imports_of", "sglang_names"]
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT.name
 _SGLANG = "sglang"
-#: Floors that import SGLang and are imported by other modules; those below work without it.
+#: Floors that import SGLang and that other modules import; lower floors work without SGLang.
 _FLOORS = (f"{_PACKAGE}.srt.", f"{_PACKAGE}.sglang_plugin.")
 
 
@@ -27,10 +27,10 @@ class Imports(NamedTuple):
     Attributes
     ----------
     at_import, in_functions : frozenset of str
-        Dotted names in SGLang: modules, what is imported from them, and attributes of either that the module
-        names (``ForwardMode.EXTEND``). Imports for type checkers alone are left out.
+        Dotted names in SGLang: modules, names imported from them, and attributes of either that the source
+        uses (``ForwardMode.EXTEND``). Imports under TYPE_CHECKING are left out.
     own : frozenset of str
-        Modules of this package that it imports when it is imported itself.
+        Modules of this package that the module imports at import time.
     """
 
     at_import: frozenset[str]
@@ -39,12 +39,12 @@ class Imports(NamedTuple):
 
 
 def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
-    """Dotted names in SGLang that must be there for some modules of this package; sorted.
+    """Dotted names in SGLang that some modules of this package need; sorted.
 
     Parameters
     ----------
     modules : iterable of str
-        Full names. What they import of this package is followed, as far as importing them imports it.
+        Full names. Modules of this package that these import at import time are included.
     """
     listed = set(modules)
     names: set[str] = set()
@@ -63,7 +63,7 @@ def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def imports_of(module: str) -> Imports:
-    """What a module of this package, by its full name, imports; OSError without its source."""
+    """Imports of a module of this package, given its full name; OSError if its source is missing."""
     reader = _Reader()
     path = _path(module)
     assert path is not None, module
@@ -78,7 +78,7 @@ def _path(module: str) -> Path | None:
 
 
 class _Reader(ast.NodeVisitor):
-    """Goes through a module's tree once."""
+    """Collects the imports of a module in one pass over its syntax tree."""
 
     def __init__(self) -> None:
         self._depth = 0

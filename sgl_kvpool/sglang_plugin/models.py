@@ -1,4 +1,4 @@
-"""What kind of model a server has, and what its rows are."""
+"""Kind of a server's model, and the format of its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "row_format_of",
 ]
 
-#: Tokens of a page with a host tier.
+#: Tokens per page with a host tier.
 HOST_TIER_PAGE_SIZE = 64
 
 
@@ -34,7 +34,7 @@ def is_dsa(model_config: Any) -> bool:
 
 
 def layers_with_rows(model_config: Any) -> Sequence[int] | None:
-    """Layers of a hybrid model that are no linear attention, which keeps states instead; None for others."""
+    """Layers of a hybrid model with full attention, while its linear layers keep states; None for others."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     hybrid = mambaish_config(model_config)
@@ -47,10 +47,10 @@ def is_hybrid(model_config: Any) -> bool:
 
 
 def keeps_states_by_token(model_config: Any, view: Any) -> bool:
-    """Whether a server's prefix cache keeps states of linear layers in a way that needs pages of one token.
+    """Whether a server's prefix cache keeps states of linear layers by token, which needs pages of one token.
 
-    SGLang's other way, `extra_buffer`, is what it chooses for longer pages, where model, linear backend and
-    device have it (`overrides._mamba_radix_cache_resolution`, `mamba_hook.validate_mamba_extra_buffer`).
+    For longer pages SGLang chooses its other strategy, `extra_buffer`, if model, linear backend and device
+    support it (`overrides._mamba_radix_cache_resolution`, `mamba_hook.validate_mamba_extra_buffer`).
     """
     from sglang.srt.arg_groups.overrides import supports_mamba_cache_extra_buffer
 
@@ -63,9 +63,9 @@ def keeps_states_by_token(model_config: Any, view: Any) -> bool:
 
 
 def host_tier_page_size(model_config: Any, view: Any) -> int:
-    """Tokens of a page with a host tier, unless the user names another size.
+    """Tokens per page with a host tier, unless the user sets --page-size.
 
-    Of hybrid models one that divides the interval at which states are kept, as SGLang asks.
+    For hybrid models, the size divides the interval at which states are kept, as SGLang requires.
     """
     if not is_hybrid(model_config):
         return HOST_TIER_PAGE_SIZE
@@ -73,19 +73,19 @@ def host_tier_page_size(model_config: Any, view: Any) -> int:
 
 
 def is_rocm() -> bool:
-    """Whether torch's "cuda" is a GPU of AMD."""
+    """Whether torch's "cuda" device is an AMD GPU."""
     import torch
 
     return torch.version.hip is not None
 
 
 def device_name(view: Any) -> str:
-    """A server's device as users know it."""
+    """Name of a server's device for messages."""
     return "ROCm" if view.device == "cuda" and is_rocm() else view.device
 
 
 def model_name(model_config: Any) -> str:
-    """Name of its class, for messages."""
+    """Name of a model's class, for messages."""
     return (getattr(model_config.hf_config, "architectures", None) or ["this model"])[0]
 
 
@@ -99,7 +99,7 @@ def has_own_draft(view: Any) -> bool:
 
 
 def row_format_of(model_config: Any, layout: MLAKVCacheLayout) -> RowFormat:
-    """Rows of a model's pool; ValueError for a geometry that no layout stores."""
+    """Row format of a model's pool; ValueError for a geometry that no layout stores."""
     return layout.pool_row_format(
         model_config.kv_lora_rank, model_config.qk_rope_head_dim, is_dsa=is_dsa(model_config)
     )

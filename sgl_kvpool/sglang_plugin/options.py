@@ -1,7 +1,7 @@
-"""Our arguments: a table, and what it says of SGLang's `ServerArgs`, where they are underscore attributes.
+"""Table of our server arguments, and their values on SGLang's `ServerArgs`, as underscore attributes.
 
-SGLang drops what is not a field of its own when it parses arguments, but it pickles underscore attributes
-of a record into every process of the server. Imports neither SGLang nor torch.
+SGLang drops unknown fields when it parses arguments, but pickles the underscore attributes of a `ServerArgs`
+into every process of the server. This module imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
     "layout_of",
 ]
 
-#: Not asked for: SGLang as it is, or our choice.
+#: Default value: SGLang's own behaviour, or our choice.
 AUTO = "auto"
-#: Attribute of a record that was parsed from a command line.
+#: Attribute that marks a `ServerArgs` parsed from a command line.
 _COMMAND_LINE = "_kvpool_command_line"
 
-#: Names of the options that some record of this process was asked for by flag or keyword.
+#: Names of the options that a flag or keyword has requested on any `ServerArgs` of this process.
 _asked: set[str] = set()
 
 
@@ -53,11 +53,11 @@ class Option:
     env : str
         The environment variable.
     values : tuple of str
-        What can be asked for besides the default.
+        Values besides the default.
     help : str
-        For `--help`.
+        Text of `--help`.
     default : str
-        As if nothing was asked for.
+        Value that requests nothing.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """The option's flag on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def words(self) -> str:
-        """As in a sentence."""
+        """The option's name in messages."""
         return "KV " + self.name.removeprefix("kv_").replace("_", " ")
 
     @property
     def attribute(self) -> str:
-        """Of the record: what the user wrote (None for nothing), after resolution what was asked for."""
+        """`ServerArgs` attribute: the user's value or None, after resolution the effective value."""
         return f"_kvpool_{self.name}"
 
     @property
@@ -87,24 +87,24 @@ class Option:
         return (self.default, *self.values)
 
     def taken(self, value: Any, given: str) -> str | None:
-        """A value as a plain string, None for none; Refusal for one that is no choice, `given` so."""
+        """A value as a plain string, or None; Refusal, quoting `given`, for a value not in `choices`."""
         if value is not None and value not in self.choices:
             raise Refusal(f"{given} is not a {self.words}; choose one of: {', '.join(self.choices)}")
         return None if value is None else str(value)
 
     def remember(self, server_args: Any, value: str | None) -> None:
-        """Keep what the user wrote on the record."""
+        """Store the user's value on a `ServerArgs`."""
         setattr(server_args, self.attribute, value)
         if value not in (None, self.default):
             _asked.add(self.name)
 
     def exported(self) -> str | None:
-        """What the environment says, None for nothing; Refusal for what is no choice."""
+        """Value of the environment variable, None if it is unset; Refusal for a value not in `choices`."""
         value = env.text(self.env)
         return self.taken(value, f"{self.env}={value!r}")
 
     def requested(self, server_args: Any) -> str:
-        """What flag or keyword and environment say together; Refusal if they contradict each other."""
+        """Value that flag or keyword and environment request; Refusal if they contradict each other."""
         written = getattr(server_args, self.attribute, None)
         exported = self.exported()
         if written is not None and exported is not None and written != exported:
@@ -126,16 +126,16 @@ LAYOUT = Option(
     "kv_cache_layout",
     env.KV_CACHE_LAYOUT,
     tuple(layout.value for layout in MLAKVCacheLayout),
-    "The bytes of an MLA KV cache row: pool, memory budget and attention follow. "
-    f"'{AUTO}' (as without the argument) is SGLang as it is.",
+    "The bytes of an MLA KV cache row, which determine pool, memory budget and attention. "
+    f"'{AUTO}' (as without the argument) leaves SGLang unchanged.",
 )
 ARRANGEMENT = Option(
     "kv_cache_arrangement",
     env.KV_CACHE_ARRANGEMENT,
     tuple(arrangement.value for arrangement in KVArrangement.of_rows()),
-    "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's; in the "
-    f"others a page of all layers is one run of bytes. '{AUTO}' (as without the argument) takes what "
-    "everything in this server can read.",
+    "How the pages of all layers lie in memory, with --kv-cache-layout. layer_major is SGLang's way; in the "
+    f"others a page is contiguous over all layers. '{AUTO}' (as without the argument) takes an arrangement "
+    "that every reader in this server supports.",
 )
 HOST_LAYOUT = Option(
     "kv_host_layout",
@@ -150,22 +150,22 @@ HOST_ENGINE = Option(
     "kv_host_engine",
     env.KV_HOST_ENGINE,
     HOST_ENGINES,
-    "What moves pages between pool and host tier, with --kv-cache-layout. "
+    "The engine that moves pages between pool and host tier, with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) is chosen when the server starts.",
 )
 HOST_SHARING = Option(
     "kv_host_sharing",
     env.KV_HOST_SHARING,
     (NODE, RANK),
-    "Whether the tensor-parallel ranks of a machine keep one copy of a page in host memory, which holds as "
-    "many times the tokens as there are ranks, or one each, with --kv-cache-layout. "
+    "Whether the tensor-parallel ranks of a machine share one copy of a page in host memory (node), which "
+    "holds as many times the tokens as there are ranks, or keep one each (rank), with --kv-cache-layout. "
     f"'{AUTO}' (as without the argument) shares where it can.",
 )
 OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
 
 
 def environment_problems() -> list[str]:
-    """A line for each variable of the environment that no process with the plugin goes on with."""
+    """One line for each unknown or invalid environment variable; no process with the plugin accepts these."""
     found = []
     for option in OPTIONS:
         try:
@@ -176,28 +176,28 @@ def environment_problems() -> list[str]:
 
 
 def from_command_line(server_args: Any) -> None:
-    """Note that a record was parsed from a command line."""
+    """Mark a `ServerArgs` as parsed from a command line."""
     setattr(server_args, _COMMAND_LINE, True)
 
 
 def is_from_command_line(server_args: Any) -> bool:
-    """Whether a record was parsed from a command line, and not made by a program."""
+    """Whether a `ServerArgs` was parsed from a command line, and not built by a program."""
     return getattr(server_args, _COMMAND_LINE, False)
 
 
 def layout_of(server_args: Any) -> MLAKVCacheLayout | None:
-    """Layout a resolved `ServerArgs` was asked for; None for SGLang as it is."""
+    """Layout that a resolved `ServerArgs` requests; None for SGLang's own pool."""
     value = getattr(server_args, LAYOUT.attribute, None) or AUTO
     return None if value == AUTO else MLAKVCacheLayout.parse(value)
 
 
 def arrangement_of(server_args: Any) -> KVArrangement:
-    """Arrangement of the rows of a resolved `ServerArgs`; SGLang's, layer_major, if nothing was resolved."""
+    """Arrangement of the rows of a resolved `ServerArgs`; layer_major, SGLang's own, if none was resolved."""
     return choose_arrangement(getattr(server_args, ARRANGEMENT.attribute, None) or AUTO)
 
 
 def host_tier_of(server_args: Any) -> HostTierOptions:
-    """What a resolved `ServerArgs` was asked for of the host tier."""
+    """Host tier options of a resolved `ServerArgs`."""
     layout, engine, sharing = (
         getattr(server_args, option.attribute, None) or option.default
         for option in (HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
@@ -206,9 +206,9 @@ def host_tier_of(server_args: Any) -> HostTierOptions:
 
 
 def choose_arrangement(requested: str) -> KVArrangement:
-    """Arrangement to use for what was asked for."""
+    """Arrangement for a value of --kv-cache-arrangement."""
     if requested != AUTO:
         return KVArrangement.parse(requested)
-    # What every reader reads as fast as SGLang's own pool. Reads of the other two have not been measured on
-    # a GPU, where nothing in this release uses the one run of bytes that their pages are.
+    # Every reader reads it as fast as SGLang's own pool. Reads of the other two have not been measured on a
+    # GPU, where nothing in this release makes use of their contiguous pages.
     return KVArrangement.LAYER_MAJOR

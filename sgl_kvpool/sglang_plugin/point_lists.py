@@ -1,7 +1,7 @@
 """Hook points of arguments, pools and attention, as lists for the hook groups of :mod:`.hook_groups`.
 
-What a module of ours imports is not in them: :mod:`.imports` reads that from its source. `docs/hooks.md` says
-what each hook does and why.
+Imports of our modules are not listed: :mod:`.imports` reads them from the source. `docs/hooks.md` says what
+each hook does and why.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS = (
     "validate_deepep_v2_dispatch_token_budget",
 )
 
-#: Fields of ServerArgs that are read.
+#: Fields of ServerArgs that the package reads.
 FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "cuda_graph_config"),
@@ -58,7 +58,7 @@ FIELDS = (
     "ep_join_mode",
 )
 
-#: Of every process that loads plugins.
+#: Hook points of every process that loads plugins.
 ARGUMENTS = (
     HookPoint(f"{_ARGS}.add_cli_args", ("parser",)),
     HookPoint(f"{_ARGS}.from_cli_args", ("args",)),
@@ -79,7 +79,7 @@ ARGUMENTS = (
     HookPoint(f"{_HOOK}.overrides.supports_mamba_cache_extra_buffer", ("view", "hf_config"), hooked=False),
 )
 
-#: Of the rules for models.
+#: Hook points of the rules for models.
 MODEL_RULES = (
     HookPoint("sglang.srt.configs.model_config.is_deepseek_dsa", ("config",), hooked=False),
     HookPoint("sglang.srt.configs.model_config.get_dsa_index_kpool", ("config",), hooked=False),
@@ -92,7 +92,7 @@ MODEL_RULES = (
     HookPoint("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",), hooked=False),
 )
 
-#: Of the process that launches a server with a layout.
+#: Hook points of the process that launches a server with a layout.
 LAUNCHER = (
     HookPoint(
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
@@ -110,7 +110,7 @@ LAUNCHER = (
 
 _DEEPSEEK = "sglang.srt.models.deepseek_common"
 
-#: Of the backend `kvpool_mla`, on a CPU and on CUDA.
+#: Hook points of the backend `kvpool_mla`, on a CPU and on CUDA.
 ATTENTION = (
     HookPoint(
         "sglang.srt.layers.attention.attention_registry.register_attention_backend",
@@ -170,7 +170,7 @@ ATTENTION = (
 
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
-#: Of backends of draft models.
+#: Hook points of the attention backends of draft models.
 SPECULATIVE = (
     HookPoint(
         f"{_DRAFTS}._create_backend",
@@ -182,7 +182,7 @@ SPECULATIVE = (
 
 _DSA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
-#: Of models with sparse attention (DSA).
+#: Hook points of models with sparse attention (DSA).
 SPARSE_ATTENTION = (
     HookPoint(f"{_DSA}.__init__", ("self", "model_runner")),
     HookPoint(f"{_DSA}.set_dsa_prefill_impl", ("self", "forward_batch")),
@@ -203,7 +203,7 @@ SPARSE_ATTENTION = (
         hooked=False,
         members=("PAGED", "RAGGED"),
     ),
-    # `IntEnum` members by their names, which the table knows.
+    # Members of the `IntEnum` by the names that the table of top-k transforms uses.
     HookPoint(
         "sglang.srt.model_executor.forward_batch_info.ForwardMode.__members__",
         hooked=False,
@@ -218,7 +218,7 @@ SPARSE_ATTENTION = (
     ),
 )
 
-#: Of the pools of every layout, and of their budget.
+#: Hook points of the pools of every layout, and of their budget.
 POOLS = (
     HookPoint("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args", "port_args")),
     HookPoint(f"{_KVC}._resolve_kv_pool_class", ("self", "kind", "default")),
@@ -256,7 +256,7 @@ POOLS = (
 
 _HYBRID_POOL = "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool"
 
-#: Of models that mix MLA with linear attention.
+#: Hook points of models that mix MLA with linear attention.
 HYBRID = (
     HookPoint(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
@@ -269,7 +269,7 @@ HYBRID = (
             "dsa_pool_class",
         ),
     ),
-    # What that one constructs, by its global name.
+    # The class that this builder finds by its global name and constructs.
     HookPoint("sglang.srt.mem_cache.kv_cache_configurator.HybridLinearKVPool", hooked=False),
     HookPoint(
         f"{_HYBRID_POOL}.__init__",
@@ -294,6 +294,6 @@ HYBRID = (
     HookPoint(f"{_HYBRID_POOL}._wait_for_layer", ("self", "layer_id"), hooked=False),
 )
 
-#: Of `--enable-metrics`: what is counted in a scheduler appears among SGLang's metrics through the files of
-#: prometheus_client's multi-process mode.
+#: Hook points of `--enable-metrics`: a scheduler's counters appear among SGLang's metrics through the files
+#: of prometheus_client's multi-process mode.
 METRICS = (HookPoint("sglang.srt.utils.set_prometheus_multiproc_dir", hooked=False),)

@@ -1,8 +1,8 @@
-"""Refusals of a scheduler that starts: the process that launched it says them, or raises them.
+"""Refusals while a scheduler starts, which the launching process prints or raises.
 
-SGLang has a scheduler that fails log its traceback, and end the launcher by a signal, a program that called
-`Engine(...)` too. A refusal takes another way: the scheduler leaves its text in a file and ends, and the
-launcher, which notices that, reads it.
+When a scheduler fails, SGLang makes it log its traceback and end the launcher by a signal, also a program
+that called `Engine(...)`. For a refusal, the scheduler writes the text to a file and exits; the launcher
+notices the exit and reads the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _init_scheduler(original, self, *args, **kwargs):
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # Not SystemExit: threads of a scheduler that is half built may keep its process from ending.
+        # SystemExit would not do: threads of a half-built scheduler may keep its process alive.
         os._exit(1)
     finally:
         for handler in handlers:
@@ -59,7 +59,7 @@ HOOKS: Mapping[str, Callable] = {"sglang.srt.managers.scheduler.Scheduler.__init
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Shorten what SGLang logs of a refusal before it raises it again: the text says all."""
+    """Replace the traceback in SGLang's log record of a refusal by the refusal's text, which is complete."""
     refusal = record.exc_info[1] if record.exc_info else None
     if isinstance(refusal, Refusal):
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {refusal}", (), None
@@ -67,16 +67,16 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def leave(text: str) -> None:
-    """Hand the text of a refusal to the launcher; say it where no launcher listens.
+    """Pass the text of a refusal to the launcher; print it where no launcher reads it.
 
-    Raises nothing: the caller ends the process, and a full disk must not keep it from that.
+    The function ignores errors of the file system: the caller ends the process, also with a full disk.
     """
     path = env.text(env.CHILD_REFUSAL)
     if path is not None:
         mine = Path(f"{path}-{os.getpid()}")
         with suppress(OSError):
             mine.write_text(text)
-            mine.replace(path)  # in one step, and of the ranks that say the same the last
+            mine.replace(path)  # atomic; if several ranks write the file, the last one stays
             return
     with suppress(OSError):
         print(line(text), file=sys.stderr, flush=True)
@@ -86,10 +86,10 @@ def leave(text: str) -> None:
 
 
 def refusal_path(server_args: Any) -> Path | None:
-    """File in which the schedulers of a server shall leave a refusal; None if nobody would read it.
+    """File to which the schedulers of a server write a refusal; None if no process would read it.
 
-    Data-parallel ranks have a controller, which logs the end of one in its own way and ends the launcher:
-    they say it themselves.
+    Data-parallel ranks have a controller, which logs the exit of a rank in its own way and ends the launcher.
+    These ranks print the refusal themselves.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import num_dp_ranks_of
@@ -97,21 +97,21 @@ def refusal_path(server_args: Any) -> Path | None:
     view = resolving_view(server_args)
     if num_dp_ranks_of(view) > 1 or view.ep_join_mode == "scale":
         return None
-    # Nothing is there until a scheduler writes it.
+    # The file does not exist until a scheduler writes it.
     return Path(tempfile.gettempdir()) / f"sgl-kvpool-refusal-{secrets.token_hex(16)}"
 
 
 def relay(launched: Any, processes: Sequence[Any], path: Path, server_args: Any) -> None:
-    """Have a launcher that waits for its schedulers raise what one of them was refused for.
+    """Make the launcher, which waits for its schedulers, raise the refusal that one of them has written.
 
     Parameters
     ----------
     launched : SchedulerInitResult
-        SGLang's; its `wait_for_ready` is replaced.
+        SGLang's result of the launch; its `wait_for_ready` is replaced.
     processes : sequence of Process
         The schedulers.
     path : Path
-        Where they leave a refusal; removed when the wait is over.
+        File of the refusal, from `refusal_path`; removed when the wait is over.
     server_args : ServerArgs
     """
     wait = launched.wait_for_ready

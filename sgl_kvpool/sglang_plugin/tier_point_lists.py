@@ -9,7 +9,7 @@ __all__ = ["DISAGGREGATION", "DISAGGREGATION_ON_CPU", "HOST_TIER", "STATE_TIER"]
 _HICACHE = "sglang.srt.mem_cache.hybrid_cache"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 
-#: Of a host tier.
+#: Hook points of a host tier.
 HOST_TIER = (
     HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_kv_host_pool",
@@ -58,7 +58,7 @@ HOST_TIER = (
         "sglang.srt.managers.cache_controller.HiCacheController._page_set_zero_copy",
         ("self", "hash_values", "host_indices", "extra_info"),
     ),
-    # Whose groups `ranks` agrees over, as this method does.
+    # `hooks.ranks` reduces over the process groups that this method is given.
     HookPoint(
         f"{_HICACHE}.hybrid_cache_controller.HybridCacheController.__init__",
         ("self", "tp_group", "attn_cp_group", "attn_tp_group", "pp_group"),
@@ -128,7 +128,7 @@ HOST_TIER = (
 _STATES = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
 _STORE = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
 
-#: Of a host tier's states of a hybrid model.
+#: Hook points of a host tier for the states of a hybrid model.
 STATE_TIER = (
     HookPoint(
         f"{_HICACHE}.hybrid_pool_assembler.build_hybrid_mamba_stack",
@@ -184,12 +184,12 @@ STATE_TIER = (
         ("self", "device_pool", "host_indices", "device_indices", "io_backend"),
         hooked=False,
     ),
-    # Of the store that is attached, which may be of any class.
+    # Methods of the attached store, which may be of any class.
     HookPoint(f"{_STORE}.batch_get_v2", ("self", "transfers", "extra_info"), hooked=False),
     HookPoint(f"{_STORE}.batch_set_v2", ("self", "transfers", "extra_info"), hooked=False),
 )
 
-#: Of `--disaggregation-mode`.
+#: Hook points of `--disaggregation-mode`.
 DISAGGREGATION = (
     HookPoint(
         "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__",
@@ -230,7 +230,7 @@ DISAGGREGATION = (
     ),
 )
 
-#: Of prefill and decode servers on a CPU, by transfer backend.
+#: Hook points of prefill and decode servers on a CPU, by transfer backend.
 DISAGGREGATION_ON_CPU = {
     "mooncake": (
         HookPoint(

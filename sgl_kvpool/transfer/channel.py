@@ -62,14 +62,14 @@ class TransferChannel:
         Exception
             If torch fails too. The contents of the target pages are undefined then.
         """
-        self._count_what_is_over()
+        self._count_finished()
         try:
             self._timed(self.engine, source_pages, target_pages, part)
         except Exception as error:  # torch may succeed, whatever the error
             if isinstance(self.engine, TorchEngine):
                 raise
             source, target = page_indices(source_pages), page_indices(target_pages)
-            # A bad list is the caller's error and no failure of the engine.
+            # An invalid list is the caller's error: raise it instead of counting a failure of the engine.
             self.plan.check_pages(source, target)
             kind = {"to_host": "backup", "to_device": "load"}[self.direction]
             metrics.failed(kind, f"{len(source)} pages, engine {self.engine.name}", error=error)
@@ -97,11 +97,11 @@ class TransferChannel:
             last = _OnStream(engine.name, source_pages, target_pages, engine.tools.make_event)
         engine.copy(source_pages, target_pages, part)
         last.end(size_bytes, part)
-        # Only now: an event that was never recorded counts as reached and has no time.
+        # Append only after `end`, because an event that was never recorded counts as reached and has no time.
         if not self._under_way or self._under_way[-1] is not last:
             self._under_way.append(last)
 
-    def _count_what_is_over(self) -> None:
+    def _count_finished(self) -> None:
         """Count finished transfers, except the latest, in the metrics, without waiting for any."""
         while len(self._under_way) > 1:
             seconds = self._under_way[0].seconds()

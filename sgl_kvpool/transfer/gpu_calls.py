@@ -1,6 +1,7 @@
 """The compiled side of the GPU engines, csrc/engine_calls.h: built when first used (10 s), then kept.
 
-Built by torch here; with SGLang, by SGLang's loader from the same sources (`sgl_kvpool.srt.host.gpu_calls`).
+This module builds it with torch. Servers build the same sources with SGLang's loader
+(`sgl_kvpool.srt.host.gpu_calls`).
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class HostTierOptions:
     def takes(self, layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
         """Whether sgl-kvpool provides the host tier of such a pool.
 
-        On a GPU, SGLang's own host pool moves the rows of SGLang's own tensors and has been run there. Ours
-        serves the other layouts and arrangements, or any when requested.
+        On a GPU, SGLang's own host pool, which has been run there, serves the rows of SGLang's own tensors.
+        Ours serves the other layouts and arrangements, or any when requested.
         """
         stock = not layout.is_packed and arrangement.is_layer_packed
         return device == "cpu" or not stock or not self.is_default

@@ -93,7 +93,7 @@ class TransferPlan:
     Raises
     ------
     KeyError
-        If a side has no such group.
+        If a side lacks the group.
     ValueError
         If layers differ or their runs cannot be paired, or if rows to convert have other formats than the
         conversion or do not begin at multiples of 16 bytes.

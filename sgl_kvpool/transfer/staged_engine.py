@@ -46,8 +46,8 @@ class StagedEngine(GpuEngine):
     plan : TransferPlan
         Plan with or without a conversion. Parts may have different sizes.
     tools : EngineTools
-        Tools with a page buffer. Parts that do not fit into one of its slots together are stored in groups,
-        too.
+        Tools with a page buffer. Stores, like loads, move parts in groups if they do not fit into one slot
+        together.
     to_host : bool
         Whether the direction is device to host.
     """

@@ -168,7 +168,7 @@ def test_every_shape_has_a_configuration(layout):
         (None, "fp4", (256, 64), False, "triton"),
         (None, "fp4", (512, 0), False, "triton"),
         (None, "fp4", (512, 64), True, "triton"),
-        ("gluon", "bf16", (512, 64), False, "rows of bf16 are operands as they are"),
+        ("gluon", "bf16", (512, 64), False, "rows of bf16 need no decoding"),
         ("gluon", "fp4", (256, 64), False, "kv_lora_rank=256 with qk_rope_head_dim=64"),
         ("gluon", "fp4", (512, 64), True, "TRITON_INTERPRET=1"),
         ("cuda", "fp4", (512, 64), False, "'cuda' is unknown; set it to auto or gluon or triton"),

@@ -32,6 +32,14 @@ def test_last():
     pass
 """
 
+#: Collected behind `TESTS`: the workers have ended with the last test that they ran.
+LATER = """
+import psutil
+
+def test_no_worker_is_left():
+    assert psutil.Process().children() == []
+"""
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -41,6 +49,7 @@ def run(tmp_path):
     for name in ("conftest.py", "ptxrun_workers.py", "ptxrun_builds.py"):
         shutil.copy(Path(__file__).parent / name, folder)
     (folder / "test_some.py").write_text(TESTS)
+    (tmp_path / "tests" / "test_without_workers.py").write_text(LATER)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = quick\n")
     kept = {
         k: v for k, v in os.environ.items() if not k.startswith(("TEST_PTXRUN", "TRITON", "CI", "PYTEST"))
@@ -74,8 +83,14 @@ def test_failures_and_crashes_are_reported(run):
     assert "2 failed, 3 passed, 1 skipped" in output
 
 
+def test_workers_end_with_their_last_test(run):
+    output = run("tests", CI="true")
+    assert "test_no_worker_is_left PASSED" in output
+    assert "2 failed, 4 passed, 1 skipped" in output
+
+
 def test_which_cases_run(run):
     """Few in `make test`, all in CI and where the folder is named."""
-    assert "1/6 tests collected (5 deselected)" in run("--collect-only")
-    assert "6 tests collected" in run("--collect-only", CI="true")
+    assert "2/7 tests collected (5 deselected)" in run("--collect-only")
+    assert "7 tests collected" in run("--collect-only", CI="true")
     assert "6 tests collected" in run("--collect-only", "tests/ptxrun")

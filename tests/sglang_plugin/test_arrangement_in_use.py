@@ -90,7 +90,7 @@ def test_a_draft_pool_is_told_the_drafts_reader(built):
 
 
 def test_a_pool_of_another_arrangement_is_noticed(built):
-    with pytest.raises(RuntimeError, match="was to be token_major, but SGLang built one that is page_major"):
+    with pytest.raises(RuntimeError, match="is token_major, but SGLang built a page_major pool"):
         built("token_major", other="page_major", backends=("kvpool_mla", "kvpool_mla"))
 
 

@@ -330,5 +330,5 @@ def test_a_dtype_changed_on_the_way_is_noticed(resolve, checkpoints, monkeypatch
 
     hooks = {**resolution_hooks._HOOKS, "handle_other_validations": [meddle]}
     monkeypatch.setattr(resolution_hooks, "_HOOKS", hooks)
-    with pytest.raises(ValueError, match=r"fp8_e4m3, but layout fp4 is shown as bfloat16"):
+    with pytest.raises(ValueError, match=r"fp8_e4m3, but layout fp4 declares bfloat16"):
         resolve(checkpoints["mla"], "--kv-cache-layout", "fp4")

@@ -87,9 +87,9 @@ KVPOOL_HD float e2m1_rounded(float size) {
   return subtract(add(size, spacer), spacer);
 }
 
-// Quotient of a bf16 and a ue5m3 number from their product with the rounded reciprocal: exact if it is halfway
-// between two e2m1 magnitudes, and on the right side of the middle otherwise, since other quotients are at least 2^-10
-// away from it. Above 6 it is 6. (tests/codec/test_codec_laws.py checks all pairs.)
+// Quotient of a bf16 and a ue5m3 number, rounded; above 6 it is 6. `product` is the bf16 times the rounded reciprocal.
+// A quotient halfway between two e2m1 magnitudes is exact. All others are at least 2^-10 away from the middle, and the
+// result is on their side of it. (tests/codec/test_codec_laws.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12
@@ -106,8 +106,8 @@ KVPOOL_HD float e2m1_value(uint32_t code) {
   return float_of(sign | (magnitude < 2u ? below_one : from_one));
 }
 
-// Bytes of the scales that an encoder tries for a block, in order: the byte of largest / 6, the one below and the one
-// above it, the one below that of largest / 4, and the byte of largest / 4.
+// Number of scales that an encoder tries for a block. With b6 and b4 the bytes of largest / 6 and largest / 4, the
+// order is b6, b6 - 1, b6 + 1, b4 - 1, b4.
 constexpr int kCandidates = 5;
 
 KVPOOL_HD int32_t candidate_step(int number) { return number == 0 ? 0 : number < 3 ? 2 * number - 3 : number - 4; }

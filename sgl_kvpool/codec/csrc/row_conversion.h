@@ -106,8 +106,8 @@ KVPOOL_HD void copy_latent(const uint8_t* from_row, const RowLayout& from, uint8
   store(to_row + to.scale_offset + block, load<uint8_t>(from_row + from.scale_offset + block));
 }
 
-// kValues values of the rope, starting with `first`. Behind the scales of a short latent the rope begins at a
-// multiple of 4 bytes only.
+// kValues values of the rope, starting with `first`. With a short latent, the rope, which follows the scales, begins at
+// a multiple of 4 bytes only.
 template <int kValues>
 KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row,
                             const RowLayout& to, int64_t first, float k_scale) {
@@ -168,8 +168,8 @@ inline void convert_row(const uint8_t* from_row, const RowLayout& from, uint8_t*
   clear_padding(to_row, to);
 }
 
-// Bytes, read plus written, that a core converts in some 100 us, five times the start of a thread: at 2 GB/s to e2m1, at
-// 8 to 12 GB/s to other encodings.
+// Bytes, read plus written, that a core converts in some 100 us, five times the time to start a thread: at 2 GB/s to
+// e2m1, at 8 to 12 GB/s to other encodings.
 template <Latent kTo>
 constexpr int64_t kConvertedBytesPerThread = kTo == Latent::kE2m1 ? 256 * 1024 : 1024 * 1024;
 

@@ -60,7 +60,7 @@ class Jobs:
 
     def __init__(self) -> None:
         end_with_parent()
-        # Duplicates of 0 and 1, which for instance pytest replaces.
+        # Duplicates of file descriptors 0 and 1, which for instance pytest replaces.
         self._jobs = os.fdopen(os.dup(0))
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)

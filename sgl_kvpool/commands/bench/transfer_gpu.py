@@ -29,8 +29,8 @@ __all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
 
 PAGES = (16, 64, 256, 1024)
 ROUNDS = 7
-#: Shortest runs that the copy engine is measured with: 1024 pages of token-major rows are four million copies
-#: of 0.5 us each per call.
+#: Shortest runs with which the copy engine is measured: a call for 1024 pages of token-major rows would
+#: submit four million copies of 0.5 us each.
 SHORTEST_RUN_BYTES = 4096
 #: Calls in sequence without a wait, for the back-to-back rate.
 IN_A_ROW = 4
@@ -173,7 +173,7 @@ def measure_shape(
         store = engine(plans[0], gpu.tools(page_bytes), True)
         load = loads(engine(plans[1], gpu.tools(page_bytes), False), layers)
         for pages in page_counts:
-            # As many bytes as cross the link, contiguous.
+            # The peer copies as many contiguous bytes as cross the link.
             there, here = memory.view(-1)[: pages * page_bytes], flat[: pages * page_bytes]
             peers = {
                 "to_host": lambda t=there, h=here: t.copy_(h, non_blocking=True),
@@ -313,9 +313,9 @@ _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
     """Names of the missed targets.
 
-    `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` is never
-    slower than SGLang's best backend; if one of these was not measured, this target is missed too. BF16 to
-    FP4: 2.2 times a pinned copy, in bytes of BF16. And the CPU time to submit.
+    `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` must not be
+    slower than SGLang's best backend; if a backend was not measured, this target is missed too. BF16 to FP4:
+    2.2 times a pinned copy, in bytes of BF16. The CPU time to submit has a limit too.
     """
     found = [] if peers else ["staged beside SGLang's backends: not measured, SGLang is not installed"]
     found += [f"staged beside {p['peer']}: not measured, {p['failed']}" for p in peers if "failed" in p]

@@ -16,7 +16,7 @@ SCHEMA = 1
 
 
 def examine(*, with_self_check: bool = False) -> dict[str, Finding]:
-    """Run every probe, also after failures of others; returns findings by the probe's name.
+    """Run every probe, also after another one has failed; return findings by the probe's name.
 
     Parameters
     ----------

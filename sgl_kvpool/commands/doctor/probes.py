@@ -327,7 +327,7 @@ def _free_in(folder: Path, limit: str, use: str) -> int | None:
 
 
 def self_check() -> Finding:
-    """Whether rows of every layout are stored, attended and moved rightly here. Imports SGLang and torch."""
+    """Whether rows of every layout are stored, attended and moved correctly. Imports SGLang and torch."""
     from sgl_kvpool.commands.doctor import self_check as checks
 
     return Finding(*checks.self_check())

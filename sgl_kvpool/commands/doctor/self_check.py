@@ -1,4 +1,4 @@
-"""The self-check of every layout without a model, over small pools on the device that is here."""
+"""Self-check of every layout without a model, over small pools on this machine's device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _GEOMETRY: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 def self_check() -> tuple[dict[str, str], list[str]]:
     """Check each layout in each arrangement, with each narrower host tier, and with sparse attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)  # tensors this small lose more by threads than they gain
+    torch.set_num_threads(1)  # for tensors this small, threads cost more than they gain
     _publish(device)
     facts, problems = {"device": device}, []
     for name, make in _pools(device):
         began = time.monotonic()
         try:
             found = list(_checks(make()))
-        except Exception as error:  # whatever it is, the other layouts are checked too
+        except Exception as error:  # after any exception, the other layouts are checked
             facts[name] = "failed"
             problems.append(f"{name}: {error}; do not serve this, and report it")
         else:
@@ -42,7 +42,7 @@ def self_check() -> tuple[dict[str, str], list[str]]:
 
 
 def _publish(device: str) -> None:
-    """What SGLang's pools and controllers ask a server for."""
+    """Publish the server arguments that SGLang's pools and controllers read."""
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -67,7 +67,7 @@ def _publish(device: str) -> None:
 
 
 def _pools(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What makes a pool, by the words of a server's arguments."""
+    """Functions that make a pool, by the words of a server's arguments."""
     from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
     from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES
 
@@ -111,7 +111,7 @@ def _checks(pool: Any) -> Iterator[str]:
 
     yield check_lists(pool, _LAYERS - 1, _HEADS, _SCALE, attend)
     if pool.serves_dsa:
-        return  # SGLang builds the tier of index keys beside, which needs a GPU
+        return  # SGLang's host tier of index keys needs a GPU
     controller = _controller(pool)
     if controller is None:
         yield "SGLang's own host tier"

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads: int) -> str:
-    """Text with the number of GPUs on which a server too large for `tp_size` starts, tried in forks."""
+    """Text with the number of GPUs, found in forks, on which a server too large for `tp_size` would start."""
     groups = tp_size // attention_ranks  # groups of DP attention
     for ranks in range(attention_ranks + 1, heads + 1):
         count = groups * ranks
@@ -75,7 +75,7 @@ def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads
         more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
         if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
             return f"{count} GPUs do (--tp {count}{', more than a node of eight has' if count > 8 else ''})"
-    return f"no number of GPUs does whose ranks of attention divide the {heads} heads"
+    return f"no number of GPUs is enough if the attention ranks have to divide the {heads} heads"
 
 
 def _in_a_fork(wanted: Any, machine: Any) -> dict[str, Any]:

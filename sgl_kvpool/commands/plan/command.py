@@ -171,14 +171,14 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
         start_new_session=True,  # a process group, so that its forks are ended with it
     )
     try:
-        said, complaints = process.communicate(json.dumps({"machine": machine, "servers": servers}))
+        output, errors = process.communicate(json.dumps({"machine": machine, "servers": servers}))
     except BaseException:  # Ctrl-C and SIGTERM: end the process group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    last = "\n".join(complaints.splitlines()[-15:])
-    answers = [] if process.returncode else [json.loads(line) for line in said.splitlines()]
+    last = "\n".join(errors.splitlines()[-15:])
+    answers = [] if process.returncode else [json.loads(line) for line in output.splitlines()]
     for answer in answers:
         if "unreadable" in answer:  # this is the last answer
             raise OSError(answer["unreadable"])

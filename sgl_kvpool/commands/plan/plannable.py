@@ -89,7 +89,7 @@ def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
 
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:
         kind = "sliding windows" if model_config.is_hybrid_swa else "no multi-head latent attention (MLA)"
-        raise ValueError(f"{model_name(model_config)} has {kind}: there is no layout for its cache")
+        raise ValueError(f"{model_name(model_config)} has {kind}: sgl-kvpool has no layout for its cache")
     if view.pp_size > 1:
         raise ValueError(
             f"--pp-size {view.pp_size}: the stages of a pipeline have pools of different sizes, which `plan` "

@@ -91,7 +91,7 @@ class PlannedServer:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name of the server in tables."""
         if self.layout is None:
             return "SGLang as it is"
         return self.layout if self.host_layout is None else f"{self.layout}, host {self.host_layout}"

@@ -42,7 +42,7 @@ def _head(plan: Plan) -> list[str]:
     if plan.attention_copies > 1:
         lines.append(
             f"DP attention: the ranks hold the attention weights {plan.attention_copies} times; sizes are "
-            "too large unless --weights-gb counts them so"
+            "too large unless --weights-gb counts all copies"
         )
     lines.append("sizes are SGLang's own for these arguments; nothing here was run on a GPU")
     return lines

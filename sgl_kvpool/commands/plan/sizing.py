@@ -50,7 +50,7 @@ class Machine:
     weights_gib : float
         Weights of the whole model, divided equally among the ranks of tensor parallelism.
     drafts_included : bool
-        Whether they include a separate draft model's; else those are added if they lie in a folder.
+        Whether `weights_gib` includes a separate draft; else its weights are added if its path is a folder.
     """
 
     gpu_gib: float
@@ -158,12 +158,12 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
 
 def _parsed(parse: Callable, arguments: Sequence[str]) -> Any:
     """SGLang's ServerArgs; ValueError with the parser's message for wrong arguments."""
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             return parse(list(arguments))
     except SystemExit as ended:
-        lines = said.getvalue().strip().splitlines()
+        lines = errors.getvalue().strip().splitlines()
         raise ValueError(lines[-1] if lines else "these arguments start no server") from ended
 
 

@@ -69,14 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns 1 if a step failed."""
     model = None if arguments.model is None else find_model(arguments.model)
-    told = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
+    values = {option: getattr(arguments, option.name) or option.exported() for option in OPTIONS}
     import sglang  # noqa: F401  # first: it sets cache folders that other imports read
     import torch
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU, and compiled code depends on it")
-    engine = told[HOST_ENGINE]
+    engine = values[HOST_ENGINE]
     if engine not in (None, HOST_ENGINE.default) and (engine == CPU_ENGINE) != (device == "cpu"):
         raise ValueError(
             f"{HOST_ENGINE.flag} {engine} is not an engine of a server on {device}; leave it out"
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     from sgl_kvpool.commands.warmup.contents import steps_on_cpu, steps_on_cuda
     from sgl_kvpool.commands.warmup.steps import carry_out
 
-    served = _served(model, arguments, told)
+    served = _served(model, arguments, values)
     steps = steps_on_cpu() if device == "cpu" else steps_on_cuda(served)
     print(f"for a server on {device}" + ("" if device == "cpu" else f": {served.name}"))
     for cache in dict.fromkeys(cache for step in steps for cache in step.caches):
@@ -97,16 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _served(
-    model: NamedModel | None, arguments: argparse.Namespace, told: dict[Option, str | None]
+    model: NamedModel | None, arguments: argparse.Namespace, values: dict[Option, str | None]
 ) -> Served:
     """A model's shape, with a server's arguments."""
     from sgl_kvpool.commands.warmup.served import DEEPSEEK_V3, model_of
 
     shape = DEEPSEEK_V3 if model is None else model_of(model)
-    layout = told[LAYOUT]
-    return shape.told(
+    layout = values[LAYOUT]
+    return shape.with_options(
         layouts=tuple(MLAKVCacheLayout) if layout in (None, AUTO) else (MLAKVCacheLayout(layout),),
-        arrangement=choose_arrangement(told[ARRANGEMENT] or AUTO),
+        arrangement=choose_arrangement(values[ARRANGEMENT] or AUTO),
         page_size_tokens=arguments.page_size,
         tensor_parallel=arguments.tp,
         draft_tokens=arguments.draft_tokens,

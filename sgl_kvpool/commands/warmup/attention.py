@@ -238,7 +238,7 @@ class Attention:
             keys = self._zeros(tokens, 1, rank + rope)
             extra = {"q_rope": q[..., -rope:], "k_rope": keys[..., -rope:]}
         latent = self._zeros(tokens, 1, rank)
-        # The strides that a batched product per head gives.
+        # Strides as a batched product per head returns them.
         absorbed = self._zeros(heads, tokens, rank).transpose(0, 1)
         backend.forward(absorbed, latent, latent, self.layer, batch, **extra)
 
@@ -265,7 +265,7 @@ class SparseRows:
         self.rows = torch.zeros((_SPARSE_SLOTS, 1, self.fmt.row_bytes), dtype=torch.uint8, device=device)
 
     def store(self) -> None:
-        """New tokens."""
+        """Store new tokens."""
         keys = torch.zeros((2, self.fmt.head_dim), dtype=torch.bfloat16, device=self.device)
         rank = self.fmt.kv_lora_rank
         rope = keys[:, rank:] if self.fmt.rope is not None else None

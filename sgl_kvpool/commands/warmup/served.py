@@ -74,7 +74,7 @@ class Served:
         """Slots per request in SGLang's request table."""
         return self.context_tokens + _EXTRA_SLOTS + self.draft_tokens
 
-    def told(self, **options: Any) -> Served:
+    def with_options(self, **options: Any) -> Served:
         """The same model with other options."""
         return replace(self, **options)
 

@@ -1,7 +1,7 @@
 """`kvpool_mla` in SGLang's registry, and in the lists that SGLang keeps by backend name.
 
-SGLang's models do not ask a backend what it can do: they look for its name. A name that is in no list is
-treated like `triton`, which concatenates q and k for every layer and gives up chunked prefixes.
+SGLang's models select code by a backend's name. SGLang treats a name that is missing in these lists like
+`triton`: it concatenates q and k for every layer and does not use chunked prefixes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sgl_kvpool.sglang_plugin.hooks.drafts import require_mla
 
 __all__ = ["create_backend", "install", "name_lists", "register_names"]
 
-#: Name in SGLang whose dispatch between absorbed and multi-head attention is ours too.
+#: SGLang's backend whose dispatch between absorbed and multi-head attention we use too.
 _LIKE = "flashinfer"
 
 
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def name_lists() -> tuple[list[str], ...]:
-    """SGLang's lists of backend names that ours is added to, in place: others refer to the same lists."""
+    """SGLang's lists of backend names to which ours is added in place, since other modules share them."""
     from sglang.srt.arg_groups.choices import CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 
@@ -35,7 +35,7 @@ def name_lists() -> tuple[list[str], ...]:
 
 
 def register_names() -> None:
-    """Name our backend where DeepSeek's attention, and what switches chunked prefixes off, look for names."""
+    """Add our backend's name to DeepSeek's attention and to the lists of backend names."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     reads_rows = env.flag(env.PREFILL_READS_ROWS)
@@ -46,14 +46,14 @@ def register_names() -> None:
 
 
 def _forward_method(attention: Any, forward_batch: Any):
-    """How DeepSeek's attention computes a batch: absorbed, or multi-head in one or several pieces."""
+    """How DeepSeek's attention computes a batch: absorbed, or multi-head in one or several chunks."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._handle_attention_backend(attention, forward_batch, _LIKE)
 
 
 def _absorbed(attention: Any, forward_batch: Any):
-    """The absorbed form for every batch: the multi-head one attends new keys as they were before rounding."""
+    """The absorbed form for every batch; the multi-head form would attend new keys before rounding."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._dispatch_mla_subtype(attention, forward_batch)
@@ -68,7 +68,7 @@ def create_backend(runner: Any):
     Raises
     ------
     ValueError
-        A draft model whose attention is no MLA: it has a pool of its own, which our backend does not read.
+        A draft model does not use MLA, and our backend cannot read its pool.
     """
     require_mla(runner)
     if runner.device == "cpu":

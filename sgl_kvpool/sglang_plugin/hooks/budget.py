@@ -1,4 +1,4 @@
-"""Hooks of the memory budget: rows by their own bytes, and what is allocated beside the pool."""
+"""Hooks of the memory budget: bytes of our rows, and of what is allocated besides the pool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _init_pool_configurator(original, self, kvc):
 
 
 def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
-    """Bytes on the GPU that a host tier's pages go through; 0 if no engine needs any."""
+    """Bytes of the GPU buffer that a host tier's pages pass through; 0 if no engine needs one."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sgl_kvpool.transfer.page_buffer import buffer_bytes, staged_state_bytes

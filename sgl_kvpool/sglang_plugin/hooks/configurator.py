@@ -1,4 +1,4 @@
-"""What the server of one of SGLang's KVCacheConfigurators asked for."""
+"""Layout and arrangement that the server of a KVCacheConfigurator requests."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["asked_arrangement", "asked_layout"]
 
 
 def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
-    """Layout of a KVCacheConfigurator's server, for models the layout applies to."""
+    """Requested layout of a KVCacheConfigurator's server; None for models it does not apply to."""
     require_decided(configurator.server_args)
     layout = layout_of(configurator.server_args)
     if layout is None or configurator.use_mla_backend:
         return layout
     if not configurator.is_draft_worker:
-        raise RuntimeError(f"--kv-cache-layout {layout} was asked for, but SGLang serves no MLA model")
-    return None  # a draft model of another kind keeps its own pool
+        raise RuntimeError(f"--kv-cache-layout {layout} is set, but SGLang does not serve an MLA model")
+    return None  # a draft model without MLA keeps SGLang's pool
 
 
 def asked_arrangement(configurator: Any) -> KVArrangement:
     """Arrangement of a KVCacheConfigurator's rows."""
-    # Not a draft's: it has few layers, nothing reads its pages as one run, and with a single layer strides
-    # cannot tell packed rows from others.
+    # A draft's rows are layer-major: it has few layers, nothing reads its pages as contiguous bytes, and with
+    # a single layer strides cannot distinguish packed rows from others.
     if configurator.is_draft_worker:
         return KVArrangement.LAYER_MAJOR
     return arrangement_of(configurator.server_args)

@@ -1,10 +1,9 @@
 """Hooks of prefill and decode servers (`--disaggregation-mode`): peers must store the same rows.
 
-SGLang's transfer engines copy bytes from pointers, lengths and page sizes, which a layer-major pool of any
-layout describes rightly. What they compare beforehand is `KVArgs.kv_cache_dtype_str`, and the packed layouts
-show SGLang `bfloat16`. So the rows are added to that string, for example
-`bfloat16+kvpool:fp4-r512-p64-b416-v1`: it is the one thing that every peer compares, one without this plugin
-included.
+SGLang's transfer engines copy bytes by pointers, lengths and page sizes, which a layer-major pool of any
+layout reports correctly. Before a transfer, peers compare `KVArgs.kv_cache_dtype_str`, and the packed layouts
+declare `bfloat16` to SGLang. So the row format is added to that string, for example
+`bfloat16+kvpool:fp4-r512-p64-b416-v1`: every peer compares it, also one without this plugin.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from sgl_kvpool.sglang_plugin.options import LAYOUT, layout_of
 
 __all__ = ["MARK", "install", "remember", "remembered", "rows_name"]
 
-#: Between SGLang's dtype and the rows.
+#: Separator between SGLang's dtype and the name of the rows.
 MARK = "+kvpool:"
 
-#: Pools of this process. A KV manager is given addresses, and no pool.
+#: Pools of this process. A KV manager gets the addresses of buffers, not the pools.
 _pools: WeakSet = WeakSet()
 
 
@@ -33,12 +32,12 @@ def install() -> None:
 
 
 def remember(pool: Any) -> None:
-    """Take note of a pool with a layout, so that its addresses tell what its rows are."""
+    """Register a pool with a layout, so that its rows can be found by its addresses."""
     _pools.add(pool)
 
 
 def remembered() -> list[Any]:
-    """The pools with a layout of this process, target's and drafts'."""
+    """All pools of this process with a layout, the target's and the drafts'."""
     return list(_pools)
 
 
@@ -46,16 +45,16 @@ def remembered() -> list[Any]:
 
 
 def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *more, **named):
-    """Add the rows to what peers compare, before the original registers it with the bootstrap server."""
+    """Add the row format to the compared string before the original registers it at the bootstrap server."""
     layout = layout_of(server_args)
-    # Peers without the plugin read and write rows that are SGLang's own.
+    # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
     if layout is not None and not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
         args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args))
     if layout is not None:
         from sglang.srt.runtime_context import get_device, get_disagg
 
         if get_device().device == "cpu":
-            # As resolved: `mooncake_tcp` is `mooncake` by now.
+            # The resolved name: `mooncake_tcp` is `mooncake` by now.
             _on_cpu(args, get_disagg().disaggregation_transfer_backend)
     return original(self, args, disaggregation_mode, server_args, *more, **named)
 
@@ -66,24 +65,24 @@ def rows_name(pools: list[Any]) -> str:
     Parameters
     ----------
     pools : list of LayoutMLATokenToKVPool
-        The target's, then the draft's if it has rows of ours.
+        The target's pool, then the draft's if it has a layout.
 
     Returns
     -------
     str
-        Row formats, with sizes in bytes and version, and the k_scales if one is not 1. Page size, number of
-        pages and number of layers are not in it: SGLang compares or handles those.
+        Row formats, with sizes in bytes and version, and a digest of the k_scales if one is not 1. The name
+        leaves out page size, number of pages and number of layers, which SGLang compares or handles.
 
     Raises
     ------
     ValueError
-        k_scales with pipeline parallelism: a stage knows those of its own layers only.
+        A k_scale is not 1 under pipeline parallelism: a stage knows the k_scales of its own layers only.
     """
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_kvpool.srt.pool.k_scales import k_scales_digest
 
-    # A draft with the target's rows adds nothing: whether both sides have a draft is SGLang's to compare.
+    # A draft with the target's row format adds nothing: SGLang compares whether both sides have a draft.
     name = "+".join(dict.fromkeys(pool.row_format.tag for pool in pools))
     scales = k_scales_digest(pools)
     if not scales:
@@ -99,7 +98,7 @@ def rows_name(pools: list[Any]) -> str:
 
 
 def _pools_behind(args: Any) -> list[Any]:
-    """Our pools whose buffers a KV manager is about to describe to its peers, in its order."""
+    """Our pools whose buffers a KV manager is about to describe to its peers, in the manager's order."""
     owners = {}
     for pool in _pools:
         addresses, _, page_bytes = pool.get_contiguous_buf_infos()
@@ -110,7 +109,7 @@ def _pools_behind(args: Any) -> list[Any]:
     for number, (address, size) in enumerate(zip(args.kv_data_ptrs, args.kv_item_lens, strict=True)):
         pool, page_bytes = owners.get(address, (None, size))
         if pool is None and number >= of_target:
-            continue  # a draft model of another kind keeps its own pool, and SGLang's string is true of it
+            continue  # SGLang's string is right for the pool of a draft without MLA
         if pool is None or page_bytes != size:
             raise RuntimeError(
                 f"SGLang describes buffer {number} of {of_target} to its peers with pages of {size} bytes, "
@@ -125,11 +124,11 @@ def _pools_behind(args: Any) -> list[Any]:
 
 
 def _on_cpu(args: Any, transfer_backend: str) -> None:
-    """What SGLang leaves out for `--device cpu`; both are among its own choices.
+    """Set for `--device cpu` what SGLang leaves out; it supports both values.
 
-    Its prefill server hands Mooncake page numbers through pinned memory and a CUDA event (prefill.py:1746)
-    where the sender takes tensors, and numpy arrays otherwise; NIXL is told that all buffers are VRAM
-    (nixl/conn.py:206, decode.py:629).
+    SGLang's prefill server passes page indices to Mooncake through pinned memory and a CUDA event if the
+    sender supports tensors (prefill.py:1746), otherwise as numpy arrays. SGLang declares all buffers to NIXL
+    as VRAM (nixl/conn.py:206, decode.py:629).
     """
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 

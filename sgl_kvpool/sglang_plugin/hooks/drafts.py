@@ -1,4 +1,4 @@
-"""Draft models: their attention backends, and what their target's budget has to know of their pools."""
+"""Draft models: their attention backends, and the bytes of their pools for the target's budget."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def install() -> None:
 
 @dataclass(frozen=True)
 class OwnDraft:
-    """A draft model whose pool is not one of more layers of its target.
+    """A draft model whose pool does not count as more layers of its target.
 
     Attributes
     ----------
     config : ModelConfig
-        SGLang's, read in draft mode.
+        SGLang's configuration, read in draft mode.
     layers : int
     ranks : int
-        That share its heads.
+        Ranks that share the draft's heads.
     """
 
     config: Any
@@ -43,13 +43,13 @@ class OwnDraft:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it stores rows of latents; else keys and values of heads."""
+        """Whether the draft stores MLA rows; otherwise it stores keys and values of heads."""
         from sglang.srt.configs.model_config import AttentionArch
 
         return self.config.attention_arch == AttentionArch.MLA
 
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
-        """Bytes of a token in its pool, whose rows, if it has some, are of this layout.
+        """Bytes per token of the draft's pool; MLA rows have this layout.
 
         Raises
         ------
@@ -76,24 +76,25 @@ class OwnDraft:
 
 
 def own_draft(configurator: Any) -> OwnDraft | None:
-    """The draft of a KVCacheConfigurator's target, unless its pool is one of more layers of the target.
+    """The draft of a KVCacheConfigurator's target, unless its pool counts as more layers of the target.
 
-    SGLang sizes every draft of EAGLE and STANDALONE as so many more layers, and says that this is right for
-    drafts with the target's attention (`pool_configurator.py:246`). Keys and values of heads are wider than a
-    latent, and the fewer bytes a row of the target has, the more tokens both pools get: beside Kimi-K2 in
-    `fp4` on 8 GPUs, a draft of 64 heads of 128 takes 4096 bytes of a token where 416 would be charged. Drafts
-    with sparse attention, which have index keys too, are left to SGLang.
+    SGLang sizes every draft of EAGLE and STANDALONE as more layers of the target, and says that this is right
+    for drafts with the target's attention (`pool_configurator.py:246`). Keys and values of heads are wider
+    than a latent, and narrower rows of the target give both pools more tokens: with Kimi-K2 in `fp4` on 8
+    GPUs, a draft of 64 heads of 128 needs 4096 bytes per token where 416 would be charged. Drafts with sparse
+    attention, which also have index keys, are left to SGLang.
 
     Raises
     ------
     ValueError
-        A draft with heads beside sparse attention (DSA), for which no attention backend is named: SGLang
-        would attend it by the target's, which ends in an AttributeError.
+        A draft without MLA has no explicit attention backend, and its target has sparse attention (DSA):
+        SGLang would use the target's backend, which ends in an AttributeError.
     """
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
     if draft is None or packed_layers(configurator) or is_dsa(draft):
         return None
-    # As SGLang counts them in `spec_aux_hidden_state.py`; the 0 that some checkpoints have for MTP is none.
+    # SGLang counts layers the same way in `spec_aux_hidden_state.py`. A value of 0, as in some checkpoints
+    # for MTP, counts as absent.
     layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
     own = OwnDraft(draft, int(layers), configurator.draft_attn_tp_size)
     if not own.has_rows and is_dsa(configurator.model_config):
@@ -102,7 +103,7 @@ def own_draft(configurator: Any) -> OwnDraft | None:
 
 
 def packed_layers(configurator: Any) -> int:
-    """Layers of drafts whose rows lie in the pages of the target's host tier, if there is one.
+    """Draft layers whose rows lie in the pages of the target's host tier, if there is one.
 
     SGLang packs layers of multi-token prediction (`base_spec_worker._can_pack_hicache_mtp`); other drafts
     have a host pool of their own, with as many tokens.
@@ -116,7 +117,7 @@ def packed_layers(configurator: Any) -> int:
 
 @contextlib.contextmanager
 def without_drafts(configurator: Any) -> Iterator[None]:
-    """Have SGLang size the target alone."""
+    """Make SGLang size the target without its draft."""
     import msgspec
 
     whole = configurator.spec_aux_config
@@ -133,7 +134,7 @@ def _check_backend(draft: OwnDraft) -> None:
     if get_spec().speculative_draft_attention_backend is None:
         raise Refusal(
             f"{model_name(draft.config)}, the draft model, does not use multi-head latent attention (MLA), "
-            "and SGLang would attend it as its target, by sparse attention (DSA); name a backend with "
+            "and SGLang would use its target's sparse attention (DSA) for it; name a backend with "
             "--speculative-draft-attention-backend (flashinfer, fa3 or triton)"
         )
 
@@ -147,7 +148,7 @@ def _drafts(configurator: Any) -> bool:
 
 
 def require_mla(runner: Any) -> None:
-    """Refuse a draft model whose attention is no MLA: it has a pool of its own, which ours does not read."""
+    """Refuse a draft model without MLA, whose pool our backend cannot read."""
     if runner.is_draft_worker and not runner.use_mla_backend:
         name = (getattr(runner.model_config.hf_config, "architectures", None) or ["the draft model"])[0]
         raise Refusal(
@@ -158,10 +159,10 @@ def require_mla(runner: Any) -> None:
 
 
 def _create_draft(original, self, backend_name, backend_map, error_template, stamps_children=False):
-    """Add our backends to the map that SGLang is about to look the name up in.
+    """Add our backends to the map in which SGLang looks up the name.
 
-    Only the backends of draft decoding are containers of one backend per step, whose children SGLang names
-    too: that tells the two maps apart.
+    Only the backends of draft decoding contain one backend per step, whose names SGLang sets too; its
+    argument `stamps_children` distinguishes the two maps.
     """
     runner = self.draft_model_runner
 

@@ -1,7 +1,7 @@
 """Hooks on SGLang's DSA backend: the top-k transform from one table, and readers of rows that it cannot read.
 
-On the class and not on an object, so that they reach target, drafts and the steps of a draft alike. Installed
-for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 alone.
+The hooks are on the class, so that they reach target, drafts and the steps of a draft alike. They are
+installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_kvpool.sglang_plugin.rules import dsa as dsa_rules
 
 __all__ = ["attach", "install", "reader_of"]
 
-#: Of a backend: what attends its rows where SGLang's kernels cannot; None if they can.
+#: Attribute of a backend: the reader of rows that SGLang's kernels cannot read; absent if they can.
 _READER = "_kvpool_sparse_reader"
 
 
@@ -29,9 +29,10 @@ def install() -> None:
 
 
 def _layout_in_table(backend: Any) -> MLAKVCacheLayout | None:
-    """Layout of a backend's pool, if the table answers for it; None for what is SGLang's own affair.
+    """Layout of a backend's pool, if the table of transforms applies to it; None if SGLang decides.
 
-    Our pools are always answered for; SGLang's not with HiSparse, or implementations of other hardware.
+    The table applies to our pools, and to SGLang's unless HiSparse or an implementation for other hardware is
+    used.
     """
     pool = backend.token_to_kv_pool
     layout = dsa_rules.layout_of_pool(pool)
@@ -53,7 +54,7 @@ def attach(backend: Any) -> None:
     ------
     UnsupportedCombination
         Its implementations cannot read the pool's rows. The server's arguments were checked before; this
-        is for what was not resolved there, a draft's say.
+        check is for what was not resolved there, such as a draft's arguments.
     """
     layout = _layout_in_table(backend)
     if layout is None:
@@ -84,9 +85,9 @@ def reader_of(backend: Any) -> Any:
 
 
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
-    """SGLang's choice for a batch, made from what the user wrote and not from the batch before.
+    """Make SGLang choose for each batch from the user's argument, not from its previous choice.
 
-    It leaves its last choice where a batch takes dense attention, which then counts as chosen for that one.
+    SGLang leaves its choice unchanged for a batch with dense attention, and then treats it as that batch's.
     """
     if self.enable_auto_select_prefill_impl:
         self.dsa_prefill_impl = "flashmla_auto"
@@ -94,7 +95,7 @@ def _set_dsa_prefill_impl(original, self, forward_batch=None):
 
 
 def _get_topk_transform_method(original, self, forward_mode=None):
-    """What metadata, indexer, forward pass and the seeds of drafts all ask."""
+    """The top-k transform, for metadata, indexer, forward pass and the seeds of drafts alike."""
     layout = _layout_in_table(self)
     if layout is None:
         return original(self, forward_mode)
@@ -109,9 +110,9 @@ def _get_topk_transform_method(original, self, forward_mode=None):
 
 
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
-    """SGLang's kernel, or ours where it is given the rows of a layout that it cannot read."""
+    """SGLang's kernel, or ours for rows of a layout that SGLang's kernel cannot read."""
     reader = reader_of(self)
-    # In extends SGLang gives decoded keys here, in decodes what `get_key_buffer` gave it: bytes.
+    # In extends SGLang passes decoded keys; in decodes it passes the bytes from `get_key_buffer`.
     if reader is None or kv_cache.dtype != torch.uint8:
         return original(self, q_all, kv_cache, **kwargs)
     if kwargs.get("attn_sink") is not None:
@@ -131,7 +132,7 @@ def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattene
 
     from sgl_kvpool.srt.attention.sparse import decoded_rows
 
-    # The function is not told the pool; whose rows it was given is the one of the running forward pass.
+    # The function does not get the pool; the rows belong to the pool of the running forward pass.
     return decoded_rows(quant_k_cache, page_table_1_flattened, get_token_to_kv_pool().row_format)
 
 

@@ -18,9 +18,9 @@ __all__ = ["install"]
 
 #: Longest file name of the file systems that SGLang's `file` store is used on.
 _NAME_BYTES = 255
-#: What a file's name holds beside the model's: a SHA-256 in hex, ranks, ending.
+#: Bytes of a file name besides the model's name: a SHA-256 in hex, ranks, file extension.
 _KEY_BYTES = 64 + 32
-#: Begins the names of rows in SGLang's own host pool, whose pages are not those of ours.
+#: Prefix of the format tag of rows in SGLang's own host pool, whose pages differ from ours.
 _STOCK_TIER = "sglang-"
 
 
@@ -53,7 +53,7 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         memory.hicache_mem_layout,
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         io_backend=memory.hicache_io_backend,
-        # A store that needs memory of its own allocator then refuses this one.
+        # With "default", a store that needs memory of its own allocator refuses this pool.
         allocator_type=get_allocator_type() if node_ranks is None else "default",
         pool_label=kwargs.get("pool_label", "kv"),
         node_ranks=node_ranks,
@@ -65,9 +65,9 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
 def _name_rows(tier: Any, pools: Sequence[Any], page_size: int) -> None:
     """Name the rows of SGLang's own host pool in the keys of stores.
 
-    SGLang's pages carry no name, and its `file` store takes a longer file for a page: a server with shorter
-    rows would read what one with other rows wrote under the same model name. Rows that are SGLang's own stay
-    unnamed, as those of servers without the plugin: they are the same.
+    SGLang's keys do not name the row format, and its `file` store accepts a longer file as a page: a server
+    with shorter rows would read pages of other rows under the same model name. Rows in SGLang's own format
+    get no tag, since servers without the plugin store the same bytes.
     """
     from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
@@ -99,7 +99,7 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
 
 
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
-    """Refuse a model's name that is too long for the names of files; have SGLang's hash ready."""
+    """Refuse a model name that is too long for file names; compile SGLang's hash function beforehand."""
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
     if is_ours(pool) or tag.startswith(_STOCK_TIER):
@@ -113,8 +113,8 @@ def _attach_storage_backend(original, self, storage_backend, *args, model_name=N
         return original(self, storage_backend, *args, model_name=model_name, **kwargs)
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-    # SGLang compiles this function when it is first called, for 20 s on two cores, once per environment. Left
-    # to its prefetch thread, every prompt that comes meanwhile waits and misses.
+    # SGLang compiles this function at its first call, which takes 20 s on two cores, once per environment. If
+    # its prefetch thread made that call, every prompt meanwhile would wait and miss.
     get_storage_hash_str(list(range(self.page_size)), None, page_size=self.page_size)
     result = original(self, storage_backend, *args, model_name=model_name, **kwargs)
     state_tier.watch_store(self)
@@ -141,10 +141,10 @@ def _load(
     device_indices=None,
     **kwargs,
 ):
-    """Queue a load if its lists are good; None is a miss for SGLang, which computes the tokens again.
+    """Queue a load if its slot lists are valid; None is a miss for SGLang, which computes the tokens again.
 
-    Rows and states of a hybrid model are loaded both or not at all, and on all ranks or on none. Behind this
-    call the tree takes the tokens for loaded, so nothing later can refuse.
+    Rows and states of a hybrid model are loaded together or not at all, on all ranks or on none. After this
+    call the tree treats the tokens as loaded, so no later step can refuse.
     """
     pool = self.mem_pool_host.anchor_entry.host_pool
     arguments = (host_indices, priority, node_id, extra_pools)
@@ -165,11 +165,11 @@ def _load(
     problem = pool.device_slots_problem(found) or state_tier.device_problem(self, extra_pools)
     if problem is not None:
         problem += ", from the allocator of the device pool"
-    # Lists on a GPU are not looked at (`device_slots_problem`), on any rank: nothing to agree on.
+    # No rank checks slot lists on a GPU (`device_slots_problem`), so there is nothing to agree on.
     if found.device.type == "cpu" and ranks.load_is_miss(self, pool, host_indices, problem):
-        # SGLang's allocator gave slots that are no pages of the pool, or gave one twice. They are not given
-        # back: a second owner of a slot would read the first one's rows. On no rank are they, so that all
-        # ranks have as many left.
+        # SGLang's allocator returned slots that do not form pages of the pool, or the same slot twice. No
+        # rank frees them: a second owner of a slot would read the first one's rows, and all ranks must keep
+        # equally many free slots.
         del self.load_queue[queued:]
         return None
     state_tier.join_states(self, self.load_queue[-1])
@@ -177,18 +177,18 @@ def _load(
 
 
 def _tiers_of_drafts(controller: Any) -> list[Any]:
-    """Our tiers beside the target's, which a load of its slots reads too."""
+    """Our tiers of drafts, which a load of the target's slots reads too."""
     group = controller.mem_pool_host
     pools = [entry.host_pool for entry in group.entries if entry is not group.anchor_entry]
     return [pool for pool in pools if is_ours(pool)]
 
 
 def _write(original, self, device_indices, priority=None, node_id=-1, extra_pools=None, **kwargs):
-    """Queue a backup if its lists are good, rows' and states'; None leaves the node not backed up."""
+    """Queue a backup if the slot lists of rows and states are valid; None leaves the node not backed up."""
     pool = self.mem_pool_host.anchor_entry.host_pool
     if is_ours(pool):
         problem = pool.device_slots_problem(device_indices) or state_tier.device_problem(self, extra_pools)
-        # Ranks that share a tier allocate its pages alike, so that none may refuse alone.
+        # Ranks that share a tier allocate its pages alike, so no rank may refuse alone.
         if not ranks.backup_is_good(self, pool, device_indices, problem):
             metrics.failed("backup_pages", problem or "on another rank")
             return None
@@ -196,14 +196,14 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
 
 
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
-    """Lists where our engines want them; SGLang's backends want both on the GPU, or both on the CPU."""
+    """Put lists where our engines need them; SGLang's backends need both on the GPU or both on the CPU."""
     if not _moved_by_us(host_pool):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
     return host_pool.slots_for_transfer(host_indices, device_indices)
 
 
 def _move_indices(original, self, host_indices, device_indices):
-    """The same for controllers of a single pool, which decode servers offload with."""
+    """`_move_pool_indices` for controllers of a single pool, with which decode servers offload."""
     if not is_ours(self.mem_pool_host):
         return original(self, host_indices, device_indices)
     return self.mem_pool_host.slots_for_transfer(host_indices, device_indices)

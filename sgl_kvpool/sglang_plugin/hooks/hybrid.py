@@ -1,4 +1,4 @@
-"""Hooks of models that mix MLA with linear attention: their pool, and their linear layers beside it."""
+"""Hooks of models that mix MLA with linear attention: their pool, and the backend of their linear layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def install() -> None:
 
 
 def _build_hybrid_linear_kv_pool(original, self, **kwargs):
-    """SGLang's wrapper of rows and states, of our class: its builder finds the class by this global name."""
+    """Build SGLang's wrapper of rows and states as our class, which the builder finds by a global name."""
     layout = asked_layout(self)
     if layout is None:
         return original(self, **kwargs)
@@ -35,10 +35,11 @@ def _build_hybrid_linear_kv_pool(original, self, **kwargs):
 
 
 def _wrap_for_model(original, runner, full_attn_backend):
-    """SGLang's wrapper for hybrid models, whose linear layers are told nothing of how rows are stored.
+    """Wrap the backend for a hybrid model, and hide the dtype of the rows from its linear layers.
 
     Lightning attention casts its float32 queries to the dtype of the KV cache unless that is `auto`, and
-    writes its result in theirs. A layout names a dtype of the rows, which linear layers do not have.
+    writes its result in the dtype of the queries. A layout's dtype is that of rows, which linear layers do
+    not have.
     """
     backend = original(runner, full_attn_backend)
     linear: Any = getattr(backend, "linear_attn_backend", None)

@@ -1,4 +1,4 @@
-"""Hooks of the process that launches a server with a layout: its children are told, its clients can ask."""
+"""Hooks of the process that launches a server with a layout: its schedulers' hook groups, its server info."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["build_server_info", "install"]
 
 
 def install() -> None:
-    """Hook what launches schedulers and describes the server; only once a layout was asked for.
+    """Hook the functions that launch schedulers and describe the server; only if a layout is requested.
 
-    Imports the Engine at the moment at which `sglang.launch_server` is about to import it anyway.
+    This imports the Engine, right before `sglang.launch_server` would import it.
     """
     hook_points.wrap_all(HOOKS)
     if "sglang.srt.ray.engine" in sys.modules:
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
-    """Tell the schedulers which hook groups to apply, and where to leave what they are refused for."""
+    """Export to the schedulers which hook groups to apply, and the file for a refusal."""
     if layout_of(server_args) is None:
         with env.exported_to_children(env.CHILD_HOOK_GROUPS, None):
             return original(cls, server_args, *args, **kwargs)
@@ -53,7 +53,7 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
 
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
-    """Ray's way to launch: `RayEngine(...)` does not say so in its arguments."""
+    """Refuse a layout if Ray launches the schedulers; the arguments of `RayEngine(...)` do not show it."""
     layout = layout_of(server_args)
     if layout is not None:
         raise Refusal(
@@ -64,12 +64,12 @@ def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs
 
 
 def build_server_info(original, server_args, scheduler_info):
-    """`/server_info` also says which layout is in use; nothing is added for SGLang as it is."""
+    """Add the layout in use to `/server_info`; without a layout nothing is added."""
     return {**original(server_args, scheduler_info), **_in_use(server_args)}
 
 
 def _get_server_info(original, self):
-    """The Engine describes itself without `build_server_info`."""
+    """Add the layout in use to the Engine's description, which does not call `build_server_info`."""
     return {**original(self), **_in_use(self.tokenizer_manager.server_args)}
 
 

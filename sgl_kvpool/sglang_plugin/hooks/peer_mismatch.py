@@ -1,8 +1,8 @@
-"""Hooks of decode servers: a prefill server with other rows fails its own requests only.
+"""Hooks of decode servers: a prefill server with other rows fails only its own requests.
 
-SGLang ends the decode server with the first request of such a prefill server, which it hears of with that
-request, so this cannot be found at start. The prefill server never learns of it, and holds the request, and
-with it the client behind a router, for `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
+At the first request of such a prefill server, SGLang ends the decode server. It learns of a prefill server
+with that request, so this cannot be found at start. The prefill server is not notified, and holds the
+request, and with it the client behind a router, for `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["PeerMismatch", "install"]
 #: The two strings in SGLang's error for peers that differ.
 _STRINGS = re.compile(r"kv_cache_dtype=(\S+?)[,.](?=\s)")
 
-#: How long a prefill server that did not fit is not asked again: its operator may restart it.
+#: Time for which a mismatched prefill server is not queried again; its operator may restart it.
 _REMEMBERED_SECONDS = 10.0
 
-#: How long a refused request is held, and how often its prefill server is told meanwhile. One that has not
-#: taken the request from its own queue yet forgets what it is told.
+#: Time for which a refused request is held, and interval at which its prefill server is notified meanwhile. A
+#: prefill server forgets a notification for a request that is still in its own queue.
 _HELD_SECONDS, _TOLD_EVERY_SECONDS = 2.0, 0.25
 
 
 class PeerMismatch(RuntimeError):
-    """A prefill server whose rows this decode server cannot take."""
+    """A prefill server does not match this decode server."""
 
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """Why a prefill server does not fit, where its ranks listen, and until when that holds (monotonic)."""
+    """Why a prefill server does not match, the addresses of its ranks, and when this expires (monotonic)."""
 
     text: str
     ranks: list[dict[str, Any]]
@@ -49,7 +49,7 @@ class _Mismatch:
 
 @dataclass
 class _Refusal:
-    """When a request was refused, and when its prefill server has to be told again (monotonic)."""
+    """When a request was refused, and when its prefill server is to be notified again (monotonic)."""
 
     since: float
     tell_at: float
@@ -58,7 +58,7 @@ class _Refusal:
 #: KV manager -> address of a prefill server -> mismatch.
 _mismatches: WeakKeyDictionary[Any, dict[str, _Mismatch]] = WeakKeyDictionary()
 
-#: Receiver of a request that is refused.
+#: Receiver of a refused request -> times of the refusal.
 _refusals: WeakKeyDictionary[Any, _Refusal] = WeakKeyDictionary()
 
 
@@ -71,10 +71,11 @@ def install() -> None:
 
 
 def _try_ensure_parallel_info(original, self, bootstrap_addr):
-    """SGLang's error for other rows names `--kv-cache-dtype`, which could not help. It lets silence pass.
+    """Raise PeerMismatch for a prefill server that does not match, or does not report its rows.
 
-    Other errors, of another page size or other stages, are of this prefill server alone as well. SGLang
-    asserts some of what it compares.
+    SGLang's error for other rows names `--kv-cache-dtype`, which would not help, and SGLang accepts a peer
+    that reports no dtype. Other errors, as for page size or stages, also concern this prefill server only;
+    SGLang asserts some of what it compares.
     """
     try:
         known = original(self, bootstrap_addr)
@@ -102,7 +103,7 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
 
 
 def _layout_name(text: str) -> str | None:
-    """Layout in a string that peers compare; None where it names no rows of ours."""
+    """Layout named in a string that peers compare; None for SGLang's own rows."""
     _, mark, rows = text.partition(MARK)
     return rows.partition("-")[0] if mark else None
 
@@ -125,7 +126,7 @@ def _remedy(prefill: str, decode: str) -> str:
 
 
 def _ensure_prefill_info(original, self, addr_to_reqs):
-    """Requests of a prefill server that does not fit fail; the decode server goes on serving the others."""
+    """Fail the requests of a mismatched prefill server; the decode server continues to serve the others."""
     ready: dict[str, list[Any]] = {}
     remaining: list[Any] = []
     mismatches = _mismatches.setdefault(self.kv_manager, {})
@@ -138,7 +139,7 @@ def _ensure_prefill_info(original, self, addr_to_reqs):
             except PeerMismatch as error:
                 ranks = _ranks(requests)
                 mismatch = _Mismatch(str(error), ranks, time.monotonic() + _REMEMBERED_SECONDS)
-                if ranks:  # else later requests would fail without their prefill server being told
+                if ranks:  # else later requests would fail without a notification of their prefill server
                     mismatches[address] = mismatch
             else:
                 ready.update(fit)
@@ -149,9 +150,9 @@ def _ensure_prefill_info(original, self, addr_to_reqs):
 
 
 def _held(receiver: Any, mismatch: _Mismatch) -> bool:
-    """Refuse a request, or wait with that while its prefill server is told; True for the latter.
+    """Refuse a request, or hold it while its prefill server is being notified; True while it is held.
 
-    It fails as SGLang's requests whose prefill server does not answer, with our text.
+    The request fails like one whose prefill server does not answer, with our text.
     """
     if receiver is None:  # SGLang has dropped the request meanwhile
         return False
@@ -160,7 +161,8 @@ def _held(receiver: Any, mismatch: _Mismatch) -> bool:
     if refusal is None:
         refusal = _refusals[receiver] = _Refusal(since=now, tell_at=now)
         metrics.failed("peer_mismatch", f"room {receiver.bootstrap_room}: {mismatch.text}")
-        # For a rank that SGLang makes fail because another one did, whose two seconds were over first.
+        # SGLang fails this rank's request too if another rank's two seconds end first; that failure needs the
+        # text.
         receiver.kv_mgr.record_failure(receiver.bootstrap_room, mismatch.text)
     if now >= refusal.tell_at:
         refusal.tell_at = now + _TOLD_EVERY_SECONDS
@@ -174,9 +176,9 @@ def _held(receiver: Any, mismatch: _Mismatch) -> bool:
 
 
 def _ranks(requests: list[Any]) -> list[dict[str, Any]]:
-    """Addresses of all ranks of the requests' prefill server; empty if it does not answer any more.
+    """Addresses of all ranks of the requests' prefill server; empty if that server does not answer any more.
 
-    A rank that does not know a request ignores its abort, so which one has it need not be found out.
+    All ranks are notified, since a rank that does not know a request ignores its abort.
     """
     receiver = next((request.kv_receiver for request in requests if request.kv_receiver is not None), None)
     if receiver is None:

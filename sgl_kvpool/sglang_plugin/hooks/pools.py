@@ -44,7 +44,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     layout = asked_layout(self)
     if layout is None:
         return pool_class
-    # SGLang asks for the class of every kind, whatever the model is, and constructs one of them.
+    # SGLang resolves the class of every kind, for any model, and constructs one of them.
     sparse = is_dsa(self.model_config)
     if kind != ("dsa" if sparse else "mla"):
         return pool_class
@@ -56,7 +56,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
     if self.is_draft_worker:
         _check_draft(self, layout, sparse)
     if is_hybrid(self.model_config):
-        return pool_class  # of the pool inside a hybrid one, which brings its own
+        return pool_class  # our hybrid pool replaces this class of its inner pool
     if sparse:
         from sgl_kvpool.srt.pool.dsa import LayoutDSATokenToKVPool
 
@@ -67,7 +67,7 @@ def _resolve_kv_pool_class(original, self, *, kind, default):
 
 
 def bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]) -> type:
-    """A class of ours with what a KVCacheConfigurator's server asked for."""
+    """Our pool class, bound to the options of a KVCacheConfigurator's server."""
     readers = (DSA_BACKEND,) if is_dsa(configurator.model_config) else _readers(configurator)
     return pool_class.bind(
         layout,
@@ -86,8 +86,8 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
     if sparse != is_dsa(model_config_of(configurator.server_args)):
         raise Refusal(
             f"{model_name(configurator.model_config)}, the draft model, {'has' if sparse else 'has no'} "
-            f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: SGLang is shown their "
-            "pools differently; leave out --kv-cache-layout, or use a draft of the target's kind"
+            f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: their pools are "
+            "declared to SGLang differently; leave out --kv-cache-layout, or use a draft of the target's kind"
         )
     backend = get_spec().speculative_draft_attention_backend
     if sparse:
@@ -100,7 +100,7 @@ def _readers(configurator: Any) -> tuple[str, ...]:
     """Names of the attention backends that read the pool of a KVCacheConfigurator."""
     from sglang.srt.runtime_context import attention_backends, get_spec
 
-    # As model_runner.resolve_draft_attention_backend: one for all phases of a draft, if the user named it.
+    # As in model_runner.resolve_draft_attention_backend, a draft's explicit backend serves all its phases.
     draft = get_spec().speculative_draft_attention_backend if configurator.is_draft_worker else None
     if draft is not None:
         return (draft,)
@@ -108,9 +108,9 @@ def _readers(configurator: Any) -> tuple[str, ...]:
 
 
 def _layers_with_rows(configurator: Any) -> Collection[int] | None:
-    """Model layers that have rows; None for all. Linear layers may be of the same class (lightning)."""
+    """Model layers with rows; None if all have rows. Linear layers may be of the same class (lightning)."""
     layers = layers_with_rows(configurator.model_config)
-    # A hybrid draft is one MLA layer, which SGLang's builder of pools numbers so.
+    # A hybrid draft is one MLA layer, to which SGLang's builder of pools gives the number 0.
     return (0,) if layers is not None and configurator.is_draft_worker else layers
 
 
@@ -138,17 +138,17 @@ def _checked_k_scales(
 
 
 def collect_k_scales(model: Any) -> dict[int, float]:
-    """k_scale of every model layer that has one, from the modules SGLang's loader puts it on.
+    """k_scale of every model layer that has one, from the modules on which SGLang's loader sets it.
 
     Parameters
     ----------
     model : torch.nn.Module
-        After loading.
+        The loaded model.
 
     Returns
     -------
     dict of int to float
-        Model layer id to scale; layers without one are missing and mean 1.0.
+        Model layer id to scale; layers without a scale are absent and have 1.0.
 
     Raises
     ------
@@ -188,8 +188,8 @@ def _build_token_to_kv_pool(original, self, **kwargs):
     arrangement = asked_arrangement(self)
     if pool.kv_cache_arrangement is not arrangement:
         raise RuntimeError(
-            f"the pool was to be {arrangement}, but SGLang built one that is {pool.kv_cache_arrangement}; "
-            "leave out --kv-cache-arrangement, and report the server's arguments"
+            f"the requested arrangement is {arrangement}, but SGLang built a {pool.kv_cache_arrangement} "
+            "pool; leave out --kv-cache-arrangement, and report the server's arguments"
         )
     disaggregation.remember(pool.row_pool)
     if not self.is_draft_worker:

@@ -1,4 +1,4 @@
-"""Ranks that schedule the same requests, each with a host tier of its own: a miss on one is a miss on all."""
+"""Ranks that schedule the same requests agree on host tier misses: a miss on one is a miss on all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["backup_is_good", "everywhere", "load_is_miss"]
 
 
 def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str | None) -> bool:
-    """Whether a backup may be queued: here, and on all ranks that share the tier.
+    """Whether a backup may be queued on this rank and on all ranks that share the tier.
 
-    Lists on a GPU are not looked at, so that no rank finds a problem.
+    Slot lists on a GPU are not checked, so no rank finds a problem in them.
     """
     if pool.shared is None or device_slots.device.type != "cpu":
         return problem is None
@@ -21,29 +21,29 @@ def backup_is_good(controller: Any, pool: Any, device_slots: Any, problem: str |
 
 
 def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | None) -> bool:
-    """Whether a load is a miss, here or on another rank: then it has to be one on all of them. It is counted.
+    """Whether a load is a miss on any rank, which makes it a miss on all ranks; count the miss.
 
-    Ranks that share a tier compare the lists of slots too: at a difference the tier ends on all of them.
+    Ranks that share a tier compare the slot lists too; if these differ, the tier ends on all ranks.
 
-    A page that was lost in its backup is lost on one rank alone. Were it a miss there and a load on the
-    others, the ranks would compute batches of other lengths from then on. So every rank calls this at every
-    load. They do load alike: their trees match and evict alike, which SGLang relies on, and checks if it is
-    told to (`rank_consensus` of `init_load_back`).
+    A page that was lost in its backup is lost on one rank only. If it were a miss there and a load on the
+    others, the ranks would compute batches of different lengths from then on. So every rank calls this at
+    every load. All ranks make the same loads: their trees match and evict alike, which SGLang relies on and
+    can check (`rank_consensus` of `init_load_back`).
 
     Parameters
     ----------
     controller : HybridCacheController
     pool : HierarchicalMLAHostPool
     host_slots : Tensor [tokens], int64
-        To be loaded.
+        Host slots to load.
     problem : str or None
         Why this rank cannot load; None if it can.
 
     Raises
     ------
     RuntimeError
-        It is a miss, and the server has pipeline stages. These do not wait for each other when they schedule:
-        the stages before this one have taken the tokens for loaded.
+        The load is a miss, and the server has pipeline stages. Stages do not wait for each other when they
+        schedule, so earlier stages already treat the tokens as loaded.
     """
     digest = 0 if pool.shared is None else slots_digest(host_slots.cpu().numpy())
     good, least, negative = _least(controller, int(problem is None), digest, -digest)
@@ -64,16 +64,17 @@ def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | Non
 
 
 def everywhere(controller: Any, good: bool) -> bool:
-    """Whether a condition holds on every rank that `_least` compares."""
+    """Whether a condition holds on every rank over which `_least` reduces."""
     (all_good,) = _least(controller, int(good))
     return bool(all_good)
 
 
 def _least(controller: Any, *values: int) -> list[int]:
-    """The least of each value over all ranks, over the groups that SGLang's tree agrees over on transfers.
+    """The minimum of each value over the process groups in which SGLang's tree agrees on transfers.
 
-    Those are gloo's, of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler, as with DP
-    attention others have other requests. SGLang reduces over them in every step, on this thread.
+    These are the gloo groups of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler,
+    since with DP attention other ranks have other requests. SGLang reduces over them in every step, on this
+    thread.
     """
     import torch
 

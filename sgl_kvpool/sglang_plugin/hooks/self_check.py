@@ -26,12 +26,13 @@ _WITHOUT_TIER = f"serve without --enable-hierarchical-cache, or without {LAYOUT.
 
 
 def run(scheduler: Any) -> None:
-    """Check what a scheduler has built, if it is due; log one line.
+    """Run the self-check of a scheduler, if it is due; log one line.
 
     Parameters
     ----------
     scheduler : Scheduler
-        Of SGLang, at the end of its constructor: CUDA graphs are captured, and no request has come.
+        SGLang's scheduler at the end of its constructor: CUDA graphs are captured, and no request has
+        arrived.
 
     Raises
     ------
@@ -46,11 +47,11 @@ def run(scheduler: Any) -> None:
     found: list[str] = []
     try:
         found += _local_checks(runner)
-    except Exception as error:  # whatever it is, the server does not serve with it
+    except Exception as error:  # the server must not serve after any exception
         problem = _refusal(error, why, _WITHOUT_LAYOUT)
     controller = _controller(scheduler.tree_cache)
     if controller is not None:
-        # The tier's check has collectives: every rank begins it or none does.
+        # The tier's check runs collectives: every rank starts it or none does.
         if not ranks.everywhere(controller, problem is None) and problem is None:
             problem = Refusal(
                 f"the self-check at start ({why}) found a difference on another rank, see its line"
@@ -91,7 +92,7 @@ def _refusal(error: Exception, why: str, way_out: str) -> Refusal:
 
 
 def _local_checks(runner: Any) -> Iterator[str]:
-    """Rows of the pools of target and drafts, then the target's attention; what was checked, one by one."""
+    """Check rows of target and drafts, then the target's attention; yield a text for each check."""
     from sgl_kvpool.srt.self_check import check_backend, check_lists, check_rows
 
     pool = runner.token_to_kv_pool
@@ -107,12 +108,12 @@ def _local_checks(runner: Any) -> Iterator[str]:
             if isinstance(backend, own):
                 yield check_backend(backend, layer)
             elif reader is not None:
-                # SGLang's backend for sparse attention needs a model's indexer; the reader is what it calls.
+                # SGLang's sparse backend needs a model's indexer, so the check calls the backend's reader.
                 yield check_lists(pool, layer.layer_id, layer.tp_q_head_num, layer.scaling, reader.attend)
 
 
 def _own_class(device: str) -> type | tuple[()]:
-    """Our attention backend, for `isinstance`; nothing where SGLang's backends alone read the rows.
+    """Class of our attention backend, for `isinstance`; () if only SGLang's backends read the rows.
 
     Such a server does not use the hook groups of our backends, whose modules may not import on its SGLang.
     """
@@ -130,18 +131,18 @@ def _own_class(device: str) -> type | tuple[()]:
 
 
 def _nested(backend: Any) -> list[Any]:
-    """A backend and those inside: of hybrid models, of two batches that overlap."""
+    """A backend and those nested in it, for hybrid models and for two batches that overlap."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     found = [backend]
-    for outer in found:  # grows on the way
+    for outer in found:  # the loop extends the list
         inside = getattr(outer, "__dict__", {}).values()
         found += [one for one in inside if isinstance(one, AttentionBackend) and one not in found]
     return found
 
 
 def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
-    """The first and the last attention layer of a model that attends rows."""
+    """First and last absorbed attention layer of a model that has rows."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sgl_kvpool.srt.attention.layers import is_absorbed

@@ -1,4 +1,4 @@
-"""The plugin's arguments on SGLang's command line and in its Engine, and what follows from them.
+"""The plugin's arguments on SGLang's command line and in its Engine, and the decisions that follow from them.
 
 Values travel as strings in underscore attributes of SGLang's `ServerArgs`
 (:mod:`sgl_kvpool.sglang_plugin.options`). Decisions are declared in SGLang's own resolution steps.
@@ -40,16 +40,16 @@ __all__ = ["install", "require_decided"]
 _SOURCE = "sgl_kvpool"
 logger = logging.getLogger(__name__)
 
-#: Of the function that takes our Engine keywords.
+#: Attribute that marks the function which takes our Engine keywords.
 _EXTENDED = "_kvpool_extended"
 _installed = False
 
 
 def require_decided(server_args: Any) -> None:
-    """RuntimeError for a record that was resolved before the plugin was loaded.
+    """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
 
-    Its process was told to serve a layout (by the environment), but no argument was checked and SGLang
-    was not shown the layout's dtype.
+    The environment requests a layout, but no argument was checked, and the layout's dtype was not declared to
+    SGLang.
     """
     if getattr(server_args, LAYOUT.attribute, None) is None:
         raise RuntimeError(
@@ -71,12 +71,12 @@ def install() -> None:
     for name, step in STEPS.items():
         register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
-    # The ways to ask come last: whatever fails before leaves the arguments unknown, never ignored.
+    # Flags and keywords come last: if an earlier step fails, they are unknown to SGLang, and never ignored.
     hook_points.wrap_all(HOOKS)
     _extend_engine()
 
 
-# -------------------------------------------------------------------- three ways to ask
+# -------------------------------------------------------------------- flags and keywords
 
 
 def _add_cli_args(original, parser):
@@ -85,8 +85,7 @@ def _add_cli_args(original, parser):
         parser.add_argument(
             option.flag,
             dest=option.name,
-            # Not as `choices`: argparse prints the usage of all of SGLang's arguments before it says which is
-            # wrong.
+            # `choices` would make argparse print the usage of all of SGLang's arguments before the error.
             metavar=f"{{{','.join(option.choices)}}}",
             default=None,
             help=f"[sgl-kvpool] {option.help} Also {option.env}.",
@@ -106,7 +105,7 @@ def _from_cli_args(original, cls, args):
 
 @contextmanager
 def _said_alone(server_args: Any) -> Iterator[None]:
-    """Make a refusal of what a command line asked for the last line that it prints."""
+    """Make a refusal of command-line arguments the last line that the process prints."""
     try:
         yield
     except Refusal as refusal:
@@ -116,15 +115,15 @@ def _said_alone(server_args: Any) -> Iterator[None]:
 
 
 def _load_plugins(original):
-    """Every Engine calls this before it looks for its class of arguments."""
+    """Extend the Engine: every Engine calls `load_plugins` before it reads `server_args_class`."""
     original()
     _extend_engine()
 
 
 def _extend_engine() -> None:
-    """Let `Engine(...)` take the keywords, once its module is imported; the command line does not need it.
+    """Make `Engine(...)` accept our keywords, once its module is imported; the command line does not need it.
 
-    Not a REPLACE hook of SGLang's, which would reach every binding of ServerArgs.
+    A REPLACE hook of SGLang is not used, since it would change every binding of ServerArgs.
     """
     module = sys.modules.get("sglang.srt.entrypoints.engine")
     if module is None or hasattr(module.Engine.server_args_class, _EXTENDED):
@@ -152,7 +151,7 @@ def _engine_server_args(previous):
 
 
 def _before(rule):
-    """The step of SGLang behind a rule of ours."""
+    """A resolution step that runs a rule of ours before SGLang's step."""
 
     def step(server_args, previous):
         with _said_alone(server_args):
@@ -163,7 +162,7 @@ def _before(rule):
 
 
 def _after(rule):
-    """The step of SGLang before a rule of ours."""
+    """A resolution step that runs a rule of ours after SGLang's step."""
 
     def step(server_args, previous):
         previous(server_args)
@@ -174,7 +173,7 @@ def _after(rule):
 
 
 def _decide(server_args):
-    """Before the first step: fix layout and arrangement."""
+    """Before SGLang's first step, fix layout and arrangement."""
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
     if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
@@ -182,10 +181,10 @@ def _decide(server_args):
 
 
 def _check_model(server_args):
-    """Before SGLang adjusts anything to the model: it must be one whose rows we store.
+    """Before SGLang adjusts arguments to the model, refuse a model whose rows no layout stores.
 
-    Fixes the `kv_cache_dtype` that SGLang is shown, for sparse attention its implementations, and otherwise
-    the page size that a host tier has unless the user names one.
+    The rule declares `kv_cache_dtype`, for sparse attention its implementations, and otherwise the page size
+    of a host tier unless the user sets one.
     """
     layout = layout_of(server_args)
     if layout is None:
@@ -202,17 +201,18 @@ def _check_model(server_args):
         view = resolving_view(server_args)
         sized = view.page_size is not None or keeps_states_by_token(model_config, view)
         if host_tier_rules.has_host_tier(view) and not sized:
-            # SGLang's default is 1 with most backends: host pages of a row, a key and a checksum for each.
+            # SGLang's default is 1 with most backends: every row would be a host page with a key and a
+            # checksum.
             declared["page_size"] = host_tier_page_size(model_config, view)
     # The dtype is never left "auto": a checkpoint with an FP8 KV cache would turn it into fp8_e4m3.
     declare_resolution(server_args, _SOURCE, **declared)
 
 
 def _choose_backend(server_args):
-    """Before SGLang picks an attention backend: ours for every phase the user named none for, if it is due.
+    """Before SGLang picks attention backends, use ours in phases without an explicit one if `is_chosen`.
 
-    Decided from the record's fields, which hold what the user wrote; by now the resolving view already
-    holds SGLang's defaults for the platform.
+    The rule reads the fields of `ServerArgs`, which hold the user's values; the resolving view already holds
+    SGLang's defaults for the platform.
     """
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None:
@@ -226,7 +226,7 @@ def _choose_backend(server_args):
     view = resolving_view(server_args)
     if common is None and None in phases:
         if not attention_rules.is_chosen(layout, arrangement, view.device):
-            return  # SGLang's choice, which the last step looks at
+            return  # SGLang's choice, which the last step checks
         declare_resolution(server_args, _SOURCE, attention_backend=KVPOOL_BACKEND)
     attention_rules.check_backends(layout, arrangement, view)
     if view.device == "cpu" and KVPOOL_BACKEND in attention_rules.backends_in_use(view):
@@ -234,7 +234,7 @@ def _choose_backend(server_args):
 
 
 def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
-    """As SGLang does for torch_native: there is nothing to capture on a CPU."""
+    """Disable CUDA graphs on a CPU, as SGLang does for torch_native."""
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     for phase in (Phase.DECODE, Phase.PREFILL):
@@ -243,7 +243,7 @@ def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
 
 
 def _finish(server_args):
-    """Behind the last step: nothing that SGLang resolved on the way may contradict layout and arrangement."""
+    """After SGLang's last step, refuse resolved arguments that contradict layout and arrangement."""
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None and not env.flag(env.FIX_TOPK):
         return
@@ -276,13 +276,13 @@ def _finish(server_args):
     shown = layout.sglang_kv_cache_dtype(is_dsa=sparse)
     if view.kv_cache_dtype != shown:
         raise Refusal(
-            f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} is shown as "
+            f"SGLang resolved --kv-cache-dtype to {view.kv_cache_dtype}, but layout {layout} declares "
             f"{shown}; another plugin or model rule changed it"
         )
     hook_groups.apply((hook_groups.LAUNCHER,))
 
 
-#: Step of SGLang's argument resolution -> what runs in its place; in the order in which SGLang runs them.
+#: Step of SGLang's argument resolution -> function that replaces it, in SGLang's order.
 STEPS: Mapping[str, Callable] = {
     "handle_deprecated_dp_attention": _before(_decide),
     "handle_model_specific_adjustments": _before(_check_model),

@@ -1,7 +1,8 @@
-"""Hooks of ranks that share a host tier: no copy is submitted before they agree on whose pages are whose.
+"""Hooks of ranks that share a host tier: no copy is submitted before they agree which rank owns which page.
 
-They agree in the collective that SGLang's tree has in every step anyway, where SGLang compares a digest of
-its own. So backups are submitted behind it, and not where SGLang does: before it, and behind a batch.
+The ranks compare a digest in the all-reduce that SGLang's tree runs in every step, where SGLang compares a
+digest of its own. So backups are submitted after that all-reduce; SGLang submits them before it, and after a
+batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def sharing_ranks(options: Any) -> Any:
 
 
 def _shared_tier(tree: Any) -> Any:
-    """`SharedTier` of a tree's rows; None where each rank has a tier of its own, or SGLang's."""
+    """`SharedTier` of a tree's rows; None if each rank has its own tier, or if the tier is SGLang's."""
     controller = tree.cache_controller
     if controller is None or tree.linker is not None:
         return None
@@ -49,7 +50,7 @@ def _shared_tier(tree: Any) -> Any:
 
 
 def _check_hicache_events(original, self):
-    """Every rank comes here in every step, whether it has something to store or not."""
+    """Every rank calls this in every step, whether it has pages to store or not."""
     shared = _shared_tier(self)
     if shared is None:
         return original(self)
@@ -61,7 +62,7 @@ def _check_hicache_events(original, self):
 
 
 def _all_reduce(original, self, data, tp_reduce_op):
-    """The first one of a step carries the digest too; it is the one of finished transfers, a minimum."""
+    """Add the digest to the first all-reduce of a step, which takes the minimum of finished transfers."""
     shared = _shared_tier(self)
     if shared is None or not shared.has_to_compare:
         return original(self, data, tp_reduce_op)
@@ -69,13 +70,13 @@ def _all_reduce(original, self, data, tp_reduce_op):
 
 
 def _flush_pending_backups(original, self):
-    """Submit what is queued, if the ranks have agreed in this step; else it stays queued until they do."""
+    """Submit queued backups if the ranks have agreed in this step; otherwise the backups stay queued."""
     shared = _shared_tier(self)
     return original(self) if shared is None or shared.may_submit else None
 
 
 def _attach_storage_backend(original, self, *args, hicache_write_policy=None, **kwargs):
-    """A request to attach a store may name a write policy, also where the store is attached already."""
+    """Refuse write_back: a request to attach a store may name a write policy, even if a store is attached."""
     if _shared_tier(self) is not None:
         problem = write_policy_problem(hicache_write_policy)
         if problem is not None:

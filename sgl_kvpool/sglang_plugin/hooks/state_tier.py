@@ -1,4 +1,4 @@
-"""Hooks of a host tier for hybrid models: the states beside our rows, and both of one prefix or neither."""
+"""Hooks of a host tier for hybrid models: a prefix has both its rows and its states there, or neither."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def install() -> None:
 
 @dataclass
 class _Stack:
-    """A hybrid model's host tier that SGLang is building around our rows."""
+    """A hybrid model's host tier while SGLang builds it around our rows."""
 
     tier_bytes: TierBytes
     options: Any
-    #: Of the rows, once it is there.
+    #: Host pool of the rows, once it is built.
     row_tier: Any = None
 
 
@@ -42,7 +42,7 @@ _building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", defa
 
 
 def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
-    """Say whose states those are that SGLang makes a host pool for next, and whose size it splits."""
+    """Record the rows and states for which SGLang builds host pools next, and whose size it splits."""
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.srt.host.tier_bytes import TierBytes, rows_declared
@@ -61,28 +61,28 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         memory = get_memory()
         row_gb, state_gb = tier_bytes.planned_gb(memory.hicache_ratio, memory.hicache_size)
         raise HostTierTooLarge(
-            f"{error}. For this hybrid model it was to have {row_gb:.2f} GB of rows and {state_gb:.2f} GB of "
-            "states of linear layers"
+            f"{error}. For this hybrid model it was divided into {row_gb:.2f} GB of rows and "
+            f"{state_gb:.2f} GB of states of linear layers"
         ) from error
     finally:
         _building.reset(token)
 
 
 def _split_hicache_size(original, hicache_size, kv_pools):
-    """By what the host keeps: SGLang splits by bytes on the device, where rows may be wider."""
+    """Split by bytes on the host; SGLang splits by bytes on the device, where rows may be wider."""
     stack = _building.get()
     return original(hicache_size, kv_pools) if stack is None else stack.tier_bytes.split(hicache_size)
 
 
 def row_tier_built(tier: Any) -> None:
-    """The tier of the rows was built; those of states that follow belong to it."""
+    """Record that the tier of the rows was built; the tiers of states built next belong to it."""
     stack = _building.get()
     if stack is not None:
         stack.row_tier = tier
 
 
 def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=()):
-    """The host pool of the states beside our rows."""
+    """Build our host pool of states if the host pool of the rows is ours."""
     stack = _building.get()
     if stack is None:
         return original(
@@ -108,7 +108,7 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout
         io_backend=memory.hicache_io_backend,
         allocator_type=get_allocator_type(),
     )
-    # The rows' tag is all that SGLang puts into the names of stored pages, those of states too.
+    # SGLang names stored pages, also those of states, by the tag of the rows only.
     stack.row_tier.storage_format_tag += f"-{tier.storage_format_tag}"
     return tier
 
@@ -117,19 +117,20 @@ def _build_mamba_host_pool(original, mamba_pool, pool_info, *, host_size, layout
 
 
 def _state_tier(controller: Any) -> HierarchicalStatePoolHost | None:
-    """Our host pool of states of a controller: the one of our pools that is not of rows.
+    """Our host pool of states of a controller: the one of our pools that does not hold rows.
 
-    Not found by its class, whose module needs SGLang's pool of states: models without states come here too.
+    The class is not imported, since its module needs SGLang's pool of states: models without states get here
+    too.
     """
     from sgl_kvpool.srt.host.moved_pages import MovedPagesPool
 
-    # Decode servers that offload have one pool, and no group.
+    # A decode server that offloads has a single pool, not a group.
     pools = (entry.host_pool for entry in getattr(controller.mem_pool_host, "entries", ()))
     return next((pool for pool in pools if isinstance(pool, MovedPagesPool) and not is_ours(pool)), None)
 
 
 def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
-    """Those that move states of ours."""
+    """Transfers that move states of our tier."""
     if not transfers:
         return []
     tier, entries = _state_tier(controller), controller.mem_pool_host.entry_map
@@ -137,18 +138,18 @@ def _of_states(controller: Any, transfers: Sequence[Any] | None) -> list[Any]:
 
 
 def host_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
-    """Why the states of a load cannot be loaded; None if they can, or if there are none."""
+    """Why the states of a load cannot be loaded; None if they can, or if the load has no states."""
     tier = _state_tier(controller)
     for transfer in _of_states(controller, transfers):
-        # A node's state goes to its slot and to the request's: the same host slot, in two transfers.
+        # A node's state is loaded into its own slot and into the request's: one host slot, in two transfers.
         problem = tier.slots_problem(transfer.host_indices) if tier is not None else None
         if problem is not None:
-            return f"of the states, {problem}"
+            return f"states: {problem}"
     return None
 
 
 def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | None:
-    """Why device slots of states are none, or are listed twice; None if they are good or not known yet."""
+    """Why device slots of states are invalid or listed twice; None if they are valid or not known yet."""
     import torch
 
     given = [t.device_indices for t in _of_states(controller, transfers) if t.device_indices is not None]
@@ -156,13 +157,13 @@ def device_problem(controller: Any, transfers: Sequence[Any] | None) -> str | No
     if not given or tier is None:
         return None
     problem = tier.device_slots_problem(torch.cat(given))
-    return None if problem is None else f"of the states, {problem}"
+    return None if problem is None else f"states: {problem}"
 
 
 def join_states(controller: Any, operation: Any) -> None:
-    """Make one transfer of a load's transfers of states: engines go through its layers once.
+    """Join a load's transfers of states into one, so that engines go through its layers once.
 
-    SGLang does the same where it joins loads. Its tree keeps its own transfers.
+    SGLang does the same where it joins loads. Its tree keeps the original transfers.
     """
     import torch
 
@@ -182,10 +183,10 @@ def join_states(controller: Any, operation: Any) -> None:
 
 
 def _init_load_back(original, self, params):
-    """Behind a load that was a miss, give the request the state of the prefix that it goes on from.
+    """After a load that was a miss, give the request the state of the prefix from which it continues.
 
-    Its rows are then those of the longest prefix on the device. SGLang has looked for a state at the longest
-    prefix of all, which was on the host; it would begin from an empty one.
+    Its rows are then those of the longest prefix on the device. SGLang has looked up a state at the longest
+    prefix of all, which was on the host, so the request would start from an empty state.
     """
     found = original(self, params)
     controller, request = self.cache_controller, params.req
@@ -208,7 +209,7 @@ def _init_load_back(original, self, params):
 
 
 def watch_store(controller: Any) -> None:
-    """Check the states that a controller's store reads and writes; each store is an object of its own."""
+    """Check the states that a controller's store reads and writes; each store is a separate object."""
     tier, store = _state_tier(controller), controller.storage_backend
     if tier is not None:
         store.batch_get_v2 = functools.partial(_get_states, tier, store.batch_get_v2)
@@ -216,7 +217,7 @@ def watch_store(controller: Any) -> None:
 
 
 def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any) -> tuple:
-    """Results of transfers that are not of states, or have no slots; and those that are."""
+    """Results of transfers without states or without slots, and the list of the other transfers."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     ours = [t for t in transfers if t.name == PoolName.MAMBA and t.host_indices is not None]
@@ -225,22 +226,23 @@ def _others_first(original: Callable, transfers: Sequence[Any], extra_info: Any)
 
 
 def _get_states(tier, original, transfers, extra_info=None):
-    """Which states could be read. SGLang takes the rows of a prefix only together with its state."""
+    """Whether each state could be read. SGLang uses the rows of a prefix only together with its state."""
     results, ours = _others_first(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
         try:
             with tier.stored_under(_keys_by_slot(transfer)):
                 results |= original([transfer], extra_info)
-        except Exception as error:  # whatever a store raises, this state is a miss
+        except Exception as error:  # any exception of a store makes this state a miss
             metrics.failed(failure_kind(error), f"state {', '.join(keys)} of the store", error=error)
             results[transfer.name] = [False] * len(keys)
             continue
         if not all(results[transfer.name]):
             metrics.failed("page_read", f"state {', '.join(keys)} of the store")
             continue
-        # Of stores that copy it was verified already: one hash more of a slot, in SGLang's thread for stores.
-        # SGLang brings one state, of the last page of a prefix; of several all are a miss.
+        # Stores that copy have verified the state already; it is hashed once more, in SGLang's thread for
+        # stores. SGLang passes one state, of the last page of a prefix; if it passed several, all would be
+        # misses.
         with tier.stored_under(_keys_by_slot(transfer)):
             damaged = tier.first_damaged(transfer.host_indices)
         if damaged is not None:
@@ -250,18 +252,18 @@ def _get_states(tier, original, transfers, extra_info=None):
 
 
 def _keys_by_slot(transfer: Any) -> dict[int, str]:
-    """SGLang brings a key for each slot, and its stores move nothing of a transfer with more of either.
+    """Key of each host slot. SGLang passes one key per slot; its stores move nothing if the numbers differ.
 
     Raises
     ------
     ValueError
-        There are more of one: which slot a key is of is not known.
+        The numbers of slots and keys differ, so the slot of a key is unknown.
     """
     return dict(zip(transfer.host_indices.tolist(), transfer.keys or [], strict=True))
 
 
 def _set_states(tier, original, transfers, extra_info=None):
-    """Store states that were not lost in their backup; rows are stored without them, and found by nobody."""
+    """Store states that were not lost in their backup; rows without states are stored and never matched."""
     results, ours = _others_first(original, transfers, extra_info)
     for transfer in ours:
         keys = transfer.keys or []
@@ -272,10 +274,10 @@ def _set_states(tier, original, transfers, extra_info=None):
             continue
         try:
             with tier.stored_under(_keys_by_slot(transfer)):
-                # For stores without copies, which take it with the slot; others get one with their copy.
-                tier.seal_pages(transfer.host_indices)
+                # Stores without copies read the checksum with the slot; others get one with their copy.
+                tier.write_checksums(transfer.host_indices)
                 results |= original([transfer], extra_info)
-        except Exception as error:  # the rows may be stored all the same
+        except Exception as error:  # the rows may still be stored
             metrics.failed("page_write", f"{len(keys)} states", error=error)
             results[transfer.name] = none
             continue

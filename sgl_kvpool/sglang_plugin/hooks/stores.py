@@ -1,8 +1,9 @@
 """Hooks of the stores under a host tier: checksums of pages are written and verified, failures are counted.
 
-SGLang has two ways. Stores that copy get pages through the tier (`get_data_page`), which makes and verifies
-checksums. Stores without copies (Mooncake, NIXL, ...) read and write the tier's memory: checksums are written
-before they read it, and verified behind them. Some of these copy all the same; the tier then verifies twice.
+SGLang has two kinds of stores. Stores that copy exchange pages through the tier (`get_data_page`), which
+computes and verifies checksums. Stores without copies (Mooncake, NIXL, ...) read and write the tier's memory:
+checksums are written before such a store reads, and verified after it has written. Some of these copy
+nevertheless; the tier then verifies twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def install() -> None:
 
 
 def is_ours(host_pool: Any) -> bool:
-    """Whether a host pool holds rows of ours."""
+    """Whether a host pool is our host pool of rows."""
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     return isinstance(host_pool, HierarchicalMLAHostPool)
@@ -38,15 +39,15 @@ def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[in
 
 
 def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
-    """Pages that could be read, from the first on; a damaged one ends them and is a miss."""
+    """Number of pages that could be read, from the first on; a damaged page ends them and is a miss."""
     return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=False)
 
 
 def _page_get_zero_copy(original, self, operation, hash_values, host_indices, extra_info=None):
-    """The same for stores that write the tier's memory: what they have written is verified afterwards.
+    """`_generic_page_get` for stores that write the tier's memory; the written pages are verified afterwards.
 
-    Such stores may fail as a whole where one page is bad (NIXL). SGLang asks for pages that the store said it
-    has, so one that does not come could not be read.
+    Such a store may fail the whole batch for one bad page (NIXL). SGLang requests pages that the store has
+    reported, so a page that does not arrive could not be read.
     """
     return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=True)
 
@@ -61,15 +62,16 @@ def _get_pages(
     *,
     in_place: bool,
 ) -> int:
-    """How many pages of a list came whole, from the first on; the page after them is counted as a failure.
+    """Number of intact pages of a list, from the first on; the page after them is counted as a failure.
 
-    A page that a store which copies does not have is an ordinary miss, here as in SGLang.
+    A page that is absent from a store that copies is an ordinary miss, as in SGLang.
     """
     pool = controller.storage_host_pool
     if not is_ours(pool):
         return original(controller, operation, hash_values, host_indices, extra_info)
     if pool.shared is not None and not pool.shared.ranks.is_leader:
-        # The machine's first rank reads them for all. SGLang takes what the rank with the fewest pages has.
+        # The machine's first rank reads the pages for all ranks. SGLang uses the smallest number over the
+        # ranks.
         return len(hash_values)
     keys = _keys(controller, hash_values, host_indices)
 
@@ -82,7 +84,7 @@ def _get_pages(
     with pool.stored_under(keys):
         try:
             count = read(hash_values, host_indices)
-        except Exception as error:  # of some page of the batch: which, is found one by one
+        except Exception as error:  # one page caused it; reading page by page finds that page
             first, count = error, 0
         retried = first is not None or (in_place and bool(keys) and not count)
         if retried:
@@ -95,7 +97,7 @@ def _get_pages(
     elif count == len(keys):
         if retried:
             kind = "page_read" if first is None else failure_kind(first)
-            metrics.failed(kind, f"{count} pages of the store, all of which were read at last", error=first)
+            metrics.failed(kind, f"{count} pages of the store, all of which a retry has read", error=first)
         return count
     elif problem is None and not in_place:
         return count
@@ -108,12 +110,12 @@ def _get_pages(
 def _one_by_one(
     page_size: int, keys: Mapping[int, str], host_indices: Any, read: Callable[[list[str], Any], int]
 ) -> tuple[int, Exception | None]:
-    """How many pages could be read before the first that could not, and the reason if there was one."""
+    """Number of pages read before the first failure, and the exception if there was one."""
     for number, key in enumerate(keys.values()):
         try:
             if read([key], host_indices[number * page_size : (number + 1) * page_size]) == 0:
                 return number, None
-        except Exception as error:  # whatever a store raises, this page is a miss, which the caller counts
+        except Exception as error:  # any exception is a miss of this page, which the caller counts
             return number, error
     return len(keys), None
 
@@ -122,19 +124,19 @@ def _one_by_one(
 
 
 def _generic_page_set(original, self, hash_values, host_indices, extra_info=None):
-    """Pages up to the first that was lost in its backup."""
+    """Store the pages before the first one that was lost in its backup."""
     return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=False)
 
 
 def _page_set_zero_copy(original, self, hash_values, host_indices, extra_info=None):
-    """The same for stores that read the tier's memory, where the checksums are written first."""
+    """`_generic_page_set` for stores that read the tier's memory, where the checksums are written first."""
     return _set_pages(original, self, hash_values, host_indices, extra_info, in_place=True)
 
 
 def _set_pages(
     original, controller: Any, hash_values: list[str], host_indices: Any, extra_info: Any, *, in_place: bool
 ) -> bool:
-    """Store what may be stored; False if that is not all of it, or the store refused something."""
+    """Store the pages before the first lost one; False if a page was lost or the store refused one."""
     pool = controller.storage_host_pool
     if not is_ours(pool):
         return original(controller, hash_values, host_indices, extra_info)
@@ -147,7 +149,7 @@ def _set_pages(
     try:
         with pool.stored_under(_keys(controller, hash_values, host_indices)):
             if in_place:
-                pool.seal_pages(slots)
+                pool.write_checksums(slots)
             stored = original(controller, hash_values[:count], slots, extra_info)
     except Exception as error:  # SGLang logs it too, and goes on without these pages
         metrics.failed("page_write", f"{count} pages", error=error)

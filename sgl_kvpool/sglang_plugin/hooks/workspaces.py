@@ -1,4 +1,4 @@
-"""Memory that is allocated beside the pool after it has taken its share, for SGLang's budget."""
+"""Memory that is allocated after the pool and besides it, for SGLang's budget."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["attention_workspace_bytes"]
 
 
 def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
-    """Bytes that our attention allocates once; 0 if it is not in use.
+    """Bytes that our attention allocates once; 0 if our attention is not in use.
 
     Parameters
     ----------
     kvc : KVCacheConfigurator
-        SGLang's, of the target.
+        SGLang's configurator of the target.
     fmt : RowFormat
     """
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -38,12 +38,12 @@ def attention_workspace_bytes(kvc: Any, fmt: RowFormat) -> int:
     decode = decode_workspace_bytes(
         fmt, _heads(kvc), _MOST_REQUESTS, kvc.model_config.context_len, _most_queries(), view.device
     )
-    # Target and draft share both.
+    # Target and draft share both workspaces.
     return extend_workspace_bytes(fmt) + decode
 
 
 def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
-    """Of models with sparse attention, whose rows SGLang's kernels cannot read."""
+    """Bytes of sparse attention's workspace for rows that SGLang's kernels cannot read."""
     from sglang.srt.configs.model_config import get_dsa_index_topk
 
     from sgl_kvpool.srt.attention.extend import extend_workspace_bytes
@@ -51,8 +51,9 @@ def _sparse_bytes(kvc: Any, fmt: RowFormat, device: str) -> int:
 
     top_k = get_dsa_index_topk(kvc.model_config.hf_config)
     decode = sparse_workspace_bytes(fmt, _heads(kvc), top_k, device)
-    # Extends gather the rows of their requests, allocated by torch as SGLang's own gathering is: set aside
-    # for as many as dense MLA decodes at a time. Longer ones take from what SGLang leaves free.
+    # An extend gathers the rows of its requests into memory from torch, as SGLang's own gathering does. The
+    # reserve is for as many rows as dense MLA decodes at a time; longer extends use memory that SGLang leaves
+    # free.
     return decode + extend_workspace_bytes(fmt)
 
 
@@ -64,12 +65,12 @@ def _heads(kvc: Any) -> int:
 
 
 def _most_queries() -> int:
-    """Queries of a request in a batch that is no prefill."""
+    """Most queries of a request in a batch other than prefill."""
     from sglang.srt.runtime_context import max_speculative_num_draft_tokens
 
     return max_speculative_num_draft_tokens() or 1
 
 
-#: SGLang fixes the number of requests after the pool. With more lists than the GPU runs programs at a time a
-#: list is not split, so the workspace stops growing long before.
+#: SGLang fixes the number of requests after the pool. With more requests than concurrent programs on the GPU,
+#: their kv indices are not split, so the workspace stops growing far below this number.
 _MOST_REQUESTS = 4096

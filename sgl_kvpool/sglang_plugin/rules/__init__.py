@@ -1,1 +1,1 @@
-"""What is refused at server start, and why."""
+"""Combinations that are refused at server start, and why."""

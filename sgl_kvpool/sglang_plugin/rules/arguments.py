@@ -1,4 +1,4 @@
-"""What is refused for what the arguments say by themselves, before models and kernels are imported."""
+"""Checks of the arguments by themselves, before models and kernels are imported."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from sgl_kvpool.transfer.host_options import NODE, RANK, HostTierOptions
 __all__ = ["NUMBERS", "Number", "check", "check_page"]
 
 
-#: Every number but infinity.
+#: Upper limit that admits every number but infinity.
 _LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that the size of the pool follows from; None is SGLang's choice.
+    """A numeric argument that the size of the pool depends on; None leaves the choice to SGLang.
 
     Attributes
     ----------
     field : str
-        Of SGLang's ServerArgs.
+        Field of SGLang's ServerArgs.
     noun : str
-        What it is.
+        What the number counts, for messages.
     least, most : float
-        What it may be at least and at most.
+        Smallest and largest allowed value.
     is_positive : bool
         Whether `least` itself is too small.
     """
@@ -55,11 +55,11 @@ class Number:
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """The field's flag on the command line."""
         return flag_of(self.field)
 
     def problem(self, value: Any) -> str | None:
-        """Why a value is none of these; None if it is one."""
+        """Why a value is not allowed; None if it is."""
         if not isinstance(value, int | float):
             return None
         above = value > self.least if self.is_positive else value >= self.least
@@ -70,7 +70,7 @@ class Number:
         return f"{self.flag} {value} is no {self.noun}; give {allowed}{limit}, or leave it out"
 
 
-#: Checked with a layout. SGLang takes whatever it is given, and most of them end as "Not enough memory" when
+#: Numbers checked with a layout. SGLang accepts any value, and most bad ones end as "Not enough memory" when
 #: the model is loaded.
 NUMBERS = (
     Number("max_total_tokens", "number of tokens"),
@@ -83,7 +83,7 @@ NUMBERS = (
     Number("max_mamba_cache_size", "number of states"),
     Number("mamba_full_memory_ratio", "ratio of memory", least=0, is_positive=True),
 )
-#: Of a host tier; a size makes the ratio unimportant.
+#: Numbers of a host tier; the ratio does not matter if a size is given.
 _TIER_SIZE = Number("hicache_size", "number of GB", least=0)
 _TIER_RATIO = Number(
     "hicache_ratio", "number of host tokens per token of the pool", least=0, is_positive=True
@@ -91,17 +91,17 @@ _TIER_RATIO = Number(
 
 
 def check(server_args: Any) -> dict[Option, str]:
-    """What a record asks for; Refusal if it cannot be meant, whatever the model is.
+    """Options that a `ServerArgs` requests; Refusal if they cannot work with any model.
 
     Parameters
     ----------
     server_args : ServerArgs
-        Whose fields hold what the user wrote.
+        Its fields hold the user's values.
 
     Returns
     -------
     dict of Option to str
-        Of all options, with the environment's.
+        Values of all options, including those from the environment.
     """
     wrong = environment_problems()
     if wrong:
@@ -113,7 +113,7 @@ def check(server_args: Any) -> dict[Option, str]:
     layout = MLAKVCacheLayout.parse(requested[LAYOUT])
     host_tier_rules.check_features(layout, choose_arrangement(requested[ARRANGEMENT]), server_args)
     dtype = server_args.kv_cache_dtype
-    if dtype not in layout.accepted_kv_cache_dtypes(is_dsa=True):  # which depends on the model
+    if dtype not in layout.accepted_kv_cache_dtypes(is_dsa=True):  # the accepted dtypes depend on the model
         host_tier_rules.check_dtype(layout, dtype, is_dsa=False)
     for number in NUMBERS:
         _refuse_bad(number, server_args)
@@ -153,7 +153,7 @@ def _check_without_layout(requested: dict[Option, str], server_args: Any) -> Non
 
 
 def check_page(view: Any) -> None:
-    """Refuse a pool that would have no page."""
+    """Refuse a pool that is smaller than a page."""
     tokens, page_size = view.max_total_tokens, view.page_size
     if tokens is not None and page_size is not None and tokens < page_size:
         raise Refusal(

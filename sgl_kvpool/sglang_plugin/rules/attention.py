@@ -1,4 +1,4 @@
-"""Which attention backends go with a layout, and what our own is not used with.
+"""Which attention backends work with a layout, and what our own backend does not work with.
 
 Each refusal is an error at start that names value, reason and way out.
 """
@@ -41,12 +41,12 @@ __all__ = [
 #: Speculative algorithms that `kvpool_mla` verifies and drafts for, as SGLang resolves them (NEXTN is EAGLE).
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 
-#: Why not the others. One that is not here, of a plugin say, is not known at all.
+#: Reasons against other algorithms. An algorithm that is not listed, such as a plugin's, is unknown.
 _UNSHOWN_ALGORITHMS = {
     "NGRAM": "it verifies trees of proposals, and their masks are not computed",
-    "STANDALONE": "the pool of a draft model of its own has not been looked at",
-    "DFLASH": "its drafts attend tokens that follow",
-    "DSPARK": "its drafts attend tokens that follow, and its verification has requests of unequal lengths",
+    "STANDALONE": "the pool of a separate draft model has not been examined",
+    "DFLASH": "its drafts attend later tokens",
+    "DSPARK": "its drafts attend later tokens, and its verification has requests of unequal lengths",
     "FROZEN_KV_MTP": "its drafts read the target's pool",
     "UNO": "SGLang has it for fa3 alone",
 }
@@ -67,10 +67,10 @@ def backends_in_use(view: Any) -> tuple[str | None, str | None]:
 
 
 def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str) -> bool:
-    """Whether `kvpool_mla` is taken for every phase that the user named no backend for.
+    """Whether `kvpool_mla` is the default for phases without an explicit backend.
 
-    On CUDA not for rows that are SGLang's own: its kernels read these as they are, and choose among
-    themselves by GPU. For fp8 its defaults cast the full pool of a layer in every call.
+    On CUDA, rows in SGLang's own format stay with SGLang's kernels, which read these directly and which
+    SGLang chooses by GPU. For fp8, SGLang's defaults cast the full pool of a layer in every call.
     """
     if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True
@@ -87,7 +87,7 @@ def check_named(
     prefill: str | None,
     decode: str | None,
 ) -> None:
-    """Refuse backends that the user named and that cannot read the rows, by the flags they came with."""
+    """Refuse explicit backends that cannot read the rows; the error names the flag of the backend."""
     own = dict(zip(PHASES, (prefill, decode), strict=True))
     for phase, backend in own.items():
         _check_reader(f"--{phase}-attention-backend", backend, layout, arrangement, phase)
@@ -99,7 +99,7 @@ def check_named(
 
 
 def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
-    """Refuse a backend named for a draft that cannot read its pool in every phase: it serves all of them."""
+    """Refuse a draft's explicit backend that cannot read its pool in every phase; it serves all of them."""
     for phase in PHASES:
         _check_reader("--speculative-draft-attention-backend", backend, layout, arrangement, phase)
 
@@ -114,7 +114,7 @@ def _check_reader(
 def _unreadable(
     flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str | None
 ) -> str:
-    """Text of the error for a backend that cannot read a layout or its arrangement, or not without a copy."""
+    """Error text for a backend that cannot read a layout or its arrangement, or only with a copy."""
     able = use(readers(layout, arrangement, phase))
     if casts_pool(backend, layout, phase):
         return (
@@ -130,7 +130,7 @@ def _unreadable(
 
 
 def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse backends that cannot read the rows, and what our own backend does not do."""
+    """Refuse backends that cannot read the rows, and features that our own backend does not support."""
     in_use = backends_in_use(view)
     for phase, backend in zip(PHASES, in_use, strict=True):
         _check_reader(f"the {phase} attention backend", backend, layout, arrangement, phase)
@@ -147,8 +147,8 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
         return
     draft = view.speculative_draft_attention_backend
     if view.speculative_draft_model_path in (None, view.model_path):
-        # The draft is a layer of the same checkpoint, with a pool of the same rows. Another model's pool is
-        # looked at when it is built.
+        # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
+        # draft model is checked when it is built.
         check_draft(layout, arrangement, draft)
 
 
@@ -173,29 +173,30 @@ def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: An
 
 
 def check_model(model_config: Any, view: Any) -> None:
-    """Refuse models that our backend does not compute, and those that its kernels on CUDA do not.
+    """Refuse models that our backend does not support, on any device or on CUDA.
 
     Parameters
     ----------
     model_config : ModelConfig
-        SGLang's, of the target.
+        SGLang's configuration of the target model.
     view
         A resolving view of the server's arguments.
 
     Raises
     ------
     ValueError
-        Queries that are scaled by their position; on CUDA a longer latent, or a dtype other than 16 bits.
+        The model scales queries by position; on CUDA, its latent is too long or its dtype does not have 16
+        bits.
     """
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
     if getattr(model_config.hf_text_config, "llama_4_scaling", None):
-        # Of Mistral-Large-3. SGLang leaves it to the backends of a list that ours is in, and hands the factor
-        # to TensorRT-LLM's alone (forward_mla.py:726).
+        # Mistral-Large-3 has it. SGLang leaves the scaling to the backends in a list that contains ours, and
+        # passes the factor to TensorRT-LLM's backends only (forward_mla.py:726).
         raise Refusal(
-            f"{model_name(model_config)} scales queries by their position (llama_4_scaling), which attention "
-            f"backend {KVPOOL_BACKEND} is not told; serve it without {LAYOUT.flag}, or on Blackwell bf16 "
-            "with --attention-backend trtllm_mla, which is"
+            f"{model_name(model_config)} scales queries by their position (llama_4_scaling), and SGLang does "
+            f"not pass the factor to attention backend {KVPOOL_BACKEND}; serve it without {LAYOUT.flag}, or "
+            "on Blackwell bf16 with --attention-backend trtllm_mla, which gets the factor"
         )
     if view.device == "cpu":
         return

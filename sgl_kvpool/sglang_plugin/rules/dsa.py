@@ -1,8 +1,9 @@
-"""What a server of a model with sparse attention (DSA) is started with: implementations, dtype, refusals.
+"""Implementations, dtype and refusals of a server whose model has sparse attention (DSA).
 
-SGLang has one attention backend for such models and, in it, implementations for prefill and decode. Which of
-them go with a layout is `sgl_kvpool.attention.topk_transform`'s; here it is looked at once, after SGLang has
-made its own choices, and what a user did not name is chosen where SGLang would choose wrongly.
+SGLang has one attention backend for such models and, in it, implementations for prefill and decode.
+`sgl_kvpool.attention.topk_transform` decides which of them work with a layout. This module checks them once,
+after SGLang has made its own choices, and sets those that the user left open where SGLang would choose
+wrongly.
 """
 
 from __future__ import annotations
@@ -53,26 +54,26 @@ _IMPLEMENTATION_FIELDS = ("dsa_prefill_backend", "dsa_decode_backend")
 def prepare(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, model_config: Any, server_args: Any
 ) -> dict:
-    """What to declare for a DSA model, from what the user wrote.
+    """Arguments to declare for a DSA model, from the user's arguments.
 
     Parameters
     ----------
     layout : MLAKVCacheLayout
     arrangement : KVArrangement
     model_config : ModelConfig
-        SGLang's.
+        SGLang's configuration of the model.
     server_args : ServerArgs
-        Whose fields still hold what the user wrote.
+        Its fields still hold the user's values.
 
     Returns
     -------
     dict
-        Fields of ServerArgs.
+        Values by field of ServerArgs.
 
     Raises
     ------
     ValueError
-        What does not go with the layout, with a way out.
+        An argument does not work with the layout; the message names a way out.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -107,22 +108,22 @@ def prepare(
                 f"{SPARSE_BF16} is taken for prefill, over decoded rows, and {KVPOOL_DECODE} for decode, "
                 f"which SGLang knows as {SPARSE_BF16} too"
             )
-        # On Hopper SGLang would take fa3 for decode, which attends the stored rows.
+        # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
         declared[field] = SPARSE_BF16
     return declared
 
 
 def check_draft_backend(backend: str | None, name: str) -> None:
-    """Refuse a backend named for a draft with sparse attention that is none for it.
+    """Refuse a draft's explicit backend that does not support sparse attention.
 
-    Another model's attention is not known before its pool is built.
+    The attention of a separate draft model is not known before its pool is built.
     """
     if backend is not None:
         _check_backend(f"--speculative-draft-attention-backend {backend}", backend, name)
 
 
 def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it out") -> None:
-    """Refuse an attention backend, called `what`, that is none for the model of this name."""
+    """Refuse an attention backend that model `name` cannot use; `what` is its name in the error."""
     if backend not in _NAMES:
         raise Refusal(
             f"{what} does not attend what {name} selects (it has sparse attention, DSA); {remedy}, "
@@ -131,7 +132,7 @@ def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it o
 
 
 def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
-    """Refuse models that our readers do not compute."""
+    """Refuse models that our readers do not support."""
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
@@ -154,7 +155,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
             f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
-    # SGLang looks at the one when it resolves arguments and at the other when it builds attention.
+    # SGLang reads the former when it resolves arguments and the latter when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
         raise Refusal(
@@ -169,7 +170,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
 
 
 def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
-    """Refuse what some batch of a server with a layout would fail with, or would read wrongly.
+    """Refuse arguments with which some batch of a server with a layout would fail or read wrong rows.
 
     Parameters
     ----------
@@ -190,7 +191,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
             f"{env.PREFILL_READS_ROWS}=1 does nothing for the attention backend {DSA_BACKEND}; leave it out"
         )
     for phase, backend in zip(PHASES, attention_backends_of(view), strict=True):
-        # One phase named, SGLang fills in the other.
+        # If the user names the backend of one phase, SGLang sets the other.
         remedy = f"leave out {', '.join(map(flag_of, BACKEND_FIELDS))}"
         _check_backend(f"the {phase} attention backend, {backend},", backend, name, remedy)
     _check_modes(layout, model_config, view)
@@ -212,7 +213,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 
 
 def check_stock(model_config: Any, view: Any) -> None:
-    """As `check_resolved` for SGLang's own pool, with KVPOOL_FIX_TOPK=1 alone."""
+    """`check_resolved` for SGLang's own pool, with KVPOOL_FIX_TOPK=1 and no layout."""
     if view.use_ray:
         raise Refusal(
             f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "
@@ -250,15 +251,15 @@ def check_pair(
     modes: tuple[str, ...] = (),
     index_kpool: int = 1,
 ) -> None:
-    """`check_combination` of SGLang's names.
+    """`check_combination` for SGLang's names of implementations.
 
     Parameters
     ----------
     layout : MLAKVCacheLayout
     prefill, decode : str
-        As SGLang knows them.
+        SGLang's names of the implementations.
     modes : tuple of str
-        Of batches, besides those that every server has.
+        Forward modes of batches, besides those of every server.
     index_kpool : int
     """
     pair = table_names(layout, prefill, decode)
@@ -266,7 +267,7 @@ def check_pair(
 
 
 def modes_in_use(view: Any) -> tuple[str, ...]:
-    """Forward modes that a server forms batches of besides prefill, decode and what drafts add."""
+    """Forward modes of a server's batches, besides prefill, decode and the modes of drafts."""
     return tuple(
         mode
         for mode, on in (
@@ -279,9 +280,9 @@ def modes_in_use(view: Any) -> tuple[str, ...]:
 
 
 def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, str]:
-    """SGLang's pair of implementations as the table knows it.
+    """The table's names for SGLang's pair of implementations.
 
-    For a layout that its kernels cannot read, SGLang's name on the decode side stands for our decode.
+    For a layout that SGLang's kernels cannot read, SGLang's name for decode stands for our decode.
     """
     if not sglang_dsa_reads(layout) and (prefill, decode) == (SPARSE_BF16, SPARSE_BF16):
         return prefill, KVPOOL_DECODE
@@ -292,10 +293,10 @@ def table_names(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[st
 
 
 def layout_of_pool(pool: Any) -> MLAKVCacheLayout | None:
-    """Layout of the rows of a pool, ours or SGLang's; None for rows that are none of ours."""
+    """Layout of the rows of a pool, ours or SGLang's; None for rows of no layout."""
     if is_ours(pool):
         return pool.kv_cache_layout
-    # SGLang's own pool says it by a dtype and a flag.
+    # SGLang's own pool has a dtype and a flag instead of a layout.
     dtypes = {"torch.bfloat16": "bfloat16", "torch.float8_e4m3fn": "fp8_e4m3"}
     return _sglang_layout(dtypes.get(str(pool.dtype)), scaled=pool.dsa_kv_cache_store_fp8)
 

@@ -1,4 +1,4 @@
-"""Features of SGLang that are refused beside a layout, an arrangement or an attention backend, and why."""
+"""Features of SGLang that are refused with a layout, an arrangement or an attention backend, and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_atte
 
 
 def flag_of(field: str) -> str:
-    """A field of SGLang's ServerArgs as on the command line."""
+    """Command-line flag of a field of SGLang's ServerArgs."""
     return "--" + field.replace("_", "-")
 
 
@@ -37,17 +37,18 @@ class Feature:
     Attributes
     ----------
     field : str
-        Of SGLang's ServerArgs.
+        Field of SGLang's ServerArgs.
     reason : str
-        Why the two do not go together.
+        Why the feature is refused, for messages.
     in_use : callable
-        Tells from the field's value whether the feature is on.
+        Takes the field's value; returns whether the feature is on.
     flag : str
-        As the user writes it; without it, as `flag_of` the field.
+        The flag as the user writes it; by default `flag_of` the field.
     arrangements : callable, optional
-        Which arrangements are refused, whatever the layout; without it every layout is.
+        Takes an arrangement; returns whether it is refused, with any layout. Without it, all layouts are
+        refused.
     devices : tuple of str, optional
-        Where it is refused; without it on every device.
+        Devices on which the feature is refused; by default all.
     """
 
     field: str
@@ -62,7 +63,7 @@ class Feature:
             object.__setattr__(self, "flag", flag_of(self.field))
 
     def written(self, value: Any) -> str:
-        """The feature as on the command line, with its value where that is one word."""
+        """The feature's text on the command line, with its value if that is one word."""
         one_word = isinstance(value, int | float | str) and value is not True
         return f"{self.flag} {value}" if one_word else self.flag
 
@@ -74,7 +75,7 @@ def first_in_use(features: Iterable[Feature], view: Any) -> tuple[Feature, str] 
     ----------
     features : iterable of Feature
     view
-        Has the fields of SGLang's ServerArgs.
+        Object with the fields of SGLang's ServerArgs.
     """
     for feature in features:
         value = getattr(view, feature.field)
@@ -114,8 +115,8 @@ LAYOUT_FEATURES = (
         in_use=lambda value: value is not None,
     ),
     Feature("use_ray", "Ray actors do not load SGLang plugins"),
-    Feature("grpc_mode", "its launcher does not tell the schedulers of the layout"),
-    Feature("smg_grpc_mode", "its launcher does not tell the schedulers of the layout"),
+    Feature("grpc_mode", "its launcher does not pass the layout to the schedulers"),
+    Feature("smg_grpc_mode", "its launcher does not pass the layout to the schedulers"),
     Feature(
         "disaggregation_decode_host_receive_threshold",
         "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
@@ -139,23 +140,23 @@ def _captures_whole_prefill(config: Any) -> bool:
     return config is not None and config.prefill.backend == "full"
 
 
-#: What cannot be shown to be right beside `kvpool_mla`.
+#: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
     Feature("enable_deterministic_inference", "it does not promise the same bits for every batch"),
     Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
     Feature(
         "enable_prefill_cp",
-        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+        "it does not gather the rows of other ranks, and SGLang does not support this backend there",
     ),
     Feature(
         "attn_cp_size",
-        "it does not gather the rows of other ranks, and SGLang knows no such backend there",
+        "it does not gather the rows of other ranks, and SGLang does not support this backend there",
         in_use=lambda size: (size or 1) > 1,
     ),
     Feature(
         "dllm_algorithm",
-        "diffusion attends tokens that follow, and it attends those before",
+        "diffusion attends later tokens, and the backend attends earlier ones only",
         in_use=lambda algorithm: algorithm is not None,
     ),
     Feature("enable_mis", "it takes no masks between the items of a prompt"),
@@ -182,12 +183,12 @@ DRAFT_FEATURES = (
     ),
     Feature(
         "speculative_adaptive",
-        "every number of steps would bring backends of its own, which no memory was set aside for",
+        "every number of steps needs its own backends, for which no memory is reserved",
     ),
-    Feature("enable_multi_layer_eagle", "the pools of several draft models have not been looked at"),
+    Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
-#: What readers of packed sparse rows are not used with.
+#: Features that do not work with readers of packed sparse rows.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
     Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),

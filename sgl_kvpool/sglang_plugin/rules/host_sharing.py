@@ -1,4 +1,4 @@
-"""When the ranks of a machine may share one host tier, and what `--kv-host-sharing auto` takes."""
+"""When the ranks of a machine may share one host tier, and what `--kv-host-sharing auto` chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_kvpool.transfer.host_options import NODE, RANK
 __all__ = ["choose_sharing", "same_rows_ranks", "write_policy_problem"]
 
 _WRITE_BACK = "--hicache-write-policy write_back"
-_WAITS_ALONE = "a rank waits for its own copies only before it gives pages away"
+_WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
 _SHARED_DRAFTS = (
     "of drafts, only chains of the one MTP layer of the target's checkpoint (NEXTN or EAGLE, "
@@ -31,7 +31,7 @@ def _store_owns_the_tier(view: Any) -> bool:
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    # The scheduler parses it too, and says what is wrong. The last two: no object.
+    # The scheduler parses it too, and reports the error. The last two: the text is not a JSON object.
     except (OSError, ValueError, TypeError, AttributeError):
         return False
     if view.hicache_storage_backend == "dynamic":
@@ -39,7 +39,7 @@ def _store_owns_the_tier(view: Any) -> bool:
     return bool(config.get("standalone_storage", envs.MOONCAKE_STANDALONE_STORAGE.get()))
 
 
-#: (whether it is in use, by ServerArgs' fields; what it is called; why the ranks cannot share a tier then).
+#: (test of ServerArgs' fields, name of the feature, why the ranks cannot share a tier with it).
 _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda view: view.pp_size > 1,
@@ -54,7 +54,7 @@ _PREVENTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda view: view.hicache_host_memory_mode == "buffer_only",
         "--hicache-host-memory-mode buffer_only",
-        "its pages are written and read outside of the tree's agreements",
+        "its pages are written and read without the tree's agreements",
     ),
     (
         lambda view: view.disaggregation_decode_retraction_backup == "host_pool",
@@ -113,30 +113,30 @@ def same_rows_ranks(view: Any) -> int:
 
 
 def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, str]:
-    """`NODE` or `RANK` for what was asked for, and why, for the log.
+    """`NODE` or `RANK` for the requested value, and the reason, for the log.
 
     Parameters
     ----------
     requested : str
-        Of --kv-host-sharing.
+        Value of --kv-host-sharing.
     model_config : ModelConfig
     view : object
-        With ServerArgs' fields, resolved.
+        Object with the resolved fields of ServerArgs.
 
     Raises
     ------
     Refusal
-        "node" was asked for, and something of the server prevents it.
+        "node" was requested, and an argument or the model prevents it.
     """
     if requested == RANK:
-        return RANK, "as asked for"
+        return RANK, "as requested"
     found = [(name, why) for in_use, name, why in _PREVENTS if in_use(view)]
     if view.speculative_algorithm is not None and not _has_packed_draft(model_config, view):
         found.append((f"--speculative-algorithm {view.speculative_algorithm}", _SHARED_DRAFTS))
     if is_dsa(model_config):
-        found.append(("a model with sparse attention", "its index keys have a host pool of SGLang's"))
+        found.append(("a model with sparse attention", "SGLang builds the host pool of its index keys"))
     if is_hybrid(model_config):
-        found.append(("a model with linear attention", "its states have a tier of each rank"))
+        found.append(("a model with linear attention", "each rank has its own tier of its states"))
     if found and requested != AUTO:
         name, why = found[0]
         raise Refusal(

@@ -1,6 +1,6 @@
-"""What layouts and arrangements cannot be combined with; attention backends are in :mod:`.attention`.
+"""Arguments that do not work with layouts and arrangements; attention backends are in :mod:`.attention`.
 
-Each is an error at start that names value, reason and way out.
+Each of them is an error at server start that names value, reason and way out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) -> None:
-    """Refuse a `--kv-cache-dtype` that contradicts the layout, with the table of what does not."""
+    """Refuse a `--kv-cache-dtype` that contradicts the layout; the error lists what each layout accepts."""
     if kv_cache_dtype in layout.accepted_kv_cache_dtypes(is_dsa=is_dsa):
         return
     table = "; ".join(
@@ -47,7 +47,7 @@ def check_dtype(layout: MLAKVCacheLayout, kv_cache_dtype: str, *, is_dsa: bool) 
 
 
 def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: Any) -> None:
-    """Refuse server arguments that do not go with layout and arrangement; `view` has ServerArgs' fields."""
+    """Refuse arguments that do not work with layout and arrangement; `view` has ServerArgs' fields."""
     refused = [f for f in LAYOUT_FEATURES if f.arrangements is None or f.arrangements(arrangement)]
     found = first_in_use(refused, view)
     if found is None:
@@ -59,13 +59,13 @@ def check_features(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
 
 def has_host_tier(view: Any) -> bool:
     """Whether a server will build a host tier."""
-    # SGLang looks at the second on decode servers only.
+    # SGLang reads the offload argument on decode servers only.
     offloads = view.disaggregation_mode == "decode" and view.disaggregation_decode_enable_offload_kvcache
     return view.enable_hierarchical_cache or offloads
 
 
 def check_without_tier(options: HostTierOptions, view: Any) -> None:
-    """Refuse a store, or what was asked for of a host tier, where there is none."""
+    """Refuse a store, or options of a host tier, on a server without a host tier."""
     flag = "--enable-hierarchical-cache"
     nothing = HostTierOptions()
     for option, value, default in (
@@ -89,7 +89,7 @@ def check_without_tier(options: HostTierOptions, view: Any) -> None:
 def check_host_tier(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
 ) -> None:
-    """Refuse what a host tier cannot be used with, and a store or options without one."""
+    """Refuse arguments that do not work with a host tier, and a store or options without one."""
     if not has_host_tier(view):
         check_without_tier(options, view)
         return
@@ -118,7 +118,7 @@ def check_host_tier(
 
 
 def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
-    """Refuse values of SGLang's arguments that our host tier does not take."""
+    """Refuse values of SGLang's arguments that our host tier does not support."""
     for option, value, taken, reason in (
         (
             "--hicache-mem-layout",
@@ -142,20 +142,20 @@ def check_host_model(
     model_config: Any,
     view: Any,
 ) -> None:
-    """Refuse a layout of the host tier whose rows are not narrower, and pools our tier cannot describe."""
+    """Refuse a host layout whose rows are not narrower, and pools that our tier cannot describe."""
     from sglang.srt.configs.model_config import get_dsa_index_kpool_compress
 
     from sgl_kvpool.transfer.conversion import host_layout_problem
 
-    # Tails per request lie beside the pages (`pool.regions`).
+    # Compressed index keys have a tail per request outside of the pages (`pool.regions`).
     ours = options.takes(layout, arrangement, view.device)
     if ours and is_hybrid(model_config):
         _check_states(layout, model_config, view)
     if ours and get_dsa_index_kpool_compress(model_config.hf_config):
         raise Refusal(
-            f"{model_name(model_config)} has compressed index keys, whose tails are in no page of a host "
-            f"tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag}, which is SGLang's "
-            f"own tier with {LAYOUT.flag} {layout}, or --enable-hierarchical-cache"
+            f"{model_name(model_config)} has compressed index keys, whose tails do not lie in the pages of a "
+            f"host tier of sgl-kvpool; leave out {HOST_LAYOUT.flag} and {HOST_ENGINE.flag} to use SGLang's "
+            f"own tier with {LAYOUT.flag} {layout}, or leave out --enable-hierarchical-cache"
         )
     rows = row_format_of(model_config, layout)
     problem = host_layout_problem(rows, options.host_layout(layout))
@@ -164,7 +164,7 @@ def check_host_model(
 
 
 def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> None:
-    """Refuse states of a hybrid model that our host tier does not carry."""
+    """Refuse states of a hybrid model that our host tier cannot store."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     flag, remedy = "--enable-hierarchical-cache", f"or serve without {LAYOUT.flag}"
@@ -174,8 +174,8 @@ def _check_states(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> Non
     ):
         if getattr(view, field):
             raise Refusal(
-                f"{replay} does not work with {flag} and {LAYOUT.flag} {layout}: a state that comes back "
-                "from the host would meet the tokens that the slot's former owner was to replay; leave out "
+                f"{replay} does not work with {flag} and {LAYOUT.flag} {layout}: a state loaded from the "
+                "host would be combined with tokens that the slot's former owner was to replay; leave out "
                 f"one of the two, {remedy}"
             )
     layers, with_rows = model_config.num_hidden_layers, set(layers_with_rows(model_config) or ())

@@ -1,4 +1,4 @@
-"""Whether a scheduler has to check itself when it starts: this file alone decides it."""
+"""The only place that decides whether a scheduler runs the self-check when it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FirstLight:
     file : str
         Its first_light.json, in docs/benchmarks/ of the repository.
     capability : tuple of int
-        Of the GPU.
+        Compute capability of the GPU.
     triton : str
         Version that compiled the kernels; a server's Triton compiles them anew.
     """
@@ -26,15 +26,15 @@ class FirstLight:
     triton: str
 
 
-#: Empty: no run has been committed. An installed wheel has no docs/, so what it needs to know of a run is
-#: here, and tests/sglang_plugin/test_self_check_rules.py compares each line with its file.
+#: Committed runs: none yet. An installed wheel has no docs/, so the needed facts of a run stand here, and
+#: tests/sglang_plugin/test_self_check_rules.py compares each entry with its file.
 FIRST_LIGHT: tuple[FirstLight, ...] = ()
 
 
 def why_due(
     version_problem: str | None, device: str, capability: tuple[int, int] | None, triton: str | None
 ) -> str | None:
-    """Why a scheduler has to check itself; None if it need not.
+    """Why a scheduler has to run the self-check; None if it need not.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def why_due(
     capability : tuple of int, optional
         Compute capability of the GPU.
     triton : str, optional
-        Installed version.
+        Installed version of Triton.
     """
     if version_problem is not None:
         return "this SGLang is not a tested one"

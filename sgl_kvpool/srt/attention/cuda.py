@@ -4,8 +4,8 @@ SGLang calls an MLA backend in three forms. Absorbed decode, verification of dra
 the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
 table, so that only counts are computed per step. Absorbed prefill attends stored rows in chunks (`extend`),
 except requests at the end of a batch with one new token, which are decoded. The MHA form, with keys and
-values computed from the latent, reads no pool and stays FlashInfer's: the base class and its runner, with the
-logarithms that SGLang expects (`mha_form`).
+values computed from the latent, reads no pool: FlashInfer computes it through the base class and its runner,
+with the natural log-sum-exp that SGLang expects (`mha_form`).
 """
 
 from __future__ import annotations

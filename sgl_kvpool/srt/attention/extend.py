@@ -160,7 +160,7 @@ class ExtendReader:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
             )
-        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; CUDA errors pass
+        except ValueError as refusal:  # FlashInfer raises it if no kernel takes the batch; others propagate
             if not self._refusal_logged:
                 logger.warning(
                     "sgl-kvpool: FlashInfer refuses a prefill, which is attended in chunks: %s", refusal
@@ -255,8 +255,8 @@ class ExtendReader:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         rank = self.fmt.kv_lora_rank
-        # The kernel indexes queries by their bounds in the whole batch and does not write the others'
-        # results.
+        # The kernel indexes queries by their bounds in the whole batch and does not write the results of
+        # other queries.
         out = torch.zeros((len(q), self.heads, rank), dtype=q.dtype, device=q.device)
         lse = None
         if with_lse:
@@ -292,10 +292,10 @@ class ExtendReader:
         """Merge a chunk's result for its queries into `merged`, the result for all queries, in place."""
         begin, end = chunk.first_query, chunk.continued_until
         if begin < end:
-            # Only for the first request: merging two results without any rows would give NaN.
+            # Merge only the first request's queries: two results without any rows would merge to NaN.
             result = _merge_state([t[begin:end] for t in merged], [t[begin:end] for t in partial])
-            # Copied afterwards: in place, a thread of SGLang's kernel could write a sum before another one
-            # reads it.
+            # Copy the result afterwards: in place, a thread of SGLang's kernel could overwrite a value that
+            # another thread still reads.
             for whole, part in zip(merged, result, strict=True):
                 whole[begin:end] = part
             begin = end

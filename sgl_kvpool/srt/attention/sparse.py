@@ -41,7 +41,7 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))
 
 
-#: Twice as many queries as any GPU runs programs at a time.
+#: Number of queries: at least twice the programs that any GPU runs at a time.
 _MOST_QUERIES = 1 << 16
 
 

@@ -9,7 +9,8 @@ import xxhash
 
 __all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
-#: Number of operations kept to name the first one in which ranks differ: those of some hundred requests.
+#: Number of kept operations, as many as a few hundred requests make; they name the first one in which ranks
+#: differ.
 _KEPT = 1024
 #: 62 bits, so that the digest and its negative are int64.
 _DIGEST_BITS = 62
@@ -18,8 +19,8 @@ _DIGEST_BITS = 62
 class AllocationLog:
     """A rolling digest of the allocations and frees of one rank in order, and the latest operations.
 
-    Ranks that share a tier have to give the same pages to the same requests. They do, because they run the
-    same scheduler; if they ever did not, one rank would overwrite a page of another.
+    Ranks that share a tier run the same scheduler, so they give the same pages to the same requests. If they
+    did not, one rank would overwrite a page of another.
     """
 
     def __init__(self) -> None:
@@ -81,6 +82,6 @@ def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
         # Numbers that one rank no longer keeps cannot be compared.
         oldest = max((min(entries) for entries in by_number if entries), default=0)
         if len(digests) > 1 and number >= oldest:
-            said = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]
-            return f"operation {number}, {'; '.join(said)}"
+            texts = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]
+            return f"operation {number}, {'; '.join(texts)}"
     return f"an operation before the latest {_KEPT}"

@@ -80,7 +80,7 @@ def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTE
     page_bytes : int
         Maximum bytes of one copy.
     chunk_bytes : int
-        Approximate bytes of a chunk; a chunk has at least the common multiple.
+        Approximate bytes of a chunk; at least the common multiple of both page sizes.
 
     Returns
     -------
@@ -136,7 +136,7 @@ def _register(
 ) -> tuple[list[tuple[int, int]], str | None]:
     """The registered chunks, or an empty list and the reason if a chunk was refused."""
     registered: list[tuple[int, int]] = []
-    said = time.monotonic()
+    last_logged = time.monotonic()
     for offset, size in chunks:
         address = buffer.data_ptr() + offset
         status = cudart.cudaHostRegister(address, size, 0)
@@ -148,8 +148,8 @@ def _register(
                 f"{cudart.cudaGetErrorString(status)}"
             )
         registered.append((address, size))
-        if time.monotonic() - said > _PROGRESS_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - last_logged > _PROGRESS_SECONDS:
+            last_logged = time.monotonic()
             done, total = (offset + size) / 1e9, buffer.nbytes / 1e9
             logger.info("sgl-kvpool: pinning the host tier, %.0f of %.0f GB", done, total)
     return registered, None
@@ -160,7 +160,7 @@ def _forget_error() -> None:
     if torch.cuda.is_available():
         try:
             torch.zeros(1, device="cuda")
-        except RuntimeError as error:  # the kept error; the next call reports a lost GPU again
+        except RuntimeError as error:  # the kept error; if the GPU is lost, the next call raises again
             logger.debug("sgl-kvpool: after a failed registration: %s", error)
 
 

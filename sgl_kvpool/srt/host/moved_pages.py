@@ -31,7 +31,7 @@ class MovedPagesPool(StoredPagesPool):
 
     _device_views: list[CanonicalKVCaches]
     _channels: TransferChannels
-    #: Lists of the current transfer: SGLang's, and in the channels' form.
+    #: Lists of the current transfer, as SGLang passed them and in the channels' form.
     _listed: tuple[Any, ...]
     #: State of a tier that the ranks of a machine share; None for a tier of this rank alone.
     shared: SharedTier | None = None
@@ -131,8 +131,8 @@ class MovedPagesPool(StoredPagesPool):
             return  # a layer of another pipeline stage
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost.any_flagged(host_pages):
-            # Loads of SGLang's that do not go through the controller's `load`, where this is a miss.
-            raise RuntimeError("a host page that was lost in its backup is to be loaded")
+            # Some loads of SGLang bypass the controller's `load`, which treats such pages as a miss.
+            raise RuntimeError("cannot load a host page that was lost in its backup")
         for channel, part in parts:
             channel.run(host_pages, device_pages, part)
 

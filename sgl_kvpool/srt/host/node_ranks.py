@@ -31,7 +31,7 @@ class NodeRanks:
     rank : int
         Index of this process in `members`.
     fewest : int
-        Number of ranks on the machine with the fewest: tiers have to be of one size everywhere.
+        Number of ranks on the machine with the fewest ranks: the tiers of all machines have this many parts.
     """
 
     group: Any

@@ -6,7 +6,7 @@ A host page of format version 2 is contiguous, so that stores can read and write
 
 `size_bytes` is also the distance between pages. It is a multiple of 4096 if that costs little, so that stores
 which open files with O_DIRECT (NIXL's default) move pages without a copy. If it would cost more, pages are
-not padded to it, and copies for such stores are as long as the next multiple.
+not padded to it, and such stores get copies that are padded to the next multiple.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class HostPageFormat:
             Tokens of a page. The page gets a whole number of bytes per token, because SGLang and its stores
             count bytes per token.
         """
-        sealed_bytes = content_bytes + CHECKSUM_BYTES
-        aligned_bytes = _rounded_up(sealed_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
-        close_bytes = _rounded_up(sealed_bytes, math.lcm(_ALIGNMENT_BYTES, page_size))
+        unpadded_bytes = content_bytes + CHECKSUM_BYTES
+        aligned_bytes = _rounded_up(unpadded_bytes, math.lcm(DIRECT_IO_BYTES, page_size))
+        close_bytes = _rounded_up(unpadded_bytes, math.lcm(_ALIGNMENT_BYTES, page_size))
         costs_little = aligned_bytes - content_bytes <= _MAX_PADDING * content_bytes
         size_bytes = aligned_bytes if costs_little else close_bytes
         return cls(content_bytes, size_bytes, _rounded_up(size_bytes, DIRECT_IO_BYTES))

@@ -71,7 +71,7 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
         belongs to this rank alone.
     with_checksum : bool
         Whether pages have room for a checksum. False for a draft with a separate tier: stores handle its
-        pages in SGLang's sizes, and damaged pages cost nothing but accepted tokens.
+        pages in SGLang's sizes, and a damaged page only lowers the number of accepted tokens.
     **kwargs
         SGLang's arguments: `allocator_type`, `pool_label`, `host_token_capacity`.
 

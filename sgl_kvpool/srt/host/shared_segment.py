@@ -68,8 +68,8 @@ class SharedSegment:
                 self._mapping = mmap.mmap(descriptor, size_bytes)
             except (OSError, ValueError, OverflowError) as error:
                 failed = f"{type(error).__name__}: {error}"
-        # Errors of all machines: otherwise the ranks of a machine without errors would later wait for the
-        # others.
+        # Gather the errors of all machines; otherwise ranks of a machine without errors would later wait for
+        # the others.
         problems = [found for found in ranks.gather_all(failed) if found is not None]
         if descriptor >= 0:
             os.close(descriptor)
@@ -101,15 +101,15 @@ class SharedSegment:
     def _fault_in(self, begin: int, end: int) -> None:
         """Fault in memory before a request has to wait for it: the kernel provides a few GB per second."""
         assert self._mapping is not None
-        said = time.monotonic()
+        last_logged = time.monotonic()
         for offset in range(begin, end, _STEP_BYTES):
             size = min(_STEP_BYTES, end - offset)
             try:
                 self._mapping.madvise(_MADV_POPULATE_WRITE, offset, size)
             except OSError:  # a kernel without MADV_POPULATE_WRITE
                 self.memory[offset : offset + size].zero_()
-            if time.monotonic() - said > _PROGRESS_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_logged > _PROGRESS_SECONDS:
+                last_logged = time.monotonic()
                 done, total = (offset + size - begin) / 1e9, (end - begin) / 1e9
                 logger.info(
                     "sgl-kvpool: making the shared host tier, %.0f of %.0f GB of this rank", done, total

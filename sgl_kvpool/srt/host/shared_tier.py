@@ -99,12 +99,12 @@ class SharedTier:
         return host_pages[own], device_pages[own]
 
     def begin_step(self) -> None:
-        """Submit no copies from now on, until the ranks have compared their allocation logs."""
+        """Hold back copies from now on, until the ranks have compared their allocation logs."""
         self.may_submit = self.lost.is_closed
         self.has_to_compare = not self.may_submit
 
     def end_step(self) -> None:
-        """Let everything that is queued from now on wait for the next step."""
+        """Hold everything that is queued from now on until the next step."""
         self.may_submit = self.has_to_compare = False
 
     def compare_in(self, data: torch.Tensor, reduce: Callable[[torch.Tensor], object]) -> None:
@@ -134,8 +134,8 @@ class SharedTier:
         """End the tier: the ranks are about to load different slots; every rank has to call it."""
         if not self.lost.is_closed:
             lists = self.ranks.gather_all(slots_in_words(slots))
-            said = [f"rank {rank}: {words}" for rank, words in enumerate(lists)]
-            self.end(f"at a load, {'; '.join(said)}")
+            by_rank = [f"rank {rank}: {words}" for rank, words in enumerate(lists)]
+            self.end(f"at a load, {'; '.join(by_rank)}")
 
     def end(self, why: str) -> None:
         """End the tier: treat all pages as lost from now on."""

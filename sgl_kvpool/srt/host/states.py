@@ -143,7 +143,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
         self.pin_memory: bool = self._chunks is not None
         self._pages = self._buffer  # [slots, size_bytes] uint8
-        # Views of bytes, because SGLang's stores ask for the number of components.
+        # One byte view per component, because SGLang's stores read their number.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
         has_ssm = self.temporal_state_elem_size > 0
         self.temporal_buffer = views.pop(0) if has_ssm else self._buffer[:, :0]
@@ -203,8 +203,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     def free(self, indices: torch.Tensor) -> int:
         """Free slots; returns how many slots this call freed.
 
-        SGLang's own method does not check them, and a slot freed twice would get two owners. SGLang makes no
-        decision by the number; `release_transfers` adds it up as released slots.
+        SGLang's own method does not check them, and a slot freed twice would get two owners. SGLang only
+        reports the number: `release_transfers` sums it as released slots.
         """
         slots = indices.cpu()
         owned = torch.unique(slots[self.slot_used[slots]])

@@ -124,7 +124,7 @@ class StoredPagesPool(HostKVCache):
         lost = np.flatnonzero(self._lost.of(self.first_pages_of(slots)))
         return int(lost[0]) if len(lost) else len(slots) // self.page_size
 
-    def seal_pages(self, slots: torch.Tensor) -> None:
+    def write_checksums(self, slots: torch.Tensor) -> None:
         """Write checksums into pages, under the keys of `stored_under`, for zero-copy stores.
 
         Parameters

@@ -67,7 +67,7 @@ class TierBytes:
         )
 
     def split(self, size: float) -> tuple[float, float]:
-        """Shares of rows and of states in a size, so that the host holds equally much of both."""
+        """Parts of a size for rows and for states, so that the host has the same multiple of both."""
         total = self.rows + self.index_keys + self.states
         return size * self.rows / total, size * self.states / total
 

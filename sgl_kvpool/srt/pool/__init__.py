@@ -16,7 +16,7 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at once: where SGLang lacks what one of them needs, servers that do not use it go on.
+    # Imported on first use: if SGLang lacks what one class needs, servers without that class still start.
     if name in _MODULES:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -113,7 +113,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         """SGLang's `MLABufferInfo` for any arrangement, for `HierarchicalMLAHostPool`.
 
         That class reads only sizes and layers from it and takes addresses from `CanonicalKVCaches`, so it may
-        have a description that `get_device_pool_infos` refuses to others.
+        use the description that `get_device_pool_infos` refuses to other callers.
         """
         return super().get_device_pool_infos()[0].buffer_info
 

@@ -71,8 +71,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     def _check_what_sglang_reads(self) -> None:
-        # SGLang's readers take this as the width of a row: the number of values without scales, the number of
-        # bytes with scales.
+        # SGLang's readers take this as the width of a row: in values for rows without scales, in bytes for
+        # rows with scales.
         row = self.row_format
         scaled = self.dsa_kv_cache_store_fp8
         expected = row.row_bytes if scaled else row.head_dim

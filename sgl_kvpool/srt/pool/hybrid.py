@@ -38,8 +38,8 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     Raises
     ------
     ValueError
-        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a pool or
-        a class of pool for the rows that is not SGLang's own, and for a k_scale of a layer without rows.
+        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a row
+        pool, or class of row pools, that is not SGLang's own, and for a k_scale of a layer without rows.
     """
 
     full_kv_pool: LayoutMLATokenToKVPool
@@ -68,9 +68,9 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         # SGLang may pass another class (a platform's) or the pool itself (unified memory).
         stock = (None, DSATokenToKVPool if use_dsa else MLATokenToKVPool)
         if full_kv_pool is not None or full_kv_pool_class not in stock:
-            brought = full_kv_pool_class if full_kv_pool is None else type(full_kv_pool)
+            passed = full_kv_pool_class if full_kv_pool is None else type(full_kv_pool)
             raise Refusal(
-                f"SGLang passed a {getattr(brought, '__name__', brought)} for rows of layout {layout}, which "
+                f"SGLang passed a {getattr(passed, '__name__', passed)} for rows of layout {layout}, which "
                 "cannot store them; leave --kv-cache-layout out"
             )
         layer_ids = list(full_attention_layer_ids)

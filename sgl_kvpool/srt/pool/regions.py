@@ -58,8 +58,8 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
         Pool of MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window or hybrid
         linear attention, or of Mamba states.
     page_size_tokens : int, optional
-        Tokens of a page of the view; the pool's page size by default. A multiple of the pool's page size, and
-        of the page size of its kernels' views, makes one page of several.
+        Tokens of a page of the view; the pool's page size by default. With a multiple of the pool's page
+        size, and of the page size of its kernels' views, a page of the view consists of several pages.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
     TypeError
         If a kind of pool, or of its buffers, is not described here; the message names it.
     ValueError
-        If the page size is no such multiple, or does not divide the pool's slots.
+        If the page size is not such a multiple, or does not divide the pool's slots.
     """
     if page_size_tokens is not None:
         page_size_tokens = whole_number("page_size_tokens", page_size_tokens)

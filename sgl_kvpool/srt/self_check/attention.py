@@ -1,4 +1,4 @@
-"""A small decode over rows of a real pool, beside attention in float64 over the codec's values."""
+"""A small decode over rows of a real pool, compared with attention in float64 over the codec's values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["check_backend", "check_lists"]
 #: tests/gpu/test_cuda_backend_gpu.py. Queries, weights and results are bf16.
 TOLERANCES = {"cpu": (1e-2, 4e-3), "cuda": (2e-2, 1e-2)}
 
-#: Rows that the requests attend, if the pool has as many.
+#: Sequence lengths of the requests, if the pool has enough rows.
 _LENGTHS = (1, 24, 37)
-#: Slots are taken within so many of either end of the pool.
+#: Slots lie within this many of either end of the pool.
 _NEAR = 4096
 
 
@@ -37,9 +37,9 @@ class _Requests:
     Attributes
     ----------
     lengths : list of int
-        Rows of each.
+        Sequence length of each request.
     slots : Tensor [tokens], int64
-        One request after the other, on the pool's device.
+        Slots of one request after the other, on the pool's device.
     keys : Tensor [tokens, R + P], bf16
     q : Tensor [requests, heads, R + P], bf16
     """
@@ -58,7 +58,7 @@ class _Requests:
             min(length, room // 3, most_rows) for length in _LENGTHS[-min(most_requests, len(_LENGTHS)) :]
         ]
         some = torch.randperm(room, generator=generator)[: sum(lengths)]
-        # Slots of both ends; those of the first page are SGLang's own.
+        # Slots at both ends of the pool, without the first page, which SGLang reserves.
         slots = rows.page_size + torch.where(some < near, some, some - room + rows.size)
         width = pool.row_format.head_dim
         return cls(
@@ -70,14 +70,14 @@ class _Requests:
 
     @property
     def lists(self) -> torch.Tensor:
-        """`[requests, rows]` int32 slots of each, -1 behind its last."""
+        """`[requests, rows]` int32: slots of each request, padded with -1."""
         lists = self.slots.new_full((len(self.lengths), max(self.lengths)), -1, dtype=torch.int32)
         for own, slots in zip(lists, self.slots.split(self.lengths), strict=True):
             own[: len(slots)] = slots
         return lists
 
     def attended(self, pool: Any, layer_id: int, scale: float) -> torch.Tensor:
-        """`[requests, heads, R]` float64 on the CPU: what attention over the rows gives."""
+        """`[requests, heads, R]` float64 on the CPU: expected output of attention over the rows."""
         fmt, k_scale = pool.row_format, pool.k_scale(layer_id)
         rows = encoded(self.keys.cpu(), fmt, k_scale)
         values = decoded(rows, fmt, k_scale, torch.float32).double()
@@ -90,7 +90,7 @@ class _Requests:
 
 @contextmanager
 def _restored(*parts: tuple[torch.Tensor, Any]) -> Iterator[None]:
-    """Give parts of tensors, each a tensor and an index, their former contents at the end."""
+    """Restore parts of tensors at the end; a part is a tensor and an index."""
     before = [tensor[index].clone() for tensor, index in parts]
     try:
         yield
@@ -102,12 +102,12 @@ def _restored(*parts: tuple[torch.Tensor, Any]) -> Iterator[None]:
 def check_backend(backend: Any, layer: RadixAttention) -> str:
     """Decode one token of a few requests as SGLang's model does: plan the batch, store the keys, attend.
 
-    The rows, and the rows of the request table, are given their former bytes afterwards.
+    The rows of the pool and of the request table are restored afterwards.
 
     Parameters
     ----------
     backend : KVPoolMLABackend or KVPoolMLACudaBackend
-        No batch may run meanwhile; its plan is made anew for the next one.
+        No batch may run meanwhile; the next batch makes a new plan.
     layer : RadixAttention
         An absorbed layer of the model.
 
@@ -122,7 +122,7 @@ def check_backend(backend: Any, layer: RadixAttention) -> str:
     """
     pool, table = backend.token_to_kv_pool, backend.req_to_token_pool.req_to_token
     rank = pool.row_format.kv_lora_rank
-    # Row 0 of the table is that of padding; backends have room for `size` requests.
+    # Row 0 of the table is for padding; backends have room for `size` requests.
     most = min(backend.req_to_token_pool.size, len(table) - 1)
     requests = _Requests.at_random(pool, layer.tp_q_head_num, most, table.shape[1])
     count, device = len(requests.lengths), requests.slots.device
@@ -161,7 +161,7 @@ def check_lists(
     scale: float,
     attend: Callable[..., torch.Tensor],
 ) -> str:
-    """Attend lists of slots by a kernel, where no backend of ours does.
+    """Attend lists of slots by a kernel, for pools that no backend of ours attends.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def check_lists(
     scale : float
     attend : callable
         As `SparseReader.attend`: takes queries [T, heads, R + P] bf16, rows [S, 1, row_bytes] uint8, slots
-        [T, M] int32 with -1 for none, counts [T] int32 and the scale; returns [T, heads, R].
+        [T, M] int32 padded with -1, counts [T] int32 and the scale; returns [T, heads, R].
 
     Returns
     -------
@@ -202,7 +202,7 @@ def _compare(found: torch.Tensor, requests: _Requests, pool: Any, layer_id: int,
     relative, absolute = TOLERANCES[requests.slots.device.type]
     error = (found.double() - expected).abs()
     excess = error - relative * expected.abs()
-    # A NaN is no number that is small enough.
+    # The comparison is false for NaN, so a NaN is a difference.
     if not bool((excess <= absolute).all()):
         request, head, value = _index_of_largest(excess.nan_to_num(nan=torch.inf))
         place = (request, head, value)

@@ -1,4 +1,4 @@
-"""What a self-check found to differ."""
+"""A difference that a self-check finds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Difference(Exception):
 def require_same_bytes(
     found: torch.Tensor, expected: torch.Tensor, feature: str, place: Callable[..., str]
 ) -> None:
-    """Raise a Difference that names the first byte that is another one.
+    """Raise a Difference that names the first byte that differs.
 
     Parameters
     ----------
     found, expected : Tensor [..., bytes], uint8
-        Of one shape, on the CPU.
+        Rows on the CPU; another shape is a difference too.
     feature : str
     place : callable
         Takes the index of a row in `found`, one number per axis but the last; names the row.

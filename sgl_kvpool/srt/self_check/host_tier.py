@@ -1,4 +1,4 @@
-"""Pages to a host tier and back, through SGLang's controller and allocators."""
+"""Check of a host tier: pages to the host and back, through SGLang's controller and allocators."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["check_tier"]
 
-#: Distinct rows; the tokens of a page repeat them, each layer from another one on.
+#: Number of distinct rows; the tokens of the pages repeat them, each layer from another one on.
 _ROWS = 61
 
 
 def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
     """Back up pages of all layers, compare the host's rows, load them into other pages of the device.
 
-    Host and device slots come from SGLang's allocators and are given back; all pages are given their former
-    bytes. Ranks that share a tier compare one another's pages.
+    Host and device slots come from SGLang's allocators and are freed again; all pages are restored. Ranks
+    that share a tier compare one another's pages.
 
     Parameters
     ----------
     controller : HybridCacheController
-        With a `HierarchicalMLAHostPool`, and no transfer under way.
+        Controller of a `HierarchicalMLAHostPool`, without a transfer in progress.
     everywhere : callable
-        Whether something is so on all ranks of the scheduler. Every rank makes the same calls of it.
+        Returns whether a condition holds on all ranks of the scheduler. Every rank makes the same calls.
 
     Returns
     -------
@@ -44,18 +44,18 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
     Raises
     ------
     Difference
-        Here or on another rank.
+        A difference on this rank or on another one.
     """
     check = _TierCheck(controller)
     if not everywhere(check.pages > 0):
         return "no free page for the host tier's check"
     problem: Exception | None = None
     try:
-        # Each step on all ranks or on none: the controller's calls have collectives of their own.
+        # Each step runs on all ranks or on none, since the controller's calls contain collectives.
         for step in (check.fill, check.back_up, check.compare_host, check.load, check.compare_device):
             try:
                 step()
-            except Exception as error:  # whatever it is, other ranks wait to be told
+            except Exception as error:  # after any exception, since other ranks wait for the result
                 problem = error
             if not everywhere(problem is None):
                 raise problem or Difference("the host tier: another rank found a difference, see its line")
@@ -65,7 +65,7 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
 
 
 class _TierCheck:
-    """The steps of `check_tier`, and what they have to put back."""
+    """The steps of `check_tier`, and what they have to restore."""
 
     def __init__(self, controller: Any):
         self._controller = controller
@@ -77,7 +77,7 @@ class _TierCheck:
         ]
         shared = self._tier.shared
         free = min(self._allocator.available_size() // 2, controller.mem_pool_host.available_size())
-        # One page at least for each rank to store.
+        # At least one page for each rank to store.
         self.pages = min(2 if shared is None else shared.ranks.count + 1, free // self._tier.page_size)
         self._rank = 0 if shared is None else shared.ranks.rank
         self._ranks = 1 if shared is None else shared.ranks.count
@@ -89,7 +89,7 @@ class _TierCheck:
     # ---------------------------------------------------------------- steps
 
     def fill(self) -> None:
-        """Rows into free pages of the device."""
+        """Write rows into free pages of the device."""
         slots = self._allocator.alloc(self.pages * self._tier.page_size)
         self._taken.append(slots)
         for pool, pages in zip(self._pools, self._kept(slots), strict=True):
@@ -102,7 +102,7 @@ class _TierCheck:
             self._sent.append(sent)
 
     def back_up(self) -> None:
-        """All pages by SGLang's controller; each of the ranks that share a tier stores its own."""
+        """Back up all pages by SGLang's controller; each of the ranks that share a tier stores its own."""
         controller, tier = self._controller, self._tier
         host = controller.write(self._taken[0], flush=False)
         if host is None:
@@ -114,7 +114,7 @@ class _TierCheck:
         controller.ack_write_queue.pop().finish_event.synchronize()
 
     def compare_host(self) -> None:
-        """Every rank sees what the others have stored: they have agreed that all have."""
+        """Compare the host's rows, also those of other ranks, which have agreed that all are stored."""
         assert self._host is not None
         host, tier = self._host[0], self._tier
         problem = tier.slots_problem(host)
@@ -133,7 +133,7 @@ class _TierCheck:
         )
 
     def load(self) -> None:
-        """Into other pages, by SGLang's controller, a layer at a time."""
+        """Load the pages into other device pages by SGLang's controller, layer by layer."""
         assert self._host is not None
         controller = self._controller
         slots = controller.load(self._host[0])
@@ -145,7 +145,7 @@ class _TierCheck:
         controller.ack_load_queue.pop().finish_event.synchronize()
 
     def compare_device(self) -> None:
-        """The same bytes for the same layout, else what the codec makes of them."""
+        """Compare loaded rows with the same bytes for the same layout, otherwise with the codec's result."""
         loaded = self._former[len(self._pools) :]
         for pool, (pages, _), sent in zip(self._pools, loaded, self._in_device_layout(), strict=True):
             require_same_bytes(
@@ -156,7 +156,7 @@ class _TierCheck:
             )
 
     def restore(self) -> None:
-        """All bytes and slots as they were."""
+        """Restore all bytes and free all slots."""
         for pages, former in self._former:
             pages.write(former)
         for slots in self._taken:
@@ -169,18 +169,18 @@ class _TierCheck:
     # ---------------------------------------------------------------- what is expected
 
     def _kept(self, slots: torch.Tensor) -> list[PageBytes]:
-        """The pages of some device slots in every pool; their bytes are kept."""
+        """The pages of device slots in every pool; their bytes are kept for `restore`."""
         numbers = pages_of(slots.cpu(), self._tier.page_size).tolist()
         pages = [PageBytes(pool, numbers) for pool in self._pools]
         self._former += [(one, one.read()) for one in pages]
         return pages
 
     def _order(self, layer: int) -> torch.Tensor:
-        """Which of the distinct rows each token of a layer has."""
+        """Index of the distinct row of each token of a layer."""
         return (torch.arange(self.pages * self._tier.page_size) + 7 * layer) % _ROWS
 
     def _conversion(self, pool: LayoutMLATokenToKVPool) -> RowConversion | None:
-        """To the host; None if the rows are the same there."""
+        """Conversion of a pool's rows to the host's; None if both have the same format."""
         if self._tier.row_format == pool.row_format:
             return None
         scales = (pool.k_scale(pool.start_layer + index) for index in range(pool.layer_num))
@@ -188,12 +188,12 @@ class _TierCheck:
 
     @cached_property
     def _in_host_layout(self) -> list[torch.Tensor]:
-        """What was sent, `[layers, pages, page_size, row_bytes]` of each pool."""
+        """Expected rows of each pool on the host, `[layers, pages, page_size, row_bytes]`."""
         conversions = map(self._conversion, self._pools)
         return [_converted(sent, one) for sent, one in zip(self._sent, conversions, strict=True)]
 
     def _in_device_layout(self) -> list[torch.Tensor]:
-        """The same, having come back."""
+        """Expected rows of each pool on the device after the load, with the same axes."""
         conversions = map(self._conversion, self._pools)
         return [
             sent if one is None else _converted(host, one.reversed())

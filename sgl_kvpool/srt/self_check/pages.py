@@ -1,4 +1,4 @@
-"""Bytes of a pool's pages, found without the methods that write and read rows, and rows to fill them with."""
+"""Bytes of a pool's pages, without the methods that write and read rows, and rows to write into the pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PageBytes", "decoded", "encoded", "random_values"]
 class PageBytes:
     """Some pages of a pool in all layers, in SGLang's tensors or in the buffer that all layers share.
 
-    Not by `describe`, which needs classes of SGLang that a pool without a host tier does without.
+    `describe` is not used, since it needs classes of SGLang that a pool without a host tier does not need.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class PageBytes:
         return torch.stack(layers) if layers else torch.empty((0, *self._shape), dtype=torch.uint8)
 
     def write(self, rows: torch.Tensor) -> None:
-        """Put rows of the shape of `read` into the pages."""
+        """Write rows of the shape that `read` returns into the pages."""
         for view, layer in zip(self._views, rows, strict=True):
             view[self._index] = layer.reshape(len(self.pages), *view.shape[1:]).to(view.device)
 

@@ -1,4 +1,4 @@
-"""Rows that SGLang's calls write and read, beside the codec's bytes."""
+"""Check of rows that SGLang's calls write and read, against the codec's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_rows", "layer_ids"]
 
 
 def layer_ids(pool: Any) -> list[int]:
-    """Layers that have rows, in the order of the pool that holds them, as `pool`'s methods take them."""
+    """Ids of layers with rows, as `pool`'s methods take them, in the order of the row pool."""
     rows = pool.row_pool
     if pool is rows:
         return [rows.start_layer + index for index in range(rows.layer_num)]
@@ -25,14 +25,14 @@ def layer_ids(pool: Any) -> list[int]:
 def check_rows(pool: Any) -> str:
     """Write rows of some layers and read them back.
 
-    The first, the middle and the last layer, in the first and the last page that SGLang's allocator gives
-    out and in one between; neighbours of the written rows have to keep their bytes, in every layer. The pages
-    are given their former bytes afterwards.
+    The check uses the first, the middle and the last layer, and the first, a middle and the last page of
+    SGLang's allocator; neighbours of the written rows have to keep their bytes, in every layer. The pages are
+    restored afterwards.
 
     Parameters
     ----------
     pool : RowPool
-        On any device. No request may use it meanwhile.
+        A pool on any device. No request may use it meanwhile.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def check_rows(pool: Any) -> str:
         return "no layer with rows"
     chosen = sorted({0, len(ids) // 2, len(ids) - 1})
     last = rows.size // rows.page_size  # page 0 takes the writes of padded tokens
-    # A page of one token has its neighbours in the pages beside it.
+    # A page of one token has its neighbours in the adjacent pages.
     near = {1, 2, last // 2, last // 2 + 1, last - 1, last}
     pages = PageBytes(rows, sorted(page for page in near if 1 <= page <= last))
     before = pages.read()
@@ -63,7 +63,7 @@ def check_rows(pool: Any) -> str:
 
 
 def _places(pages: PageBytes, page_size: int) -> torch.Tensor:
-    """Where rows are written: places in `pages`, tokens of all its pages counted through; not in order."""
+    """Indices of the written rows among the tokens of all `pages`, in descending order."""
     tokens = sorted({0, page_size // 2, page_size - 1})
     written = sorted({0, len(pages.pages) // 2, len(pages.pages) - 1})
     return torch.tensor([page * page_size + token for page in written for token in tokens]).flip(0)
@@ -76,7 +76,7 @@ def _slots(pages: PageBytes, page_size: int) -> torch.Tensor:
 
 
 def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.Tensor) -> torch.Tensor:
-    """Write rows of `layers`, index to id; compare all layers' pages; the bytes they have to have now."""
+    """Write rows to `layers`, index to id; compare all layers' pages; return the expected bytes."""
     rows, fmt, rank = pool.row_pool, pool.row_format, pool.kv_lora_rank
     places, slots = _places(pages, rows.page_size), _slots(pages, rows.page_size).to(rows.device)
     expected = before.clone()
@@ -121,7 +121,7 @@ def _check_reading(pool: Any, layer_id: int, index: int, pages: PageBytes, expec
 
 
 class _Waits:
-    """Takes the place of SGLang's counter of loaded layers."""
+    """Stand-in for SGLang's counter of loaded layers."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -131,7 +131,7 @@ class _Waits:
 
 
 def _check_waits(pool: Any, chosen: list[int]) -> None:
-    """Readers have to wait until a load of the layer from the host tier is done."""
+    """Check that readers wait until a load of the layer from the host tier is done."""
     counter = pool.layer_transfer_counter
     waits = _Waits()
     slots = torch.tensor([pool.row_pool.page_size], device=pool.row_pool.device)

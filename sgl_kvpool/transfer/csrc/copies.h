@@ -8,8 +8,8 @@
 
 namespace kvpool {
 
-// Host memory that was registered with CUDA in chunks. No copy may cross a chunk boundary; chunks hold whole pages of
-// the host tier, so only joined copies could.
+// Host memory that was registered with CUDA in chunks. No copy may cross a chunk boundary. Chunks hold whole pages of
+// the host tier, so only a joined copy could cross one.
 struct RegisteredChunks {
   int64_t begin;        // address of the first chunk
   int64_t chunk_bytes;  // 0: a single chunk, or memory that is not registered

@@ -99,7 +99,7 @@ struct Work {
     finish_stores();
   }
 
-  // The same for all items, by several threads.
+  // Calls move as `each` does, for all items, on several threads.
   template <typename Move>
   void share(int64_t threads, int64_t bytes_per_thread, Move&& move) const {
     kvpool::share(items(), kvpool::threads_for(bytes(), bytes_per_thread, threads),

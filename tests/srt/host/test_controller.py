@@ -251,7 +251,7 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
     assert len(tier.get_page_buffer_meta(lost)[0]) == 2
     assert tier.get_page_buffer_element_size() == tier.page_format.size_bytes
     # A load that did not ask the controller (SGLang restores retracted requests so) stops the server.
-    with pytest.raises(RuntimeError, match="lost in its backup is to be loaded"):
+    with pytest.raises(RuntimeError, match="cannot load a host page that was lost in its backup"):
         tier.load_to_device_per_layer(None, lost, slots([3, 5], 4), 0, "kernel")
     # Written once more, they are as good as any.
     backup(tier, pages(lost), [2, 6])

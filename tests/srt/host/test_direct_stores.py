@@ -191,7 +191,7 @@ def test_a_store_that_fails_once(direct, failures, caplog, way):
     assert hits == 4
     assert np.array_equal(memory[GOT], sealed[PUT])
     assert failures() == {"page_read": 1}
-    assert "all of which were read at last" in caplog.text
+    assert "all of which a retry has read" in caplog.text
 
 
 def test_a_lost_page_is_not_sealed(direct, failures):

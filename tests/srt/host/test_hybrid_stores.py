@@ -201,7 +201,7 @@ def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
     assert sum(failures().values()) == 3
     given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(2), keys=["a", "b"])
     with tier.stored_under(dict(zip(given.host_indices.tolist(), given.keys, strict=True))):
-        tier.seal_pages(given.host_indices)  # as if the store had brought them
+        tier.write_checksums(given.host_indices)  # as if the store had brought them
     assert io(tier, store, [given]) == {PoolName.MAMBA: [True, True]}
 
 

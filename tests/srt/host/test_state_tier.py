@@ -226,11 +226,11 @@ def test_stores_get_the_order_of_sglang(kind):
     page = tier.get_data_page(9)
     assert page.dtype == torch.uint8
     content = state_bytes(pool, 1)
-    sealed_bytes = stride_of(len(content))
-    assert len(page) == -(-sealed_bytes // 4096) * 4096  # as stores with O_DIRECT want copies
+    unpadded_bytes = stride_of(len(content))
+    assert len(page) == -(-unpadded_bytes // 4096) * 4096  # as stores with O_DIRECT want copies
     assert np.array_equal(page[: len(content)].numpy(), content)
-    assert (page[len(content) : sealed_bytes - 16] == GUARD).all()  # as on the host, zeros in a server
-    assert not page[sealed_bytes:].any()
+    assert (page[len(content) : unpadded_bytes - 16] == GUARD).all()  # as on the host, zeros in a server
+    assert not page[unpadded_bytes:].any()
     into = tier.get_dummy_flat_data_page()
     assert (into.dtype, into.shape) == (page.dtype, page.shape)
     tier.set_from_flat_data_page(5, page)
@@ -288,7 +288,7 @@ def test_a_slot_is_sealed_and_verified_where_it_lies():
     move(tier, "backup", [2, 9], [4, 1])
     before, slots = host_bytes(tier).copy(), torch.tensor([9, 2])
     with tier.stored_under({9: "a", 2: "b"}):
-        tier.seal_pages(slots)
+        tier.write_checksums(slots)
         assert tier.first_damaged(slots) is None
     changed = np.argwhere(host_bytes(tier) != before)
     assert set(changed[:, 0]) == {2, 9}

@@ -56,7 +56,8 @@ class Workload:
     rows_per_list : int
         Rows that a query attends.
     queries_per_list : int
-        Queries of a request that share its list; the last attends all rows, each earlier query one row less.
+        Queries of a request that share its list; the last query attends all rows, each other query one row
+        less than the next.
     arrangement : str
     layers : int
         Layers in the same buffer.
@@ -150,7 +151,7 @@ class Grid:
         if quick:
             return found
         found.append(self.dense(heads, batch, context, queries_per_list=self.mtp_queries))
-        # The longest of these may not fit into memory with all layers; the shorter one compares them too.
+        # With all layers the longest context may not fit into memory; a shorter one is compared as well.
         for shorter in (self.contexts[max(self.contexts.index(context) - 1, 0)], context):
             found.append(self.dense(heads, batch, shorter))
             found += [

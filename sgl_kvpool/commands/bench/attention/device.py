@@ -181,7 +181,7 @@ class CpuDevice:
 
 
 def _highest_mhz(clocks: dict[str, str]) -> float:
-    """Highest clock; an H100's if nvidia-smi is missing or reports none, as in some containers."""
+    """Highest clock; that of an H100 if nvidia-smi does not report it, as in some containers."""
     try:
         return float(clocks.get("clocks.max.sm", 0)) or 1980.0
     except ValueError:  # "[N/A]"

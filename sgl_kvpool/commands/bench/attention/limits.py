@@ -95,7 +95,7 @@ def sm_clk_per_row(fmt: RowFormat, query_heads: int) -> float:
     ----------
     fmt : RowFormat
     query_heads : int
-        That share the list: heads of all its queries.
+        Query heads that share the list: the heads of all its queries.
     """
     tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
     return (

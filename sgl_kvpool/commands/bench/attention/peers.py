@@ -130,7 +130,7 @@ class SglangTriton:
     ) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[torch.Tensor]]:
         """A function of rows [slots, 1, R + P] and all lists, and the tensors that it writes."""
         w, where = problem.workload, problem.q.device
-        # TritonAttnBackend: 8 splits, more for MLA, up to a power of two per multiprocessor or 32 tokens.
+        # As TritonAttnBackend: a split per multiprocessor or per 32 rows, whichever is fewer, at least 8.
         most = max(8, min(_power_of_two(self.sm_count), _power_of_two(-(-w.rows_per_list // 32))))
         starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.rows_per_list
         logits = torch.empty(w.batch, w.heads, most, RANK, dtype=torch.float32, device=where)
@@ -197,7 +197,7 @@ class Flashinfer:
         self.wrapper = BatchMLAPagedAttentionWrapper
 
     def refusal(self, workload: Workload) -> str | None:
-        return "top-k rows are no pages" if workload.kind == "sparse" and self.page_size > 1 else None
+        return "top-k rows are not pages" if workload.kind == "sparse" and self.page_size > 1 else None
 
     def prepare(self, problem: Problem) -> Prepared:
         w, where = problem.workload, problem.q.device

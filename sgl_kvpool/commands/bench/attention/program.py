@@ -9,9 +9,9 @@ medians of CUDA events without launches, over lists that rotate beyond the L2 ca
 graph. The copy and matrix peaks of the limits are measured in the same run; limits.py has the formulas.
 FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a fresh machine.
 
-A workload that does not fit into memory is recorded as skipped, one for which time is left no longer as not
-run: the workloads of the targets come first. `--check` fails if a target is missed or a result of ours is
-wrong. A target that could not be measured is reported as such, and counts neither as passed nor as missed.
+A workload that does not fit into memory is recorded as skipped, and one for which no time is left as not run:
+the workloads of the targets come first. `--check` fails if a target is missed or a result of ours is wrong.
+A target that could not be measured is reported as such, and counts neither as passed nor as missed.
 
 `--device cpu` runs tiny workloads through the CPU path of `mla_decode`: a dry run whose times mean nothing.
 """

@@ -120,7 +120,7 @@ def _many_heads(rows: Sequence[dict], layout: str, heads: int, at: dict) -> dict
 def _against(
     rows: Sequence[dict], layout: str, what: str, peer: str, least: float, at: dict, wanted: dict
 ) -> dict:
-    """Verdict on a layout against one peer, by the worst measured workload; `at` must be among them."""
+    """Verdict on a layout against one peer, by the worst measured workload; `at` must have been measured."""
     name, need = f"{layout}{what}", f"at least {least:g}x"
     own = [r for r in _ours(rows, layout, **wanted) if peer in r["times_as_fast_as"]]
     if not own:

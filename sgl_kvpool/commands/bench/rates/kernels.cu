@@ -154,7 +154,7 @@ PRODUCT(16, REGISTERS8, NAMES8, "%8", "%9", "%10", "%11", "%12", "%8", "%9")
 PRODUCT(32, REGISTERS16, NAMES16, "%16", "%17", "%18", "%19", "%20", "%16", "%17")
 
 constexpr int kSteps = 16;               // products of 16 values of K each, per round: K is 256
-constexpr int kTileBytes = 64 * 128;     // 64 rows of 64 bf16, or 64 values of K with 64 rows of bf16 each
+constexpr int kTileBytes = 64 * 128;     // 64 rows of 64 bf16; transposed, 64 values of K, each for 64 rows
 constexpr int kOperandBytes = 4 * kTileBytes;
 constexpr int kGroups = 2;               // largest number of warp groups
 
@@ -310,7 +310,7 @@ Gather gather_of(int how) {
   return all[how];
 }
 
-// Null for other row sizes.
+// Gather kernel for a row size; null if the size is not in ROWS.
 template <int... ROWS>
 Gather gather_of_one_of(int row_bytes, int how) {
   Gather found = nullptr;
@@ -339,7 +339,7 @@ extern "C" int kvpool_products(int n, int kind, int sums, const uint4* operands,
                     : n == 16 ? products_of<16>(kind, sums)
                               : products_of<32>(kind, sums);
   void* arguments[] = {&operands, &out, &clocks, &rounds};
-  // More than half of an SM's shared memory for any number of groups: one program per SM.
+  // A program takes more than half of an SM's shared memory for any number of groups, so one runs per SM.
   int shared_bytes = (kGroups + 2) * kOperandBytes;
   return launched(reinterpret_cast<const void*>(kernel), blocks, 128 * groups, shared_bytes, arguments, stream);
 }

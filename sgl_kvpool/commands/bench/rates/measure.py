@@ -23,7 +23,8 @@ ORDERS = ("in order", "pages", "any order")
 PAGE_ROWS = 64
 #: Widths of DeepSeek's rows in all layouts; kernels.cu has a kernel for each.
 ROW_BYTES = tuple(sorted(layout.row_format(512, 64).row_bytes for layout in MLAKVCacheLayout))
-#: Programs per SM, of one warp each. Copies in flight need shared memory, loads need registers of more warps.
+#: Programs per SM, of one warp each, by index in `HOWS`. Copies in flight take shared memory; loads in flight
+#: take registers, so they need more warps.
 PER_SM = {0: (1, 2, 4), 1: (1, 2, 4), 2: (8, 32)}
 _SM_SHARED_BYTES = 227 << 10
 #: K of a round of 16 wgmma.
@@ -121,7 +122,7 @@ class Measurer:
         }
 
     def _subnormals(self) -> dict[str, Any]:
-        """Whether a product uses the exact value of bf16 below 2**-126: e4m3 then needs no scaling."""
+        """Whether products use the exact values of bf16 below 2**-126; decoded e4m3 then needs no scaling."""
         n, tiny, large = 16, 2.0**-130, 2.0**100
         # A and B; swizzling has no effect on A, whose values are equal.
         operands = torch.cat([torch.full((64 * _K,), x).bfloat16() for x in (tiny, large)])

@@ -18,7 +18,8 @@ __all__ = ["Choice", "choose", "split_findings", "table_text"]
 
 #: A tile replaces another tile if it takes at most this share of the other's time.
 REPLACES = 0.98
-#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share.
+#: The table gets an additional smaller tile, or two tiles instead of one, if that takes at most this share of
+#: the time without it.
 ADDS = 0.97
 #: Other splits are reported if they take at most this share of the time of the rule's splits.
 BETTER_SPLITS = 0.95
@@ -149,14 +150,14 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
         verdict = ""
         if ratio > (1.0 if 8 in current else ADDS):
             del chosen[8]
-            verdict = ": none of 8 in the table"
+            verdict = ": the table gets no tile of 8"
         say(f"8 heads: {_name(small)}, {_ratio(times, 8, small, usual)} a tile of 16{verdict}")
     large = chosen.get(32)
     if usual is not None and large is not None and (ratio := times.ratio(32, usual, large)) is not None:
         verdict = ""
         if ratio <= ADDS:
             del chosen[32]
-            verdict = ": none of 32 in the table"
+            verdict = ": the table gets no tile of 32"
         say(f"32 heads, two tiles of 16: {_ratio(times, 32, usual, large)} a tile of 32{verdict}")
     choice.tiles[layout] = tuple(chosen[query_heads] for query_heads in sorted(chosen))
 
