@@ -180,8 +180,8 @@ def test_the_heuristic_of_the_memory_fraction(planned):
         ("kimi_k2", None, ("fa3", "fa3"), "SGLang's choice"),
         ("kimi_k2", "bf16", ("fa3", "fa3"), "reads bf16 rows as they are stored"),
         ("kimi_k2", "fp8", ("kvpool_mla", "kvpool_mla"), "fa3 and flashinfer would cast the whole pool"),
-        ("kimi_k2", "fp4", ("kvpool_mla", "kvpool_mla"), "no other reads fp4 rows"),
-        ("kimi_linear", "fp8_block_scale", ("kvpool_mla", "kvpool_mla"), "no other reads"),
+        ("kimi_k2", "fp4", ("kvpool_mla", "kvpool_mla"), "no other backend reads fp4 rows"),
+        ("kimi_linear", "fp8_block_scale", ("kvpool_mla", "kvpool_mla"), "no other backend reads"),
     ],
 )
 def test_attention_and_its_reason(planned, model, layout, names, why):
@@ -250,11 +250,11 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
     [
         ("pipeline", "--pp-size 2"),
         ("capped", "--max-total-tokens"),
-        ("three ranks", "3 ranks of attention do not divide the 64 heads of DeepseekV3ForCausalLM"),
-        ("no mtp", "DeepseekV3ForCausalLM comes without MTP layers (num_nextn_predict_layers"),
+        ("three ranks", "3 attention ranks do not divide the 64 heads of DeepseekV3ForCausalLM"),
+        ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),
         ("all and more", "--mem-fraction-static 1.5 is no share of the memory; give"),
         ("no page", "--page-size 0 is no number of tokens"),
-        ("parts", "--dcp-size 2: ranks that keep parts"),
+        ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
         # 4 ranks hold 75 GiB each; 2 x 3 would not divide 64 heads, 3 not be a multiple of two groups.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs do (--tp 4)"),
@@ -277,7 +277,9 @@ def test_a_configuration_that_lacks_something(tmp_path):
     config = json.loads((CONFIGS / "kimi_k2.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match="sizing ended with TypeError: .* Fields that config.json lacks"):
+    with pytest.raises(
+        RuntimeError, match="sizing ended with TypeError: .* Fields of config.json that are"
+    ):
         ask(MACHINE, [{"model_path": str(tmp_path), "layout": None, "arguments": []}])
 
 
@@ -299,7 +301,9 @@ def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
     check_geometry(model_config, tmp_path)  # of a model that sees images too
     for lacking in ({**config, removed: None}, {k: v for k, v in config.items() if k != removed}):
         file.write_text(json.dumps(lacking))
-        with pytest.raises(IncompleteConfig, match=f"{config['architectures'][0]} lacks {removed}: sizes of"):
+        with pytest.raises(
+            IncompleteConfig, match=f"config.json of {config['architectures'][0]} lacks {removed}, which"
+        ):
             check_geometry(model_config, tmp_path)
 
 
