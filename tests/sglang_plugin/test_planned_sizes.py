@@ -277,9 +277,7 @@ def test_a_configuration_that_lacks_something(tmp_path):
     config = json.loads((CONFIGS / "kimi_k2.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        RuntimeError, match="sizing ended with TypeError: .* Fields of config.json that are"
-    ):
+    with pytest.raises(RuntimeError, match="sizing ended with TypeError: .* Fields of config.json that are"):
         ask(MACHINE, [{"model_path": str(tmp_path), "layout": None, "arguments": []}])
 
 
