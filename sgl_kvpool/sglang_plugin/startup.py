@@ -84,6 +84,10 @@ def leave(text: str) -> None:
 
 # -------------------------------------------------------------------- in the launcher
 
+#: Refusals that `relay` has raised. Their tracebacks keep the TokenizerManager of an Engine that did not start.
+#: If the garbage collector freed it, `zmq.Context.__del__` would wait forever for sockets that are still open.
+_relayed: list[Refusal] = []
+
 
 def refusal_path(server_args: Any) -> Path | None:
     """File to which the schedulers of a server write a refusal; None if no process would read it.
@@ -128,6 +132,7 @@ def relay(launched: Any, processes: Sequence[Any], path: Path, server_args: Any)
                     process.kill()
             if is_from_command_line(server_args):
                 say_alone(refusal)
+            _relayed.append(refusal)
             raise refusal from None
         finally:
             path.unlink(missing_ok=True)

@@ -327,8 +327,8 @@ DEMO_MODELS = {
 #: Schedulers that run at once. Four and the other worker's tests left 9.9 of 23 GB free; SGLang refuses host
 #: tiers below 10.7 GB.
 SCHEDULERS_AT_ONCE = 3
-#: Jobs that serve without a host tier where 15 GiB are not free, which they look for when they begin and before
-#: each server: no other server runs beside them. CI's run of the regression script twice found less.
+#: Jobs that serve without a host tier where 15 GiB are not free when they look: no other server runs beside
+#: them. CI's run of the regression script twice found less.
 ADAPTING = ("demo", "regression")
 #: Jobs of `make test` that have more than one scheduler at a time, or count as more.
 SCHEDULERS = {
