@@ -84,8 +84,8 @@ def leave(text: str) -> None:
 
 # -------------------------------------------------------------------- in the launcher
 
-#: Refusals that `relay` has raised. Their tracebacks keep the TokenizerManager of an Engine that did not start.
-#: If the garbage collector freed it, `zmq.Context.__del__` would wait forever for sockets that are still open.
+#: Refusals that `relay` has raised. Their tracebacks keep the TokenizerManager of an Engine that did not
+#: start. If the garbage collector freed it, `zmq.Context.__del__` would wait forever for its open sockets.
 _relayed: list[Refusal] = []
 
 
