@@ -131,7 +131,7 @@ def find_model(named: str) -> NamedModel:
     Raises
     ------
     ValueError
-        If `named` is none of these, or the file is not a JSON object.
+        If `named` is not a folder, file or name as above, or the file is not a JSON object.
     """
     path = Path(named)
     if not path.exists():
