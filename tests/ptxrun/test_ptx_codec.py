@@ -44,14 +44,18 @@ def gathered(module, pool, slots, fmt, dtype=torch.bfloat16, k_scale=1.0):
 
 
 def round_trip(name, geometry, placement, tokens=37, k_scale=1.0, values=None, seed=0):
-    """Store and gather, some slots -1 and some beyond the pool; every byte of the memory is compared."""
+    """Store and gather, some slots -1 and some beyond the pool; every byte of the memory is compared.
+
+    Slot 2^31 - 2 is hundreds of gigabytes away from the pool, so a kernel without the check of slots cannot
+    reach another tensor of this process with it: ptxrun reports the access for certain.
+    """
     rank, rope, align = geometry
     arrangement, index, stride = placement
     fmt = oracle.row_format(name, rank, rope, align)
     rows, pool, memory = pool_of(fmt, arrangement)
     slots = torch.randperm(PAGES * PAGE_SIZE)[:tokens]
     slots = rows.slot_to_row(slots)
-    slots[::7], slots[5], slots[6] = -1, len(pool) + 3, 10 * len(pool)
+    slots[::7], slots[5], slots[6] = -1, len(pool) + 3, 2**31 - 2
     apart = torch.stack([slots] * stride, 1).to(getattr(torch, index)).flatten()[::stride]
     if values is None:
         values = hard_rows(tokens, rank + rope + 16, seed)
