@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--layouts", type=_names([x.value for x in MLAKVCacheLayout]), default=())
     parser.add_argument("--peers", type=_names([*PEERS, "none"]), default=PEERS, help=", ".join(PEERS))
     for name in ("heads", "batches", "contexts"):
-        parser.add_argument(f"--{name}", type=_numbers, default=(), help="only these")
+        parser.add_argument(f"--{name}", type=_numbers, default=(), help="only these, such as 1,16 or 8k,32k")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu is a dry run")
