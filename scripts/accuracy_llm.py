@@ -294,7 +294,7 @@ def main() -> None:
     )
     parser.add_argument("--redo", metavar="PATTERN", help="discard earlier scores of these cases")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="stop after the first batch that ends later"
+        "--seconds", type=float, default=math.inf, help="stop after the batch in which this time ends"
     )
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "accuracy_llm.pt", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file too")
@@ -308,7 +308,9 @@ def main() -> None:
     tokens = smollm2.english_token_ids(folder)
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)
     if not 1 < arguments.windows <= len(windows):
-        parser.error(f"--windows {arguments.windows}: the text has 2 to {len(windows)} windows")
+        parser.error(
+            f"--windows {arguments.windows}: give a number from 2 to {len(windows)}, the windows of the text"
+        )
     wanted = [case for case in listed if case is listed[0] or re.search(arguments.cases, case.name)]
     todo = list(still_to_do(state, wanted, arguments.windows))
     if todo:

@@ -198,7 +198,7 @@ def served_table() -> str:
 
 
 def host_table() -> str:
-    """The same after prefixes loaded from a host tier, from `host_layout_cpu.json`."""
+    """Perplexity of text after prefixes loaded from a host tier, from `host_layout_cpu.json`, as Markdown."""
     return _perplexities("host_layout_cpu.json", {"device": "device_layout", "host": "host_layout"})
 
 

@@ -225,7 +225,7 @@ def limits_table(costs: list[dict[str, Any]]) -> str:
 
 
 def readme_table(costs: list[dict[str, Any]]) -> str:
-    """A line per layout: limits on an H100 of the kernel that serves it, and of the kernel before."""
+    """A line per layout: limits on an H100 of the kernel that serves it, and of commit 3a07fce's kernel."""
     # If a layout has two kernels, Gluon's costs come second and replace Triton's: servers use Gluon.
     limits = {(found["layout"], found["heads"]): found["limit_g_rows_per_s"]["H100"] for found in costs}
     columns = [f"{heads} heads" for heads in _README_HEADS]
@@ -263,9 +263,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
-    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="which (all)")
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="to count (all)")
     parser.add_argument(
-        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, of the tile"
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, the tile's"
     )
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5,

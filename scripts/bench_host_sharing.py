@@ -175,7 +175,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if options.pages < RANKS or options.rounds < 1:
-        parser.error(f"--pages {options.pages} --rounds {options.rounds}: at least {RANKS} and 1")
+        parser.error(
+            f"--pages {options.pages} --rounds {options.rounds}: give at least {RANKS} pages and 1 round"
+        )
     require_writable(parser, options.json)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

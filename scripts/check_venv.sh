@@ -45,5 +45,5 @@ case $made in
 esac
 if [ "$found" != "${wanted:-$found}" ]; then
     [ "$origin" = file ] || refuse "$venv has Python $found, and PYTHON=$python is Python $wanted: $anew"
-    echo "make: $venv has Python $found and stays so ($python is Python $wanted)" >&2
+    echo "make: $venv keeps its Python $found; $python is Python $wanted" >&2
 fi

@@ -109,7 +109,7 @@ def picture() -> str:
 def main() -> int:
     """Print, write or compare the picture; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"{PICTURE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
     parser.add_argument("--check", action="store_true", help="compare the result with the file")
     arguments = parser.parse_args()
     svg = picture()

@@ -84,14 +84,20 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_argument_group("what is run")
     what.add_argument(
         "--first-light", action="store_true",
-        help="correctness of kernels and the tile table to commit; nine minutes; --out continues a run",
+        help="correctness of kernels and the tile table to commit; nine minutes; continues the run in --out",
     )  # fmt: skip
-    what.add_argument("--core", action="store_true", help="only steps with torch and triton: no servers")
+    what.add_argument(
+        "--core", action="store_true", help="only steps that need just torch and triton; no servers"
+    )
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
-    what.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="servers' layouts; commas")
-    what.add_argument("--arrangements", type=_names(ARRANGEMENTS), help="servers' arrangements; commas")
+    what.add_argument(
+        "--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="layouts to serve, separated by commas"
+    )
+    what.add_argument(
+        "--arrangements", type=_names(ARRANGEMENTS), help="arrangements to serve, separated by commas"
+    )
     what.add_argument("--only", action="append", default=[], help="steps by name, or a pattern (serve-v3-*)")
     what.add_argument("--list", action="store_true", help="show the steps and run nothing")
     model = made.add_argument_group("a real checkpoint")
@@ -106,8 +112,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
     run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
     run.add_argument(
-        "--time-limit-scale", type=_positive, default=1.0, help="factor of steps' and starts' time limits (1)"
-    )
+        "--time-limit-scale", type=_positive, default=1.0,
+        help="factor of the time limits of steps and of server starts (1)",
+    )  # fmt: skip
     other = made.add_argument_group("two runs")
     other.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="an older results.jsonl")
     other.add_argument(
@@ -262,12 +269,13 @@ def run_all(
     write_lines(results, [header(facts)])
     where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
     print(
-        f"{where}; commit {facts['commit']}{' and changes' if facts['dirty'] else ''}\nresults: {out}",
+        f"{where}; commit {facts['commit']}{' with uncommitted changes' if facts['dirty'] else ''}\n"
+        f"results: {out}",
         flush=True,
     )
     say(f"{in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old)}\n")
     if options.on_gpu and facts["capability"] != HOPPER:
-        print(f"compute capability {facts['capability']}: made for Hopper, {HOPPER}", flush=True)
+        print(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}", flush=True)
     if not options.on_gpu:
         print("no GPU: the reduced form; its times say nothing about a GPU", flush=True)
     records: list[StepRecord] = []

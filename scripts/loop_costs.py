@@ -74,8 +74,8 @@ class Costs:
     ----------
     warp_instructions : float
     clk : dict of str to float
-        Clocks by unit: "issue", "integer", "fma", "special", "shuffle", "tensor", "shared" (instructions for
-        shared memory), "spills" and "loads" (which share its 128 bytes per clock).
+        Clocks by unit: "issue", "integer", "imad", "fma", "special", "shuffle", "tensor", "shared" (accesses
+        to shared memory), "spills" and "loads" (which take the same 128 bytes per clock).
     draining_waits : int
         Waits of a warp per iteration until no product is in flight.
     operations : Counter

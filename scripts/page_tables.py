@@ -12,7 +12,7 @@ __all__ = ["add_arguments", "carry_out", "updated"]
 
 def add_arguments(parser: argparse.ArgumentParser, page: Path) -> None:
     """Add `--write` and `--check`."""
-    parser.add_argument("--write", action="store_true", help=f"into docs/{page.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into docs/{page.name}")
     parser.add_argument("--check", action="store_true", help="compare the result with the page")
 
 

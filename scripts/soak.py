@@ -40,9 +40,9 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 #: Names of `soak_in_server.breakages`, which cannot be imported without SGLang.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
-#: Seconds that a server of the demo's model takes on two idle cores besides its traffic: first for its own
-#: start and that of the cold run; then, per second of traffic, for the checks and the cold run, which sends
-#: every prompt once.
+#: Seconds that a server of the demo's model takes on two idle cores besides its traffic: for its start and
+#: the start of the cold run; for checks and cold run, per second of traffic; and the maximum for checks and
+#: cold run, since a cold run sends every prompt once.
 _STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 
 
@@ -164,8 +164,8 @@ def show(record: dict[str, Any]) -> None:
     """A few lines about one server."""
     if record.get("requests"):
         outputs, counts = record["outputs"], record.get("server_counts", {})
-        print(f"  {record['answers_complete']} answers, {record['answers_given_up']} given up")
-        print(f"  found, in tokens: {record['found_tokens']}; moved: {counts}")
+        print(f"  {record['answers_complete']} answers, {record['answers_given_up']} aborted requests")
+        print(f"  cached tokens by tier: {record['found_tokens']}; counters: {counts}")
         print(
             f"  {record['censuses']} censuses, {record['pages_in_both_tiers_compared']} pages compared that "
             f"were in both tiers; transfers: {record['transfers_compared']}"
@@ -173,7 +173,8 @@ def show(record: dict[str, Any]) -> None:
         print(f"  resident MB of the scheduler: {record['resident_megabytes']}")
         if outputs:
             print(
-                f"  {outputs['outputs']} outputs, {outputs['same_outputs']} as cold, {outputs['near_ties']} "
+                f"  {outputs['outputs']} outputs: {outputs['same_outputs']} equal to the cold run's, "
+                f"{outputs['near_ties']} "
                 f"near ties within {outputs['tie_tolerance']}, {outputs['mismatches']['count']} others; "
                 f"{outputs['same_bits']} of "
                 f"{outputs['compared_tokens']} log-probabilities are the same bits, the others up to "

@@ -192,7 +192,7 @@ def too_few(record: dict[str, Any], device_tokens: int, *, has_store: bool) -> l
     if record["answers_complete"] < ANSWERS:
         found.append(f"{record['answers_complete']} answers, fewer than {ANSWERS}")
     if record["answers_given_up"] < 2:
-        found.append(f"requests given up: {record['answers_given_up']}, fewer than 2")
+        found.append(f"aborted requests: {record['answers_given_up']}, fewer than 2")
     evicted = record["server_counts"]["evicted_tokens"]
     if evicted <= device_tokens:
         found.append(f"{evicted} tokens evicted from a pool of {device_tokens}")

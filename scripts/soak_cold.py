@@ -75,8 +75,8 @@ class Comparison:
     same_outputs : int
         Outputs that equal the cold run's in every token.
     near_ties : int
-        Outputs with other tokens that the cold run rates as good as its own within the tolerance, each after
-        the same preceding tokens, to the end of the output.
+        Outputs with other tokens, all of which the cold run, given the same preceding tokens, rates as good
+        as its own within the tolerance.
     same_bits : int
         Tokens with exactly the cold run's log-probability.
     largest_difference, mean_difference : float

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 
-#: Numbers of tokens of a request.
+#: Numbers of tokens that a request may generate.
 NEW_TOKENS = (1, 4, 12, 32)
 
 #: Size of the windows with which a short text is lengthened. Prompts that begin at the same position of two

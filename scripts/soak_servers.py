@@ -104,7 +104,7 @@ class Leg:
         )
 
 
-#: Every arrangement and write policy, with a store and without. Layouts take these in turn.
+#: Every arrangement and write policy, with and without a store. Layouts take these in turn.
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {
         "arrangement": "token_major",
@@ -163,8 +163,8 @@ def _environment(leg: Leg, extra: dict[str, str]) -> dict[str, str]:
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": package,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # Otherwise a chunk's own queries attend its rows as computed, later ones as stored. The variable has
-        # no effect on sparse attention, and a server of such a model refuses it.
+        # Otherwise a chunk's queries attend its rows as computed, and queries of later chunks attend them as
+        # stored. The variable has no effect on sparse attention, and a server of such a model refuses it.
         **({} if leg.sparse else {env.PREFILL_READS_ROWS: "1"}),
         **(_FEW_COMPILED if leg.model is None else {}),
         **extra,

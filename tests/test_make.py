@@ -105,7 +105,7 @@ def test_the_default_python_does_not_have_to_be_the_environments(checkout, tmp_p
     python_that_is(tmp_path / "bin", "3.99")
     status, printed = make(checkout, "venv", path=tmp_path / "bin")
     assert status == 0
-    assert f".venv has Python {HERE} and stays so (python3 is Python 3.99)" in printed
+    assert f".venv keeps its Python {HERE}; python3 is Python 3.99" in printed
 
 
 def test_a_python_that_is_none(checkout):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check of byte views of pools on a device: every byte of every page, between all arrangements.
+"""Copy pages between the byte views of all arrangements on a device, and check every byte.
 
     python -m regression.canonical --device cuda|cpu --out FOLDER
 
@@ -105,7 +105,7 @@ class Pool:
 
 
 def wrong_bytes(source: Pool, target: Pool, device: str) -> int:
-    """Number of wrong bytes after every second page was copied to another page number."""
+    """Number of wrong bytes after half of the pages, in random order, were copied to random pages."""
     there, here = contents(source.row_bytes, 1), contents(source.row_bytes, 2)
     source.fill(there)
     target.fill(here)

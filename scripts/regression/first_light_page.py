@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["page"]
 
-#: Failed tests on the page; first_light.json has all.
+#: Largest number of failed tests on the page; first_light.json has all.
 _MOST_TESTS = 20
 _MOST_SPLITS = 12
 _REHEARSAL = (
@@ -47,7 +47,7 @@ def _head(report: dict[str, Any]) -> list[str]:
     return [
         f"First light: {report.get('gpu') or 'no GPU'}, driver {now.get('driver', 'unknown')}, "
         f"torch {versions.get('torch')}, triton {versions.get('triton')}",
-        f"commit {commit}{' and changes' if report.get('dirty') else ''}, sources "
+        f"commit {commit}{' with uncommitted changes' if report.get('dirty') else ''}, sources "
         f"{str(report.get('sources_sha256'))[:12]}, {report.get('date')}",
         f"SM clock {' and at the end '.join(clocks)} MHz, highest {now.get('sm_clock_max_mhz', '?')} MHz, "
         f"power limit {now.get('power_limit_w', '?')} W",
@@ -69,11 +69,11 @@ def _right(report: dict[str, Any]) -> Iterator[str]:
         right = [row for row in one["results"] if row["status"] == "measured"]
         if right:
             tiles = {(row["job"]["layout"], str(row["job"]["tile"])) for row in right}
-            yield f"{name}: {len(right)} results of {len(tiles)} tiles as in float64"
+            yield f"{name}: {len(right)} results of {len(tiles)} tiles agree with float64"
     for name, one in _benchmarks(report, "attention"):
         right = [row for row in one["results"] if row["status"] == "measured"]
         own = sum(row["runner"] == "kvpool" for row in right)
-        yield f"{name}: {own} results of mla_decode and {len(right) - own} of peers as in float64"
+        yield f"{name}: {own} results of mla_decode and {len(right) - own} of peers agree with float64"
 
 
 def _wrong(report: dict[str, Any]) -> Iterator[str]:
@@ -122,7 +122,10 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from (f"  {line}" for line in table["reasons"])
     if table["splits"]:
-        yield f"  splits: {len(table['splits'])} workloads where others than the rule's are clearly faster"
+        yield (
+            f"  splits: {len(table['splits'])} workloads where other splits than the rule's are "
+            "clearly faster"
+        )
         yield from (f"    {line}" for line in table["splits"][:_MOST_SPLITS])
 
 
@@ -195,7 +198,7 @@ def _others(report: dict[str, Any]) -> Iterator[str]:
             if row["pages"] == most and row["scattered"] and row["arrangement"] == "layer_major":
                 what = f"{row['engine']} {row['layout']} to {row['host_layout']}, {most} scattered pages"
                 rates = row["to_host_of_pinned_copy"], row["to_device_of_pinned_copy"]
-                yield "{}: {}: {:.2f} out and {:.2f} back of a pinned copy".format(name, what, *rates)
+                yield "{}: {}: {:.2f} of a pinned copy's rate out, {:.2f} back".format(name, what, *rates)
 
 
 def _benchmarks(report: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

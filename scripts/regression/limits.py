@@ -1,6 +1,6 @@
 """Margins of a layout's server to other servers of the same run, with their reasons.
 
-A step outside of them fails. records.py has the margins between two runs.
+A step whose measurements exceed them fails. records.py has the margins between two runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout, SegmentEncoding, check_complete
 
 __all__ = ["BASELINE", "LIMITS", "SAME_TOKENS", "SAME_TOKENS_SPARSE", "SCORES", "Limits"]
 
-#: Layout of SGLang's own rows: its server is what servers of the other layouts are compared with.
+#: Layout of SGLang's own rows. Servers of the other layouts are compared with its server.
 BASELINE = MLAKVCacheLayout.BF16.value
 
 
@@ -54,9 +54,9 @@ _E = SegmentEncoding
 #: Margins by model and layout.
 LIMITS = {
     # 3 layers, random, vocabulary of 512. Distances of the same model in transformers with latents encoded
-    # and decoded: 0.054, 0.055 and 0.146; in float32 instead of bfloat16: 0.014
-    # (tests/gpu/test_server_gpu.py). There 0.91, 0.92 and 0.77 of the most probable tokens are the same, and
-    # 0.97 in float32.
+    # and decoded as `fp8`, `fp8_block_scale` and `fp4`: 0.054, 0.055 and 0.146; in float32 instead of
+    # bfloat16: 0.014 (tests/gpu/test_server_gpu.py). The shares of equal most probable tokens are 0.91, 0.92
+    # and 0.77; in float32 0.97.
     "v3": _by_layout(
         "LIMITS[v3]",
         {
@@ -66,9 +66,10 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.25, 0.03, 0.65),
         },
     ),
-    # Sparse attention, index keys rounded to e4m3: 0.035, 0.031 and 0.112; in float32 0.009. tilelang, which
-    # reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). The share of most probable tokens was
-    # not measured: V3's margin, with a reserve for selections that differ.
+    # Sparse attention, index keys rounded to e4m3. Distances as above: 0.035, 0.031 and 0.112; in float32
+    # 0.009. tilelang, which reads fp8, rounds queries too (tests/gpu/test_dsa_server_gpu.py). The share of
+    # equal most probable tokens was not measured: its margins are V3's with a reserve for selections that
+    # differ.
     "v32": _by_layout(
         "LIMITS[v32]",
         {
@@ -78,9 +79,9 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.60),
         },
     ),
-    # Two of its six layers have rows: 0.03, 0.03 and 0.09, in float32 0.02. The rounding of the other layers
-    # exceeds that of FP8 rows (tests/gpu/test_hybrid_server_gpu.py). With FP8 rows 0.96 of the most probable
-    # tokens are the same.
+    # Two of its six layers have rows. Distances as above: 0.03, 0.03 and 0.09; in float32 0.02. The rounding
+    # of the other layers exceeds that of FP8 rows (tests/gpu/test_hybrid_server_gpu.py). With FP8 rows 0.96
+    # of the most probable tokens are the same.
     "kimi": _by_layout(
         "LIMITS[kimi]",
         {
@@ -90,8 +91,8 @@ LIMITS = {
             _E.E2M1_IN_BLOCKS: Limits(0.20, 0.05, 0.70),
         },
     ),
-    # The trained model of the demo on a CPU, on its held-out text: 0.0003, 0.0201, 0.0083 and 0.0205 from
-    # stock, and 0.9999, 0.988, 0.995 and 0.985 of the most probable tokens the same.
+    # The trained model of the demo on a CPU, on its held-out text. Distances from stock: 0.0003, 0.0201,
+    # 0.0083 and 0.0205; shares of equal most probable tokens: 0.9999, 0.988, 0.995 and 0.985.
     "demo": _by_layout(
         "LIMITS[demo]",
         {

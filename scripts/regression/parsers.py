@@ -183,7 +183,8 @@ def transfer(folder: Path) -> list[Measurement]:
 
 
 def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
-    # Results are written after each shape: an interrupted benchmark has the first shapes, without SGLang's.
+    # Results are written after each shape: an interrupted benchmark has the first shapes, without SGLang's
+    # results.
     found = []
     for row in [*_rows(report, "engines"), *report.get("sglang", [])]:
         if "failed" in row:

@@ -38,7 +38,7 @@ class Kind:
     relative, absolute : float
         Margin: a value may be worse by the larger of `relative` times the old value and `absolute`.
     is_speed : bool
-        Whether it is not compared between different GPUs or with a CPU.
+        Whether it is compared only between runs on GPUs of the same name.
     why : str
     """
 
@@ -195,7 +195,7 @@ class Run:
         Facts of its first line: machine, versions, commit, options.
     steps : dict of str to StepRecord
     is_complete : bool
-        Whether it has its last line.
+        Whether the file has its "end" line.
     """
 
     facts: dict[str, Any]

@@ -40,7 +40,8 @@ class Step:
     limit_s : float
         Time limit, several times the expected duration, so that only a step that hangs reaches it.
     parse : callable
-        Function from its folder to its measurements; ValueError, KeyError, TypeError or OSError without them.
+        Function from its folder to its measurements; it raises ValueError, KeyError, TypeError or OSError if
+        it cannot read them.
     needs : tuple of str
         See `Machine.missing`.
     requires : tuple of str

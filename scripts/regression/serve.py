@@ -31,7 +31,7 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 __all__ = ["main", "run"]
 
 _HIT_PROMPTS, _THROUGHPUT_ROUNDS = 3, 4
-#: Depths of hidden numbers; each is a tenth of the score of its text length.
+#: Depths of hidden numbers; each counts a tenth of the score for a text length.
 _DEPTHS = tuple((number + 0.5) / 10 for number in range(10))
 
 
@@ -220,14 +220,14 @@ def run(request: Request, folder: Path) -> list[str]:
 
 
 def _short(failure: str) -> str:
-    """First and last line of a failure; for a server the latter is the end of its log."""
+    """First and last line of a failure; the last line of a server's failure is the end of its log."""
     lines = [line.strip()[:200] for line in failure.strip().splitlines() if line.strip()]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def main() -> int:
     """Read the request and run it; the last printed line names the failures."""
-    # The server is in its own session: leaving `with` stops it.
+    # The server runs in its own session, so it must be stopped by leaving the `with` block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     folder = Path(sys.argv[1])
     request = Request(**json.loads((folder / "request.json").read_text("utf-8")))

@@ -113,7 +113,7 @@ class _Served:
     more : sequence of str
         Further arguments of the server.
     peers : dict or None
-        Steps that answers are compared with, by name; None for the usual ones.
+        Steps that answers are compared with, by name; None for stock SGLang, `bf16` and `layer_major`.
     needs : sequence of str
         Needs of the machine in addition to the shape's.
     limit_s : float
@@ -195,7 +195,7 @@ class _Served:
 
 
 def _has_host_tier(shape: Shape, layout: str | None) -> bool:
-    """Whether a server has a host tier: on a CPU only with a layout and the memory that SGLang keeps free."""
+    """Whether a server has a host tier: on a CPU, only with a layout and if enough memory is free."""
     if not shape.on_cpu:
         return True
     from sgl_kvpool.demo.compare import has_room_for_host_tier

@@ -59,7 +59,7 @@ class Shape:
     hit_tokens : int
         Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
     pool_tokens : int or None
-        Size of the pool; None for SGLang's choice without a host tier.
+        Size of the pool; None: SGLang chooses it, and the server has no host tier.
     concurrency, request_tokens, new_tokens : int
         For throughput: concurrent requests, prompt length, and generated tokens per request.
     writer : (str, str) or None
@@ -113,7 +113,7 @@ class Shape:
     def server_environment(self, layout: str | None) -> dict[str, str]:
         """Environment of one server, in which all log-probabilities of a prompt depend on stored rows.
 
-        Sparse attention always reads stored rows, and refuses the variable.
+        Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
         """
         asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
         # The demo's class would replace that of every checkpoint with DeepseekV2ForCausalLM.
@@ -217,7 +217,8 @@ def random_shapes(machine: Machine) -> list[Shape]:
     return [
         _dense("v3", ("random_deepseek", "deepseek_v3")),
         _sparse(machine),
-        # Number of states, for which SGLang would use half of the memory; a running request has five.
+        # The number of states is limited, because SGLang would use half of the memory for them; a running
+        # request has five.
         _dense(
             "kimi", ("random_hybrid", "kimi_linear"),
             "--max-running-requests", "16", "--max-mamba-cache-size", "128", hit_tokens=HYBRID_HIT_TOKENS,
@@ -250,7 +251,7 @@ def demo_shape() -> Shape:
         stock=(),
         by_layout={},
         vocabulary=(32, 126),
-        # One window of each module.
+        # One window of every second module.
         prompts=tuple(window.token_ids for window in held_out_windows()[::4]),
         hit_tokens=960,
         pool_tokens=4096,
@@ -293,7 +294,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
         path=str(Path(path).resolve()),
         arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ()), *more),
         stock=(),
-        # SGLang's default for BF16 rows is another backend than that of the layouts.
+        # With BF16 rows SGLang would choose another backend than with the other layouts.
         by_layout={} if on_cpu or is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL),
         arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
         vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,

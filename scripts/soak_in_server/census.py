@@ -21,7 +21,8 @@ from soak_in_server.rows import inward_equal, outward_equal, relative_error, row
 
 __all__ = ["take"]
 
-#: Largest relative error between two computations of a token's row; rows of different tokens are above 1.
+#: Largest relative error between two computations of a token's row; the error between rows of different
+#: tokens is above 1.
 CLOSE = 0.2
 
 

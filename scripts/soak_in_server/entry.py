@@ -18,6 +18,6 @@ def get_internal_state(self, recv_req):
 
 
 SchedulerInternalStateController.get_internal_state = get_internal_state
-# The watch wraps the breakages, as it wraps transfers without them.
+# Breakages come first, so that the watch wraps the damaged functions.
 breakages.apply(os.environ.get(BREAK, "").split(","))
 transfers.watch()

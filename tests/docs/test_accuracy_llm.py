@@ -134,4 +134,4 @@ def test_a_cut_run_goes_on(tmp_path, monkeypatch, capsys):
     assert run("--windows", "2", "--cases", "^`fp4`$") == cut
     with pytest.raises(SystemExit):
         run("--windows", "132")
-    assert "the text has 2 to 131 windows" in capsys.readouterr().err
+    assert "give a number from 2 to 131, the windows of the text" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_what_too_few_requests_did_not_reach():
     }
     assert soak_checks.too_few(few, 2048, has_store=False) == [
         "9 answers, fewer than 20",
-        "requests given up: 1, fewer than 2",
+        "aborted requests: 1, fewer than 2",
         "0 tokens evicted from a pool of 2048",
         "nothing found in the host tier",
     ]

@@ -257,11 +257,11 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
         # 4 ranks hold 75 GiB each; 2 x 3 would not divide 64 heads, 3 not be a multiple of two groups.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
-        ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs do (--tp 4)"),
-        ("too heavy, DP attention", "; 4 GPUs do (--tp 4)"),
+        ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),
+        ("too heavy, DP attention", "; 4 GPUs are enough (--tp 4)"),
         # 37.5 GiB of a rank, of 0.2 x 137.4; a half of that fits. 37.5 / 137.4 is 0.273.
-        ("small part", "--mem-fraction-static 0.2 gives weights and rows 27.5 GiB together; above 0.273 it"),
-        ("small part", "; 16 GPUs do (--tp 16, more than a node of eight has)"),
+        ("small part", "rows 27.5 GiB together; the fraction that the weights need, above 0.273, would"),
+        ("small part", "; 16 GPUs are enough (--tp 16, more than a node of eight has)"),
         ("unknown", "unrecognized arguments: --no-such-flag 3"),
         ("mha", "no multi-head latent attention"),
         ("mha with a layout", "LlamaForCausalLM uses MHA"),

@@ -19,7 +19,7 @@ BENCHMARKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the name of a benchmark, and the benchmark's own arguments after it."""
-    parser.add_argument("benchmark", choices=list(BENCHMARKS), help="which one")
+    parser.add_argument("benchmark", choices=list(BENCHMARKS), help="name of the benchmark")
     rest = parser.add_argument(
         "rest",
         nargs=argparse.REMAINDER,

@@ -32,8 +32,8 @@ SCHEMA_VERSION = 1
 RANK, ROPE = 512, 64
 OPERATIONS = ("encode", "decode", "store", "gather")
 
-#: Least share of a copy's speed, by the encoding of latent values. The CPU values are gates. Encoding is
-#: bound by arithmetic, whose speed depends on the width of vectors.
+#: Least share of a copy's speed, by the encoding of latent values and the operation. The CPU values are
+#: gates. Encoding is bound by arithmetic, whose speed depends on the width of vectors.
 CPU_GATES = {
     (Encoding.E2M1, "gather"): 0.08,
     (Encoding.E4M3, "gather"): 0.04,
@@ -49,7 +49,7 @@ COLUMNS = """\
 encode, decode: values to rows and back; store, gather: the same into and out of scattered rows of a pool
 GB/s:   bytes read and written per second, rows and their bf16 values together
 copy:   GB/s of a plain copy of as many bytes, measured in turn with it
-ratio:  GB/s to copy; 0.1 is a tenth of a copy's speed
+ratio:  GB/s divided by copy; 0.1 is a tenth of a copy's speed
 target: least ratio; on a CPU --check fails below it, on a GPU it is only reported"""
 
 

@@ -51,7 +51,7 @@ LAYERS, PAGE_SIZE = 61, 64
 CONVERTED_PAGES = 8
 #: Bytes of a pool, and number of rounds.
 FULL, QUICK = (1 << 30, 24), (200 << 20, 4)
-#: Bytes of a small pool from whose time that of the measured pool is estimated.
+#: Bytes of a small pool, whose time is extrapolated to estimate that of the measured pool.
 PROBE_BYTES = 64 << 20
 
 
@@ -272,7 +272,7 @@ def parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--plot", type=Path, help="draw the results to this file (PNG)")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing; draw these results")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="transfers' device (cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the pool (cpu)")
     arguments = parser.parse_args(argv)
     if arguments.draw is not None:
         if arguments.plot is None:

@@ -181,7 +181,7 @@ def measure_shape(
             }
             for scattered in (True, False):
                 on_device, on_host = lists_of(pages, available, scattered, page_size, gpu.device)
-                if engine.wants_page_indices:  # the tier makes them before SGLang's transfer stream
+                if engine.wants_page_indices:  # as the host tier does, outside of SGLang's transfer stream
                     on_device = on_device.page_indices()
                 calls = {
                     "to_host": lambda d=on_device, h=on_host, s=store: s.copy(d, h),
@@ -305,7 +305,8 @@ def _measure_peer(
     return row
 
 
-#: Targets: share of a pinned copy, multiple of a pinned copy in bytes of BF16, CPU time.
+#: Targets: share of a pinned copy, multiple of a pinned copy in bytes of BF16, CPU time per transfer and per
+#: run.
 _OF_COPY, _TRANSCODED, _SUBMIT_US, _SUBMIT_US_PER_RUN = 0.95, 2.2, 200.0, 0.7
 _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 

@@ -29,11 +29,11 @@ DIRECTIONS = ("to_host", "to_device")
 #: Explanation of the table's columns.
 COLUMNS = """\
 run bytes: contiguous bytes in the pool, which move together
-of a copy: speed of engine `cpu`, for scattered pages, beside torch's copy of as many contiguous bytes
-           in the same run; 1 is as fast
+of a copy: speed of engine `cpu` for scattered pages, divided by that of torch's copy of as many
+           contiguous bytes in the same run
 target:    least value of `of a copy` in both directions. Single rows (token_major) have no target
-of torch:  the same speed beside torch's copies of the same pages
-as LAYOUT: with another layout on the host, which encodes and decodes; GB/s are bytes of the pool's rows"""
+of torch:  the same speed, divided by that of torch's copies of the same pages
+as LAYOUT: the host has this layout, so rows are encoded and decoded; GB/s count bytes of the pool's rows"""
 
 
 def target(row: dict[str, Any]) -> float | None:

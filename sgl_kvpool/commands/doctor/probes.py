@@ -202,7 +202,7 @@ def _driver(finding: Finding) -> None:
 
 
 #: The codec is not loaded here: a damaged library in tvm-ffi's cache would end this process.
-_CPU_CODEC = "C++ to encode (torch without a compiler), torch to decode"
+_CPU_CODEC = "C++ encoder (torch's if there is no compiler), torch decoder"
 
 
 def used(device: str) -> Finding:

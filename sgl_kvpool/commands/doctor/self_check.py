@@ -67,7 +67,7 @@ def _publish(device: str) -> None:
 
 
 def _pools(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Functions that make a pool, by the words of a server's arguments."""
+    """Functions that make a pool, each with a name made of the server's argument values."""
     from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool, LayoutMLATokenToKVPool
     from sgl_kvpool.srt.pool.mla import SHOWN_DTYPES
 

@@ -41,8 +41,8 @@ def main() -> int:
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         sys.exit(problem)
     load_plugins()
-    # A server on the described GPU checks its hook groups, and some of their modules look for a GPU when they
-    # are imported: they have to be there before it is described.
+    # A server on the described GPU checks its hook groups. Some of their modules look for a GPU when they are
+    # imported, so they must be imported before the GPU is described.
     for group in hook_groups.GROUPS:
         group.problem()
     from sgl_kvpool.commands.plan.sizing import Machine, ServerRequest
@@ -74,7 +74,10 @@ def _enough(wanted: Any, machine: Any, tp_size: int, attention_ranks: int, heads
             continue
         more = replace(wanted, arguments=(*wanted.arguments, "--tp-size", str(count)))
         if "tokens" in _in_a_fork(more, replace(machine, gpu_count=max(count, 8))):
-            return f"{count} GPUs do (--tp {count}{', more than a node of eight has' if count > 8 else ''})"
+            return (
+                f"{count} GPUs are enough (--tp {count}"
+                f"{', more than a node of eight has' if count > 8 else ''})"
+            )
     return f"no number of GPUs is enough if the attention ranks have to divide the {heads} heads"
 
 

@@ -93,7 +93,7 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
 
 
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
-    """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank; 0 if none.
+    """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank, or 0.
 
     The size is that of the rows; index keys of sparse attention and drafts with pools of their own are added.
     Padding, one page and one slot, is not counted.

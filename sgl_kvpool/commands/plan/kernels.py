@@ -48,14 +48,14 @@ def _why_ours(layout: MLAKVCacheLayout) -> str:
     known = SGLANG_READERS[layout]
     if not known.backends:
         return (
-            f"ours: no other backend reads {layout} rows; it reads the rows of the batch once, in their "
+            f"ours: no other backend reads {layout} rows; ours reads the rows of the batch once, in their "
             "stored size"
         )
     casters = sorted(name for name, phases in known.casters.items() if phases == PHASES)
     if casters:
         return (
-            f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; it reads the "
-            "rows of the batch once, in their stored size"
+            f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; ours reads "
+            "the rows of the batch once, in their stored size"
         )
     return "ours, as requested"
 

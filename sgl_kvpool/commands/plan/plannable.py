@@ -126,7 +126,9 @@ def check_heads(model_config: Any) -> None:
 
 
 def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: float, model_config: Any) -> None:
-    """Raise TooHeavy, a ValueError, if no memory is left for rows; SGLang may suggest a fraction above 1.
+    """Raise TooHeavy, a ValueError, if no memory is left for rows.
+
+    SGLang's own error may suggest a --mem-fraction-static above 1.
 
     Parameters
     ----------
@@ -143,8 +145,8 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
     free_gib, rank_gib = machine.gpu_gib - machine.taken_gib, weights_gib / tp_size
     if fraction <= 0:
         raise ValueError(
-            f"--gpu-gb {machine.gpu_gib:g} is less than SGLang keeps of a GPU beside weights and rows: it "
-            f"would take --mem-fraction-static {fraction:g}; give a larger --gpu-gb"
+            f"--gpu-gb {machine.gpu_gib:g} is less memory than SGLang reserves beside weights and rows: it "
+            f"would set --mem-fraction-static to {fraction:g}; give a larger --gpu-gb"
         )
     if rank_gib < free_gib * fraction:
         return
@@ -157,8 +159,8 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
     else:
         why = (
             f"and --mem-fraction-static {fraction:g} gives weights and rows {free_gib * fraction:.1f} GiB "
-            f"together; above {rank_gib / free_gib:.3f} it would leave less than {free_gib - rank_gib:.1f} "
-            "GiB for all else"
+            f"together; the fraction that the weights need, above {rank_gib / free_gib:.3f}, would leave "
+            f"less than {free_gib - rank_gib:.1f} GiB for everything else"
         )
     ranks = get_parallel().attn_tp_size
     raise TooHeavy(f"{what}, {why}", tp_size, ranks, model_config.num_attention_heads)

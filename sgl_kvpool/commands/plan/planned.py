@@ -64,7 +64,7 @@ class PlannedServer:
     host_sharing_ranks : int
         Ranks that share one copy of a host page.
     host_index_bytes : int
-        Host bytes of a token's index keys and in a draft's own pool, which --hicache-size does not count.
+        Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
     workspace_bytes : int
         Workspace of a rank, allocated before the pool.
     """

@@ -86,7 +86,7 @@ def _notes(plan: Plan) -> list[str]:
         if sharing > 1:
             lines.append(
                 f"in host memory {sharing} ranks of a node share one copy of a page "
-                f"(--kv-host-sharing), which holds {sharing} times the tokens of --hicache-size"
+                f"(--kv-host-sharing), so their tier holds {sharing} times the tokens of --hicache-size"
             )
     if tiers and plan.host_gb is not None:
         lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]

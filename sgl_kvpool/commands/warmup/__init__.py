@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     helps = {
         LAYOUT: "only this layout (all)",
         ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
-        HOST_LAYOUT: "accepted for the server's command line; no effect, engines include all layouts",
-        HOST_ENGINE: "accepted for the server's command line; no effect, engines are compiled together",
-        HOST_SHARING: "accepted for the server's command line; no effect",
+        HOST_LAYOUT: "no effect: engines include all layouts; accepted as a server's argument",
+        HOST_ENGINE: "no effect: engines are compiled together; accepted as a server's argument",
+        HOST_SHARING: "no effect; accepted as a server's argument",
     }
     for option in OPTIONS:
         choices = option.values if option is LAYOUT else option.choices

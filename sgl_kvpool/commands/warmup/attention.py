@@ -44,7 +44,7 @@ def publish(served: Served, device: str) -> None:
 
 
 def _split_and_whole(fmt: RowFormat, heads: int, queries: int, width: int, device: str) -> list[int]:
-    """Smallest batches whose lists are cut into several splits and into one split, which use two kernels.
+    """Smallest batch with split lists and smallest batch with whole lists, which use different kernels.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ def test_what_would_be_used(healthy):
     if healthy["probes"]["gpu"]["facts"]["devices"]:
         assert facts["device"] == "cuda"
     else:
-        assert facts["codec"] == "C++ to encode (torch without a compiler), torch to decode"
+        assert facts["codec"] == "C++ encoder (torch's if there is no compiler), torch decoder"
         assert all(
             "kvpool_mla" in facts[name] for name in ("bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope")
         )

@@ -19,7 +19,7 @@ __all__ = ["CpuDevice", "CudaDevice"]
 
 Call = Callable[[], torch.Tensor]
 
-#: Bytes of all lists of a case as a multiple of the L2 cache, if one call reads less than that.
+#: Bytes that the rotating sets of lists read together, at least, as a multiple of the L2 cache.
 _L2_TIMES = 4
 _MAX_SETS = 512
 #: Cycles for which the device waits before a timed call, so that the time excludes launches.
@@ -62,7 +62,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def median_us(self, calls: Sequence[Call]) -> float:
-        """Median time of one call without its launch; the calls take turns. Each has run before."""
+        """Median time of one call without its launch; the calls take turns. All must have run before."""
         rounds = self._rounds(self._one_us(calls[0]))
         return statistics.median(self._one_us(calls[i % len(calls)]) for i in range(rounds))
 

@@ -131,7 +131,7 @@ class Bench:
         }
 
     def rates(self, item: Item, us: float, graph_us: float | None) -> dict:
-        """Rates of a time, and its limits."""
+        """Times of an item with its rates and limits."""
         fmt = MLAKVCacheLayout(item.layout).row_format(RANK, ROPE)
         work = work_of(item.workload, fmt)
         limits = limits_us(work, self.peaks, ours=item.runner == OURS)

@@ -5,13 +5,14 @@
         [--contexts ...] [--peers NAMES|none] [--device cuda|cpu]
 
 Every result is first compared with the float64 reference, with buffers full of NaN before the call. Times are
-medians of CUDA events without launches, over lists that rotate beyond the L2 cache; then again inside a CUDA
-graph. The copy and matrix peaks of the limits are measured in the same run; limits.py has the formulas.
-FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a fresh machine.
+medians between CUDA events, without launches, over rotating sets of lists that together exceed the L2 cache;
+and again inside a CUDA graph. The copy and matrix peaks of the limits are measured in the same run; limits.py
+has the formulas. FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a
+fresh machine.
 
-A workload that does not fit into memory is recorded as skipped, and one for which no time is left as not run:
-the workloads of the targets come first. `--check` fails if a target is missed or a result of ours is wrong.
-A target that could not be measured is reported as such, and counts neither as passed nor as missed.
+A workload that does not fit into memory is recorded as skipped, and a workload for which no time is left as
+not run. The workloads of the targets come first. `--check` fails if a target is missed or a result of ours is
+wrong. A target that could not be measured is reported as such, and counts neither as passed nor as missed.
 
 `--device cpu` runs tiny workloads through the CPU path of `mla_decode`: a dry run whose times mean nothing.
 """
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--layouts", type=_names([x.value for x in MLAKVCacheLayout]), default=())
     parser.add_argument("--peers", type=_names([*PEERS, "none"]), default=PEERS, help=", ".join(PEERS))
     for name in ("heads", "batches", "contexts"):
-        parser.add_argument(f"--{name}", type=_numbers, default=(), help="only these")
+        parser.add_argument(f"--{name}", type=_numbers, default=(), help="only these, such as 1,16 or 8k,32k")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu is a dry run")

@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--heads", type=_numbers, help="query heads per rank, separated by commas (16,8,32)")
-    parser.add_argument("--layouts", type=_layouts, default=tuple(MLAKVCacheLayout), help="commas (all)")
+    parser.add_argument("--layouts", type=_layouts, default=tuple(MLAKVCacheLayout), help="layouts (all)")
     parser.add_argument("--json", type=Path, help="write the results to this file after each measurement")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
