@@ -240,7 +240,7 @@ def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeyp
     attention_rules.check_model(model_config, view)
 
 
-def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
+def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, checkpoints):
     draft = "--speculative-draft-attention-backend"
     for layout, name, words in (
         ("fp4", "triton", "cannot read rows of --kv-cache-layout fp4"),
@@ -248,6 +248,12 @@ def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
     ):
         with pytest.raises(ValueError, match=f"^{draft} {name} {words}"):
             serve("cuda", layout, *SPECULATIVE, draft, name)
+        # Another spelling of the target's folder.
+        path = ("--speculative-draft-model-path", checkpoints["mla"] + "/../mla/")
+        with pytest.raises(ValueError, match=f"^{draft} {name} {words}"):
+            serve("cuda", layout, *SPECULATIVE, draft, name, *path)
+        # Another checkpoint: its pool is checked when it is built.
+        serve("cuda", layout, *SPECULATIVE, draft, name, path[0], checkpoints["mla3"])
     with pytest.raises(ValueError, match="--speculative-eagle-topk 0 does not work"):
         serve(
             "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",

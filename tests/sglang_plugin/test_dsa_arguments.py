@@ -149,6 +149,16 @@ def test_what_our_kernel_does_not_compute(serve, argv, more, message):
         serve("fp4", *argv, **more)
 
 
+def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serve, checkpoints):
+    path, backend = "--speculative-draft-model-path", "--speculative-draft-attention-backend"
+    argv = ("--speculative-algorithm", "EAGLE", backend, "fa3")
+    for same in ((), (path, checkpoints["dsa"]), (path, checkpoints["dsa"] + "/../dsa/")):
+        with pytest.raises(ValueError, match=f"^{backend} fa3 does not attend what"):
+            serve("fp4", *argv, *same)
+    # Another checkpoint: its attention is known when its pool is built.
+    serve("fp4", *argv, path, checkpoints["dsa3"])
+
+
 def test_names_of_other_hardware(serve, monkeypatch):
     text = "--dsa-decode-backend aiter is not for NVIDIA GPUs; use --dsa-prefill-backend flashmla_sparse "
     with pytest.raises(ValueError, match=text):

@@ -22,7 +22,7 @@ from sgl_kvpool.attention.readers import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import device_name, model_name
+from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, model_name
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
 
@@ -146,7 +146,7 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     if view.speculative_algorithm is None:
         return
     draft = view.speculative_draft_attention_backend
-    if view.speculative_draft_model_path in (None, view.model_path):
+    if not has_own_draft(view):
         # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
         # draft model is checked when it is built.
         check_draft(layout, arrangement, draft)

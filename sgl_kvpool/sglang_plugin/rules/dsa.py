@@ -25,7 +25,7 @@ from sgl_kvpool.attention.topk_transform import (
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
@@ -93,7 +93,7 @@ def prepare(
         value = getattr(server_args, field)
         if value is not None:
             _check_backend(f"{flag_of(field)} {value}", value, name)
-    if server_args.speculative_draft_model_path in (None, server_args.model_path):
+    if not has_own_draft(server_args):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
     host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
