@@ -103,8 +103,12 @@ REFUSED = [
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
     ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
     # What is not read by SGLang's backend for sparse attention.
-    ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend .*; leave it out, SGL"),
-    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not attend what"),
+    (
+        "bf16",
+        ("--attention-backend", "fa3"),
+        "--attention-backend fa3 does not compute .*; leave it out, and",
+    ),
+    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not compute the"),
     ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer does not"),
     ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
     ("fp4", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 contradicts .*fp4: auto, bfloat16"),
@@ -153,7 +157,7 @@ def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serv
     path, backend = "--speculative-draft-model-path", "--speculative-draft-attention-backend"
     argv = ("--speculative-algorithm", "EAGLE", backend, "fa3")
     for same in ((), (path, checkpoints["dsa"]), (path, checkpoints["dsa"] + "/../dsa/")):
-        with pytest.raises(ValueError, match=f"^{backend} fa3 does not attend what"):
+        with pytest.raises(ValueError, match=f"^{backend} fa3 does not compute the sparse attention"):
             serve("fp4", *argv, *same)
     # Another checkpoint: its attention is known when its pool is built.
     serve("fp4", *argv, path, checkpoints["dsa3"])
@@ -171,7 +175,7 @@ def test_names_of_other_hardware(serve, monkeypatch):
 def test_one_phase_named(serve):
     """SGLang fills in the other with a backend for dense attention."""
     with pytest.raises(
-        ValueError, match=r"the decode attention backend, \w+, does not attend .*leave out --"
+        ValueError, match=r"the decode attention backend, \w+, does not compute .*leave out --"
     ):
         serve("bf16", "--prefill-attention-backend", "dsa")
 

@@ -215,7 +215,7 @@ def test_a_pool_of_sglangs_own_is_noticed(hooked):
     from sgl_kvpool.sglang_plugin.hooks import pools
 
     kvc = hooked("bf16")
-    with pytest.raises(RuntimeError, match="bf16 was asked for, but SGLang built a DSATokenToKVPool"):
+    with pytest.raises(RuntimeError, match="bf16 was requested, but SGLang built a DSATokenToKVPool"):
         pools._build_token_to_kv_pool(lambda self, **_: stock_pool("bf16"), kvc, sizes=None)
     pool = dsa_pool("bf16")
     assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
