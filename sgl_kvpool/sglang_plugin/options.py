@@ -110,7 +110,7 @@ class Option:
         if written is not None and exported is not None and written != exported:
             raise Refusal(
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
-                f"{exported!r} in the environment ({self.env}); give one of them, or the same"
+                f"{exported!r} in the environment ({self.env}); give only one, or the same value in both"
             )
         if exported is None and self.name in _asked and self.attribute not in vars(server_args):
             # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.

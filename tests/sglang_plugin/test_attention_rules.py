@@ -327,7 +327,7 @@ def test_nothing_is_drafted_on_a_cpu(serve, layout, algorithm):
 
 @pytest.mark.parametrize("pair", [("triton", OURS), (OURS, "triton")])
 def test_one_backend_for_all_phases(serve, pair):
-    with pytest.raises(ValueError, match=f"prefill has {pair[0]} and decode {pair[1]}; use --attention-back"):
+    with pytest.raises(ValueError, match=f"prefill uses {pair[0]} and decode uses {pair[1]}; use --at"):
         serve("cuda", "bf16", *phases(*pair), *SPECULATIVE)
 
 

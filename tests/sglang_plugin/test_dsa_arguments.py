@@ -144,7 +144,7 @@ def test_models_that_fp4_is_not_for(serve, model, message):
             "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout",
         ),
         (("--dtype", "float16"), {}, "--dtype float16 does not work .* use --dtype bfloat16"),
-        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512 "),
+        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512, "),
         ((), {"model": "dsa-rank384"}, "kv_lora_rank=384, .* have 344 bytes; .* multiples of 16 bytes"),
     ],
 )

@@ -189,7 +189,7 @@ def test_numbers_that_the_pool_cannot_follow_from(resolve, checkpoints, field, v
     """By name; the flags are SGLang's own, or its parser would not take them."""
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
-        ValueError, match=f"^{flag} {float(value):g}(.0)? is no .*; give .*, or leave it out$"
+        ValueError, match=f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
     ):
         resolve(checkpoints["mla"], *LAYOUT, f"{flag}={value}")
 

@@ -131,7 +131,7 @@ def _checked_k_scales(
         ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
         raise Refusal(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
-            f"{', '.join(stock)} does not apply it to what it reads in both prefill and decode; use "
+            f"{', '.join(stock)} does not multiply rows by it in both prefill and decode; use "
             f"{ours}--kv-cache-layout bf16"
         )
     return k_scales

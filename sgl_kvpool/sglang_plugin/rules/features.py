@@ -142,7 +142,7 @@ def _captures_whole_prefill(config: Any) -> bool:
 
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
-    Feature("enable_deterministic_inference", "it does not promise the same bits for every batch"),
+    Feature("enable_deterministic_inference", "its results may depend on the batch in their last bits"),
     Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
     Feature(

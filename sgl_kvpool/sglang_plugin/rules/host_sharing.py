@@ -136,7 +136,7 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, s
     if is_dsa(model_config):
         found.append(("a model with sparse attention", "SGLang builds the host pool of its index keys"))
     if is_hybrid(model_config):
-        found.append(("a model with linear attention", "each rank has its own tier of its states"))
+        found.append(("a model with linear attention", "each rank has a host tier of its own for states"))
     if found and requested != AUTO:
         name, why = found[0]
         raise Refusal(
