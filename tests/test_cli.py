@@ -175,7 +175,7 @@ def test_a_server_that_refuses_shows_why(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert any("was asked for, but SGLang 0.6.1 is not a version" in line for line in lines)
+    assert any("was requested, but SGLang 0.6.1 is not a version" in line for line in lines)
     assert lines[-1] == f"the server's log: {tmp_path / 'unfinished' / 'server-fp4.log'}"
     assert len(lines) > 8  # the last lines of its log, as lines
     assert (tmp_path / "demo.json").read_text() == "of an earlier run"

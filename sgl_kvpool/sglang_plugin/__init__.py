@@ -35,7 +35,7 @@ def register() -> None:
     except Exception as error:  # SGLang would log any exception and serve without the layout
         asked = _asked_for()
         if asked:
-            _end(f"{asked} was asked for, but the plugin failed: {error!r}")
+            _end(f"{asked} was requested, but the plugin failed: {error!r}")
         raise
 
 
@@ -55,7 +55,7 @@ def _install() -> None:
     asked = _asked_for()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
         if asked:
-            raise Refusal(f"{asked} was asked for, but {problem}")
+            raise Refusal(f"{asked} was requested, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
         hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return

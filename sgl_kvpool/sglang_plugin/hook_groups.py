@@ -1,7 +1,8 @@
 """Hook groups: which hook points belong together, and which of them a server uses.
 
-A server checks and applies the groups that it uses and no others. Where a hook point of one group differs,
-servers that do not use the group start, and one that does is refused by name before its schedulers start.
+A server checks and applies the groups that it uses and no others. If a hook point of a group has changed in
+SGLang, servers without the group start, and a server that uses the group is refused before its schedulers
+start; the error names the group.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ GROUPS = (
         ),
         is_used=lambda view, model_config: has_host_tier(view),
     ),
-    # Group of programs; the group of the host tier contains the same module.
+    # For programs that describe pools, not for servers; the host tier's group has the same module.
     HookGroup("canonical views", "`sgl_kvpool.srt.pool.describe`", modules=("srt.pool.regions",)),
     HookGroup(
         "host tier of hybrid models",

@@ -34,7 +34,7 @@ def is_dsa(model_config: Any) -> bool:
 
 
 def layers_with_rows(model_config: Any) -> Sequence[int] | None:
-    """Layers of a hybrid model with full attention, while its linear layers keep states; None for others."""
+    """Full-attention layers of a hybrid model, the layers that store rows; None for other models."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     hybrid = mambaish_config(model_config)

@@ -110,13 +110,13 @@ class Option:
         if written is not None and exported is not None and written != exported:
             raise Refusal(
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
-                f"{exported!r} in the environment ({self.env}); give one of them, or the same"
+                f"{exported!r} in the environment ({self.env}); give only one, or the same value in both"
             )
         if exported is None and self.name in _asked and self.attribute not in vars(server_args):
             # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
             raise Refusal(
-                f"this ServerArgs does not say whether it was asked for a {self.words}, and another one of "
-                f"this process was; if it is a copy, use copy.deepcopy, and say which with {self.env}="
+                f"this ServerArgs does not record a {self.words}, and another ServerArgs of this process "
+                f"requested one; if it is a copy, make it with copy.deepcopy, otherwise set {self.env}="
                 f"{'|'.join(self.choices)}"
             )
         return written or exported or self.default
@@ -151,15 +151,15 @@ HOST_ENGINE = Option(
     env.KV_HOST_ENGINE,
     HOST_ENGINES,
     "The engine that moves pages between pool and host tier, with --kv-cache-layout. "
-    f"'{AUTO}' (as without the argument) is chosen when the server starts.",
+    f"'{AUTO}' (as without the argument) chooses one when the server starts.",
 )
 HOST_SHARING = Option(
     "kv_host_sharing",
     env.KV_HOST_SHARING,
     (NODE, RANK),
-    "Whether the tensor-parallel ranks of a machine share one copy of a page in host memory (node), which "
-    "holds as many times the tokens as there are ranks, or keep one each (rank), with --kv-cache-layout. "
-    f"'{AUTO}' (as without the argument) shares where it can.",
+    "Whether the N tensor-parallel ranks of a machine share one copy of a page in host memory (node), so "
+    "that the same memory holds N times the tokens, or keep one copy each (rank), with --kv-cache-layout. "
+    f"'{AUTO}' (as without the argument) shares where that is supported.",
 )
 OPTIONS = (LAYOUT, ARRANGEMENT, HOST_LAYOUT, HOST_ENGINE, HOST_SHARING)
 
@@ -209,6 +209,6 @@ def choose_arrangement(requested: str) -> KVArrangement:
     """Arrangement for a value of --kv-cache-arrangement."""
     if requested != AUTO:
         return KVArrangement.parse(requested)
-    # Every reader reads it as fast as SGLang's own pool. Reads of the other two have not been measured on a
-    # GPU, where nothing in this release makes use of their contiguous pages.
+    # Layer-major rows lie as in SGLang's own pool, and all readers support them. Reads of the other two have
+    # not been measured on a GPU, where this release does not make use of their contiguous pages.
     return KVArrangement.LAYER_MAJOR

@@ -1,8 +1,8 @@
 """Refusals while a scheduler starts, which the launching process prints or raises.
 
-When a scheduler fails, SGLang makes it log its traceback and end the launcher by a signal, also a program
-that called `Engine(...)`. For a refusal, the scheduler writes the text to a file and exits; the launcher
-notices the exit and reads the file.
+In SGLang, a scheduler that fails logs its traceback and ends the launcher by a signal, even if the launcher
+is a program that called `Engine(...)`. With these hooks, a scheduler that is refused writes the text to a
+file and exits; the launcher notices the exit and reads the file.
 """
 
 from __future__ import annotations

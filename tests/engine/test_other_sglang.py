@@ -78,7 +78,7 @@ def test_the_host_tier_is_refused_by_name():
 def test_without_the_opt_in_everything_is_refused(more):
     last = refused(*LAYOUT, *more).rstrip().splitlines()[-1]
     assert last.startswith(
-        f"sgl-kvpool: a KV cache layout was asked for, but SGLang {VERSION} is not a version this release "
+        f"sgl-kvpool: a KV cache layout was requested, but SGLang {VERSION} is not a version this release "
         "was tested with (sglang>=0.5.23,<0.5.24)"
     )
 

@@ -133,7 +133,9 @@ def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
     """As those that lost the layout, which is looked at first."""
     args = arranged("token_major")
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "bf16")
-    with pytest.raises(ValueError, match=rf"asked for a KV cache arrangement.*{ENV}=auto\|layer_major\|"):
+    with pytest.raises(
+        ValueError, match=rf"does not record a KV cache arrangement.*{ENV}=auto\|layer_major\|"
+    ):
         copy.copy(args).resolve_once()
     monkeypatch.setenv(ENV, "token_major")
     record = copy.copy(args)

@@ -240,7 +240,7 @@ def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeyp
     attention_rules.check_model(model_config, view)
 
 
-def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
+def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, checkpoints):
     draft = "--speculative-draft-attention-backend"
     for layout, name, words in (
         ("fp4", "triton", "cannot read rows of --kv-cache-layout fp4"),
@@ -248,6 +248,12 @@ def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve):
     ):
         with pytest.raises(ValueError, match=f"^{draft} {name} {words}"):
             serve("cuda", layout, *SPECULATIVE, draft, name)
+        # Another spelling of the target's folder.
+        path = ("--speculative-draft-model-path", checkpoints["mla"] + "/../mla/")
+        with pytest.raises(ValueError, match=f"^{draft} {name} {words}"):
+            serve("cuda", layout, *SPECULATIVE, draft, name, *path)
+        # Another checkpoint: its pool is checked when it is built.
+        serve("cuda", layout, *SPECULATIVE, draft, name, path[0], checkpoints["mla3"])
     with pytest.raises(ValueError, match="--speculative-eagle-topk 0 does not work"):
         serve(
             "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",
@@ -299,7 +305,7 @@ def test_other_algorithms_are_refused(serve, algorithm):
     text = f"^--speculative-algorithm {algorithm} does not work.*one of: EAGLE, EAGLE3, NEXTN$"
     with pytest.raises(ValueError, match=text) as error:
         serve("cuda", "fp4", "--speculative-algorithm", algorithm)
-    assert "nothing is known" not in str(error.value)
+    assert "it is not known" not in str(error.value)
 
 
 def test_every_algorithm_of_sglang_is_decided():
@@ -321,7 +327,7 @@ def test_nothing_is_drafted_on_a_cpu(serve, layout, algorithm):
 
 @pytest.mark.parametrize("pair", [("triton", OURS), (OURS, "triton")])
 def test_one_backend_for_all_phases(serve, pair):
-    with pytest.raises(ValueError, match=f"prefill has {pair[0]} and decode {pair[1]}; use --attention-back"):
+    with pytest.raises(ValueError, match=f"prefill uses {pair[0]} and decode uses {pair[1]}; use --at"):
         serve("cuda", "bf16", *phases(*pair), *SPECULATIVE)
 
 

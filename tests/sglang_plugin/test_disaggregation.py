@@ -49,9 +49,9 @@ def test_all_pairs_of_layouts(manager_of, bootstrap, prefill, decode):
     with pytest.raises(RuntimeError) as error:
         peer.try_ensure_parallel_info(bootstrap)
     assert str(error.value) == (
-        f"KV cache layout mismatch: the prefill server at {bootstrap} stores {named[0]}, this decode server "
-        f"{named[1]}. Start both with the same --kv-cache-layout; bf16 also works with servers that do not "
-        "have sgl-kvpool."
+        f"KV cache layout mismatch: the prefill server at {bootstrap} stores {named[0]}, and this decode "
+        f"server stores {named[1]}. Start both with the same --kv-cache-layout; bf16 also works with servers "
+        "that do not have sgl-kvpool."
     )
     assert bootstrap not in peer.prefill_info_table
 
@@ -76,7 +76,7 @@ def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
 @pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
     manager_of("prefill", device_pool("bf16"), layout=None)
-    text = rf"stores SGLang's own rows \(bfloat16\), this decode server rows of layout {layout} \("
+    text = rf"stores SGLang's own rows \(bfloat16\), and this decode server stores rows of layout {layout} \("
     with pytest.raises(RuntimeError, match=text):
         manager_of("decode", pool_of(layout)).try_ensure_parallel_info(bootstrap)
 
@@ -89,7 +89,7 @@ def test_a_peer_that_says_nothing_of_its_rows(manager_of, bootstrap, layout):
     if layout == "bf16":
         assert peer.try_ensure_parallel_info(bootstrap)
         return
-    text = f"does not say what rows it stores, this decode server rows of layout {layout} .*--kv-cache-layout"
+    text = f"does not report what rows .* decode server stores rows of layout {layout} .*--kv-cache-layout"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=text):
             peer.try_ensure_parallel_info(bootstrap)
@@ -110,7 +110,7 @@ def test_another_version_of_the_rows_is_refused(manager_of, bootstrap, monkeypat
     with monkeypatch.context() as other:
         other.setattr(layout, "FORMAT_VERSION", layout.FORMAT_VERSION + 1)
         manager_of("prefill", pool_of("fp4"))
-    with pytest.raises(RuntimeError, match=r"b416-v2\), this.*b416-v1\)\. Serve the same.*release of sgl"):
+    with pytest.raises(RuntimeError, match=r"b416-v2\), and this.*b416-v1\)\. Serve the same.*release of"):
         manager_of("decode", pool_of("fp4")).try_ensure_parallel_info(bootstrap)
 
 
@@ -181,7 +181,7 @@ def test_a_draft_with_other_rows_is_compared_too(manager_of, bootstrap):
     manager = manager_of("prefill", pool_of("fp8"), draft=other)
     assert manager.kv_cache_dtype_str == STRINGS["fp8"] + "+fp8-r256-p64-b320-v1"
     peer = manager_of("decode", pool_of("fp8"), draft=pool_of("fp8", layers=1))
-    with pytest.raises(RuntimeError, match=r"b320-v1\), this decode server rows of layout fp8 \("):
+    with pytest.raises(RuntimeError, match=r"b320-v1\), and this decode server stores rows of layout fp8 \("):
         peer.try_ensure_parallel_info(bootstrap)
 
 

@@ -130,7 +130,7 @@ def test_bytes_of_a_token(sized, name, token_bytes):
     ("name", "message"),
     [
         ("sparse by itself", "LlamaForCausalLMEagle3, the draft model, does not use multi-head latent"),
-        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 does not attend what"),
+        ("sparse, rows by another", "--speculative-draft-attention-backend fa3 does not compute the sparse"),
     ],
 )
 def test_drafts_beside_sparse_attention_that_nothing_attends(sized, name, message):

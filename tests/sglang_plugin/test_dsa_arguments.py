@@ -103,8 +103,12 @@ REFUSED = [
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
     ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
     # What is not read by SGLang's backend for sparse attention.
-    ("bf16", ("--attention-backend", "fa3"), "--attention-backend fa3 does not attend .*; leave it out, SGL"),
-    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not attend what"),
+    (
+        "bf16",
+        ("--attention-backend", "fa3"),
+        "--attention-backend fa3 does not compute .*; leave it out, and",
+    ),
+    ("fp4", ("--attention-backend", "kvpool_mla"), "--attention-backend kvpool_mla does not compute the"),
     ("fp4", ("--decode-attention-backend", "flashinfer"), "--decode-attention-backend flashinfer does not"),
     ("fp4", ("--kv-cache-arrangement", "token_major"), "--kv-cache-arrangement token_major does not work"),
     ("fp4", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 contradicts .*fp4: auto, bfloat16"),
@@ -140,13 +144,23 @@ def test_models_that_fp4_is_not_for(serve, model, message):
             "needs a Hopper GPU .*, and this one has 8.9; use --kv-cache-layout",
         ),
         (("--dtype", "float16"), {}, "--dtype float16 does not work .* use --dtype bfloat16"),
-        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512 "),
+        ((), {"model": "dsa-rank1024"}, "kv_lora_rank=1024, .* have 704 bytes; .* up to kv_lora_rank 512, "),
         ((), {"model": "dsa-rank384"}, "kv_lora_rank=384, .* have 344 bytes; .* multiples of 16 bytes"),
     ],
 )
 def test_what_our_kernel_does_not_compute(serve, argv, more, message):
     with pytest.raises(ValueError, match=message):
         serve("fp4", *argv, **more)
+
+
+def test_draft_backends_that_do_not_read_sparse_rows_of_the_same_checkpoint(serve, checkpoints):
+    path, backend = "--speculative-draft-model-path", "--speculative-draft-attention-backend"
+    argv = ("--speculative-algorithm", "EAGLE", backend, "fa3")
+    for same in ((), (path, checkpoints["dsa"]), (path, checkpoints["dsa"] + "/../dsa/")):
+        with pytest.raises(ValueError, match=f"^{backend} fa3 does not compute the sparse attention"):
+            serve("fp4", *argv, *same)
+    # Another checkpoint: its attention is known when its pool is built.
+    serve("fp4", *argv, path, checkpoints["dsa3"])
 
 
 def test_names_of_other_hardware(serve, monkeypatch):
@@ -161,7 +175,7 @@ def test_names_of_other_hardware(serve, monkeypatch):
 def test_one_phase_named(serve):
     """SGLang fills in the other with a backend for dense attention."""
     with pytest.raises(
-        ValueError, match=r"the decode attention backend, \w+, does not attend .*leave out --"
+        ValueError, match=r"the decode attention backend, \w+, does not compute .*leave out --"
     ):
         serve("bf16", "--prefill-attention-backend", "dsa")
 

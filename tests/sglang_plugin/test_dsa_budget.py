@@ -215,7 +215,7 @@ def test_a_pool_of_sglangs_own_is_noticed(hooked):
     from sgl_kvpool.sglang_plugin.hooks import pools
 
     kvc = hooked("bf16")
-    with pytest.raises(RuntimeError, match="bf16 was asked for, but SGLang built a DSATokenToKVPool"):
+    with pytest.raises(RuntimeError, match="bf16 was requested, but SGLang built a DSATokenToKVPool"):
         pools._build_token_to_kv_pool(lambda self, **_: stock_pool("bf16"), kvc, sizes=None)
     pool = dsa_pool("bf16")
     assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
@@ -231,5 +231,5 @@ def test_a_k_scale_has_no_reader(hooked, scaled):
     if scaled == 1.0:
         assert pool_of(kvc, 128).k_scale(0) == 1.0
         return
-    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0, and .*dsa does not apply .*layout bf16"):
+    with pytest.raises(ValueError, match=r"k_scale=0\.5 in layer 0, and .*dsa does not multiply .*bf16"):
         classes_of(kvc)

@@ -91,7 +91,7 @@ def test_on_another_sglang_too(launcher, other_sglang):
     # A variable of ours is a request as well.
     done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), KVPOOL_PREFILL_READS_ROWS="1")
     assert done.returncode == 1
-    assert "KVPOOL_PREFILL_READS_ROWS=1 was asked for, but SGLang 0.6.1 is not" in done.stderr
+    assert "KVPOOL_PREFILL_READS_ROWS=1 was requested, but SGLang 0.6.1 is not" in done.stderr
     for name, value in (("KVPOOL_PREFILL_READS_ROWS", "0"), ("KVPOOL_KV_CACHE_LAYOUT", "auto")):
         assert launcher.run(LOAD, PYTHONPATH=str(other_sglang), **{name: value}).stdout == "went on\n"
 

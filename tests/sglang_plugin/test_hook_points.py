@@ -131,7 +131,7 @@ def test_another_version_that_was_asked_for_something_refuses(run, other_sglang,
     done = run(LOAD.format(argv=argv) + "print('went on')", pythonpath=other_sglang, **environment)
     asked = "arrangement" if "token_major" in [*argv, *environment.values()] else "layout"
     assert done.returncode == 1
-    assert f"a KV cache {asked} was asked for, but SGLang 0.6.1" in done.stderr
+    assert f"a KV cache {asked} was requested, but SGLang 0.6.1" in done.stderr
     assert "went on" not in done.stdout
     assert "SGLang 0.6.1" in done.stderr
     assert "sglang>=0.5.23,<0.5.24" in done.stderr
@@ -317,7 +317,7 @@ def test_a_fix_that_cannot_be_had_stops_a_scheduler(run_in_scheduler, breakage, 
 def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
     done = run(LOAD.format(argv=["x"]) + "print('went on')", pythonpath=other_sglang, KVPOOL_FIX_TOPK="1")
     assert done.returncode == 1
-    assert "KVPOOL_FIX_TOPK=1 was asked for, but SGLang 0.6.1 is not" in done.stderr
+    assert "KVPOOL_FIX_TOPK=1 was requested, but SGLang 0.6.1 is not" in done.stderr
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):

@@ -71,7 +71,7 @@ def test_they_need_a_layout_and_a_host_tier(
     text = rf"^{flag} {value} \(or {variable}\) does nothing without --enable-hierarchical-cache; add that"
     with pytest.raises(ValueError, match=text):
         arranged(None, flag, value, layout="bf16")
-    text = rf"^{flag} {value} \(or {variable}\) is about pools of sgl-kvpool.*add --kv-cache-layout bf16"
+    text = rf"^{flag} {value} \(or {variable}\) applies to pools of sgl-kvpool.*add --kv-cache-layout bf16"
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], HICACHE, flag, value)
     monkeypatch.setenv(variable, value)

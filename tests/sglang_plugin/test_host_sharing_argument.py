@@ -158,9 +158,10 @@ def takes_our_pool(args, layout):
 def test_ranks_do_not_share_pages_beside_other_drafts(drafted, capfd, name):
     algorithm = {"NEXTN": "EAGLE"}.get(NOT_PACKED[name][2][0], NOT_PACKED[name][2][0])
     assert sharing(drafted(NOT_PACKED[name])) == "rank"
+    why = "ranks share the rows only of drafts "
     (line,) = [text for text in capfd.readouterr().err.splitlines() if "--kv-host-sharing" in text]
-    assert f"sgl-kvpool: --kv-host-sharing rank (--speculative-algorithm {algorithm}: of drafts, " in line
-    said = f"^--kv-host-sharing node does not work with --speculative-algorithm {algorithm}: of drafts, only "
+    assert f"sgl-kvpool: --kv-host-sharing rank (--speculative-algorithm {algorithm}: {why}" in line
+    said = f"^--kv-host-sharing node does not work with --speculative-algorithm {algorithm}: {why}"
     with pytest.raises(ValueError, match=said) as refused:
         drafted(NOT_PACKED[name], "--kv-host-sharing", "node")
     assert str(refused.value).endswith("; leave out --kv-host-sharing, or give rank")

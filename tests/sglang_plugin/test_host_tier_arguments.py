@@ -70,12 +70,12 @@ def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy)
     ("argv", "text"),
     [
         *(
-            (("--hicache-ratio", bad), f"--hicache-ratio {float(bad)} is no number")
+            (("--hicache-ratio", bad), f"--hicache-ratio {float(bad)} is not a valid number")
             for bad in ("0", "-2", "nan", "inf")
         ),
-        (("--hicache-size", "-3"), "--hicache-size -3 is no number of GB"),
-        (("--page-size", "0"), "--page-size 0 is no number of tokens"),
-        (("--page-size", "-1"), "--page-size -1 is no number of tokens"),
+        (("--hicache-size", "-3"), "--hicache-size -3 is not a valid number of GB"),
+        (("--page-size", "0"), "--page-size 0 is not a valid number of tokens"),
+        (("--page-size", "-1"), "--page-size -1 is not a valid number of tokens"),
     ],
 )
 def test_numbers_that_are_none(arranged, argv, text):

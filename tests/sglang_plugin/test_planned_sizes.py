@@ -252,8 +252,8 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("capped", "--max-total-tokens"),
         ("three ranks", "3 attention ranks do not divide the 64 heads of DeepseekV3ForCausalLM"),
         ("no mtp", "DeepseekV3ForCausalLM has no MTP layers (num_nextn_predict_layers"),
-        ("all and more", "--mem-fraction-static 1.5 is no share of the memory; give"),
-        ("no page", "--page-size 0 is no number of tokens"),
+        ("all and more", "--mem-fraction-static 1.5 is not a valid share of the memory; give"),
+        ("no page", "--page-size 0 is not a valid number of tokens"),
         ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
         # 4 ranks hold 75 GiB each; 2 x 3 would not divide 64 heads, 3 not be a multiple of two groups.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),

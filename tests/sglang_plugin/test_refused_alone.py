@@ -76,12 +76,12 @@ def refused_by_arguments(done):
         (
             (*LAYOUT, "--max-total-tokens", "-5"),
             {},
-            "--max-total-tokens -5 is no number of tokens; give 1 or more",
+            "--max-total-tokens -5 is not a valid number of tokens; give 1 or more",
         ),
         (
             (*LAYOUT, "--page-size=-64"),
             {},
-            "--page-size -64 is no number of tokens; give 1 or more, or leave it",
+            "--page-size -64 is not a valid number of tokens; give 1 or more, or leave it",
         ),
         (
             (),
@@ -153,7 +153,7 @@ except ValueError as error:
             {},
             "--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does",
         ),
-        ("kv_cache_layout='fp4', page_size=-64", {}, "--page-size -64 is no number of tokens"),
+        ("kv_cache_layout='fp4', page_size=-64", {}, "--page-size -64 is not a valid number of tokens"),
         (
             "",
             {"SGLANG_KVPOOL_KV_CACHE_LAYOUT": "fp4"},
@@ -189,7 +189,7 @@ def test_numbers_that_the_pool_cannot_follow_from(resolve, checkpoints, field, v
     """By name; the flags are SGLang's own, or its parser would not take them."""
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
-        ValueError, match=f"^{flag} {float(value):g}(.0)? is no .*; give .*, or leave it out$"
+        ValueError, match=f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
     ):
         resolve(checkpoints["mla"], *LAYOUT, f"{flag}={value}")
 

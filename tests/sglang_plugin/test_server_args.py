@@ -292,7 +292,7 @@ def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypat
         lambda: msgspec.structs.replace(args, port=30001),
         lambda: ServerArgs(**msgspec.structs.asdict(args)),
     ):
-        with pytest.raises(ValueError, match=r"does not say whether it was asked.*LAYOUT=auto\|bf16"):
+        with pytest.raises(ValueError, match=r"does not record a KV cache layout.*LAYOUT=auto\|bf16"):
             make().resolve_once()
         for value, layout in (("auto", None), ("fp4", "fp4")):
             monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", value)

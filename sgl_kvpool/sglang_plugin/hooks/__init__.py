@@ -1,1 +1,1 @@
-"""One module per place of SGLang that is changed."""
+"""Hooks around functions of SGLang, with one module per part of SGLang."""

@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def name_lists() -> tuple[list[str], ...]:
-    """SGLang's lists of backend names to which ours is added in place, since other modules share them."""
+    """SGLang's lists of backend names; our name is added in place, since modules share the list objects."""
     from sglang.srt.arg_groups.choices import CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 

@@ -113,8 +113,8 @@ def _pools_behind(args: Any) -> list[Any]:
         if pool is None or page_bytes != size:
             raise RuntimeError(
                 f"SGLang describes buffer {number} of {of_target} to its peers with pages of {size} bytes, "
-                f"and no pool of sgl-kvpool has that; leave out {LAYOUT.flag} or --disaggregation-mode, and "
-                "report the server's arguments"
+                f"and no pool of sgl-kvpool has such pages; leave out {LAYOUT.flag} or --disaggregation-mode"
+                ", and report the server's arguments"
             )
         found[pool] = None
     return list(found)
@@ -124,7 +124,7 @@ def _pools_behind(args: Any) -> list[Any]:
 
 
 def _on_cpu(args: Any, transfer_backend: str) -> None:
-    """Set for `--device cpu` what SGLang leaves out; it supports both values.
+    """Set two values for `--device cpu` that SGLang supports, but does not set.
 
     SGLang's prefill server passes page indices to Mooncake through pinned memory and a CUDA event if the
     sender supports tensors (prefill.py:1746), otherwise as numpy arrays. SGLang declares all buffers to NIXL

@@ -161,8 +161,8 @@ def require_mla(runner: Any) -> None:
 def _create_draft(original, self, backend_name, backend_map, error_template, stamps_children=False):
     """Add our backends to the map in which SGLang looks up the name.
 
-    Only the backends of draft decoding contain one backend per step, whose names SGLang sets too; its
-    argument `stamps_children` distinguishes the two maps.
+    SGLang calls this function with two maps, for draft decoding and for draft extend. It passes
+    `stamps_children` with the former, whose backends contain one backend per step.
     """
     runner = self.draft_model_runner
 

@@ -71,7 +71,7 @@ def attach(backend: Any) -> None:
 
     fmt, device = backend.token_to_kv_pool.row_format, backend.device
     needed = sparse_workspace_bytes(fmt, backend.num_q_heads, backend.dsa_index_topk, device)
-    # Backends of target, draft and draft steps run one after the other and share it.
+    # Backends of target, draft and draft steps run one after the other and share the workspace.
     workspace = get_buffer(f"kvpool_dsa_decode_{needed}", lambda: DecodeWorkspace(needed, device))
     setattr(backend, _READER, SparseReader(fmt, workspace))
 
@@ -87,7 +87,7 @@ def reader_of(backend: Any) -> Any:
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
     """Make SGLang choose for each batch from the user's argument, not from its previous choice.
 
-    SGLang leaves its choice unchanged for a batch with dense attention, and then treats it as that batch's.
+    For a batch with dense attention SGLang does not choose, and uses its choice for an earlier batch.
     """
     if self.enable_auto_select_prefill_impl:
         self.dsa_prefill_impl = "flashmla_auto"
@@ -125,7 +125,7 @@ def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
 
 
 def _dequantize_k_cache_paged_dsa(original, quant_k_cache, page_table_1_flattened, *args, **kwargs):
-    """Keys of some slots: scaled rows by SGLang's kernel, bytes by our codec."""
+    """Decode the keys of some slots: uint8 rows with our codec, other rows with SGLang's kernel."""
     if quant_k_cache.dtype != torch.uint8:
         return original(quant_k_cache, page_table_1_flattened, *args, **kwargs)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool

@@ -196,7 +196,7 @@ def _write(original, self, device_indices, priority=None, node_id=-1, extra_pool
 
 
 def _move_pool_indices(original, self, host_pool, host_indices, device_indices, *, write_back_jit):
-    """Put lists where our engines need them; SGLang's backends need both on the GPU or both on the CPU."""
+    """Put slot lists on the devices that our engines need; SGLang's backends need both on one device."""
     if not _moved_by_us(host_pool):
         return original(self, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
     return host_pool.slots_for_transfer(host_indices, device_indices)

@@ -53,7 +53,7 @@ def _launch_scheduler_processes(original, cls, server_args, *args, **kwargs):
 
 
 def _launch_scheduler_actors(original, self_or_cls, server_args, *args, **kwargs):
-    """Refuse a layout if Ray launches the schedulers; the arguments of `RayEngine(...)` do not show it."""
+    """Refuse a layout if Ray launches the schedulers; `RayEngine(...)` has no argument that shows this."""
     layout = layout_of(server_args)
     if layout is not None:
         raise Refusal(

@@ -1,8 +1,9 @@
 """Hooks of decode servers: a prefill server with other rows fails only its own requests.
 
-At the first request of such a prefill server, SGLang ends the decode server. It learns of a prefill server
-with that request, so this cannot be found at start. The prefill server is not notified, and holds the
-request, and with it the client behind a router, for `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
+At the first request of such a prefill server, SGLang ends the decode server. A decode server learns of a
+prefill server with that request, so the mismatch cannot be found at start. SGLang does not notify the prefill
+server, which holds the request, and with it the client behind a router, for
+`SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
     """Raise PeerMismatch for a prefill server that does not match, or does not report its rows.
 
     SGLang's error for other rows names `--kv-cache-dtype`, which would not help, and SGLang accepts a peer
-    that reports no dtype. Other errors, as for page size or stages, also concern this prefill server only;
-    SGLang asserts some of what it compares.
+    that reports no dtype. Errors about page size or stages, some of which are failed assertions, also concern
+    this prefill server only.
     """
     try:
         known = original(self, bootstrap_addr)
@@ -88,15 +89,15 @@ def _try_ensure_parallel_info(original, self, bootstrap_addr):
         prefill, decode = strings
         raise PeerMismatch(
             f"KV cache layout mismatch: the prefill server at {bootstrap_addr} stores {_described(prefill)}, "
-            f"this decode server {_described(decode)}. {_remedy(prefill, decode)}"
+            f"and this decode server stores {_described(decode)}. {_remedy(prefill, decode)}"
         ) from error
     if known and MARK in self.kv_cache_dtype_str:
         info = self.prefill_info_table.get(bootstrap_addr)
         if info is not None and info.kv_cache_dtype is None:
             del self.prefill_info_table[bootstrap_addr]
             raise PeerMismatch(
-                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not say what rows it "
-                f"stores, this decode server {_described(self.kv_cache_dtype_str)}. "
+                f"KV cache layout mismatch: the prefill server at {bootstrap_addr} does not report what rows "
+                f"it stores, and this decode server stores {_described(self.kv_cache_dtype_str)}. "
                 f"{_remedy('', self.kv_cache_dtype_str)}"
             )
     return known

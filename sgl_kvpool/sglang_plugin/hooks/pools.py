@@ -108,7 +108,7 @@ def _readers(configurator: Any) -> tuple[str, ...]:
 
 
 def _layers_with_rows(configurator: Any) -> Collection[int] | None:
-    """Model layers with rows; None if all have rows. Linear layers may be of the same class (lightning)."""
+    """Model layers with rows; None if all have rows. A linear layer may be a `RadixAttention` (lightning)."""
     layers = layers_with_rows(configurator.model_config)
     # A hybrid draft is one MLA layer, to which SGLang's builder of pools gives the number 0.
     return (0,) if layers is not None and configurator.is_draft_worker else layers
@@ -131,7 +131,7 @@ def _checked_k_scales(
         ours = "" if DSA_BACKEND in stock else f"--attention-backend {KVPOOL_BACKEND}, or "
         raise Refusal(
             f"the checkpoint has k_scale={k_scales[scaled[0]]} in layer {scaled[0]}, and attention backend "
-            f"{', '.join(stock)} does not apply it to what it reads in both prefill and decode; use "
+            f"{', '.join(stock)} does not multiply rows by it in both prefill and decode; use "
             f"{ours}--kv-cache-layout bf16"
         )
     return k_scales
@@ -182,7 +182,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
 
     if not isinstance(pool, RowPool) or pool.kv_cache_layout is not layout:
         raise RuntimeError(
-            f"--kv-cache-layout {layout} was asked for, but SGLang built a {type(pool).__name__}; "
+            f"--kv-cache-layout {layout} was requested, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
     arrangement = asked_arrangement(self)

@@ -142,7 +142,7 @@ def _nested(backend: Any) -> list[Any]:
 
 
 def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
-    """First and last absorbed attention layer of a model that has rows."""
+    """First and last of a model's absorbed attention layers that have rows."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sgl_kvpool.srt.attention.layers import is_absorbed
@@ -156,7 +156,7 @@ def _absorbed_layers(model: Any, pool: Any) -> list[Any]:
 
 
 def _controller(tree: Any) -> Any:
-    """SGLang's controller of our host tier; None without one."""
+    """SGLang's controller of our host tier; None if the server has no such tier."""
     controller = getattr(tree, "cache_controller", None)
     if controller is None or not is_ours(controller.mem_pool_host.anchor_entry.host_pool):
         return None

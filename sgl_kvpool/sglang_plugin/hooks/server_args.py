@@ -48,12 +48,12 @@ _installed = False
 def require_decided(server_args: Any) -> None:
     """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
 
-    The environment requests a layout, but no argument was checked, and the layout's dtype was not declared to
-    SGLang.
+    Then the environment requests a layout, but no argument was checked, and the layout's dtype was not
+    declared to SGLang.
     """
     if getattr(server_args, LAYOUT.attribute, None) is None:
         raise RuntimeError(
-            f"{LAYOUT.env} asks for a layout, but the server's arguments were resolved before "
+            f"{LAYOUT.env} requests a layout, but the server's arguments were resolved before "
             "SGLang's plugins were loaded; call sglang.srt.plugins.load_plugins() before ServerArgs(...), "
             f"or start the server with {LAYOUT.flag}"
         )

@@ -50,7 +50,7 @@ def _shared_tier(tree: Any) -> Any:
 
 
 def _check_hicache_events(original, self):
-    """Every rank calls this in every step, whether it has pages to store or not."""
+    """Submit backups once the ranks agree; SGLang calls this on every rank in every step."""
     shared = _shared_tier(self)
     if shared is None:
         return original(self)

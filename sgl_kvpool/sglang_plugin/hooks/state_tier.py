@@ -61,7 +61,7 @@ def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
         memory = get_memory()
         row_gb, state_gb = tier_bytes.planned_gb(memory.hicache_ratio, memory.hicache_size)
         raise HostTierTooLarge(
-            f"{error}. For this hybrid model it was divided into {row_gb:.2f} GB of rows and "
+            f"{error}. For this hybrid model the tier was divided into {row_gb:.2f} GB of rows and "
             f"{state_gb:.2f} GB of states of linear layers"
         ) from error
     finally:
@@ -209,7 +209,7 @@ def _init_load_back(original, self, params):
 
 
 def watch_store(controller: Any) -> None:
-    """Check the states that a controller's store reads and writes; each store is a separate object."""
+    """Check the states that a store reads and writes; on the object, since a store may be of any class."""
     tier, store = _state_tier(controller), controller.storage_backend
     if tier is not None:
         store.batch_get_v2 = functools.partial(_get_states, tier, store.batch_get_v2)
@@ -241,8 +241,8 @@ def _get_states(tier, original, transfers, extra_info=None):
             metrics.failed("page_read", f"state {', '.join(keys)} of the store")
             continue
         # Stores that copy have verified the state already; it is hashed once more, in SGLang's thread for
-        # stores. SGLang passes one state, of the last page of a prefix; if it passed several, all would be
-        # misses.
+        # stores. SGLang passes one state, of the last page of a prefix; if it passed several and one were
+        # damaged, all would be misses.
         with tier.stored_under(_keys_by_slot(transfer)):
             damaged = tier.first_damaged(transfer.host_indices)
         if damaged is not None:

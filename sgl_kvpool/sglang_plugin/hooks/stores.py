@@ -1,9 +1,9 @@
 """Hooks of the stores under a host tier: checksums of pages are written and verified, failures are counted.
 
-SGLang has two kinds of stores. Stores that copy exchange pages through the tier (`get_data_page`), which
-computes and verifies checksums. Stores without copies (Mooncake, NIXL, ...) read and write the tier's memory:
-checksums are written before such a store reads, and verified after it has written. Some of these copy
-nevertheless; the tier then verifies twice.
+SGLang has two kinds of stores. A store that copies calls methods of the tier for each page
+(`get_data_page`), which compute and verify checksums. A store without copies (Mooncake, NIXL, ...) reads and
+writes the tier's memory: checksums are written before it reads, and verified after it has written. Some
+stores of the second kind call these methods too; the tier then verifies twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _keys(controller: Any, hash_values: list[str], host_indices: Any) -> dict[in
 
 
 def _generic_page_get(original, self, operation, hash_values, host_indices, extra_info=None):
-    """Number of pages that could be read, from the first on; a damaged page ends them and is a miss."""
+    """Number of pages read, from the first on; the first damaged page and all pages after it are misses."""
     return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=False)
 
 

@@ -67,7 +67,7 @@ class Number:
             return None
         allowed = f"one above {self.least:g}" if self.is_positive else f"{self.least:g} or more"
         limit = "" if self.most == _LARGEST else f", at most {self.most:g}"
-        return f"{self.flag} {value} is no {self.noun}; give {allowed}{limit}, or leave it out"
+        return f"{self.flag} {value} is not a valid {self.noun}; give {allowed}{limit}, or leave it out"
 
 
 #: Numbers checked with a layout. SGLang accepts any value, and most bad ones end as "Not enough memory" when
@@ -140,9 +140,9 @@ def _check_without_layout(requested: dict[Option, str], server_args: Any) -> Non
     for option, value in requested.items():
         if value != option.default:
             raise Refusal(
-                f"{option.flag} {value} (or {option.env}) is about pools of sgl-kvpool, and this server has "
-                f"none without a layout; leave it out, or add {LAYOUT.flag} {MLAKVCacheLayout.BF16}, which "
-                "keeps SGLang's rows"
+                f"{option.flag} {value} (or {option.env}) applies to pools of sgl-kvpool, and a server "
+                f"without a layout uses SGLang's pools; leave it out, or add {LAYOUT.flag} "
+                f"{MLAKVCacheLayout.BF16}, which keeps SGLang's rows"
             )
     for field in (*BACKEND_FIELDS, "speculative_draft_attention_backend"):
         if getattr(server_args, field) == KVPOOL_BACKEND:

@@ -22,7 +22,7 @@ from sgl_kvpool.attention.readers import (
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal, use
-from sgl_kvpool.sglang_plugin.models import device_name, model_name
+from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, model_name
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FEATURES, DRAFT_FEATURES, Feature, first_in_use
 
@@ -48,7 +48,7 @@ _UNSHOWN_ALGORITHMS = {
     "DFLASH": "its drafts attend later tokens",
     "DSPARK": "its drafts attend later tokens, and its verification has requests of unequal lengths",
     "FROZEN_KV_MTP": "its drafts read the target's pool",
-    "UNO": "SGLang has it for fa3 alone",
+    "UNO": "SGLang supports it with fa3 only",
 }
 
 #: Fields of ServerArgs that the rules of speculative decoding read.
@@ -146,7 +146,7 @@ def check_backends(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: A
     if view.speculative_algorithm is None:
         return
     draft = view.speculative_draft_attention_backend
-    if view.speculative_draft_model_path in (None, view.model_path):
+    if not has_own_draft(view):
         # The draft is a layer of the same checkpoint, with a pool of the same rows. The pool of a separate
         # draft model is checked when it is built.
         check_draft(layout, arrangement, draft)
@@ -164,10 +164,10 @@ def _check_device(layout: MLAKVCacheLayout, arrangement: KVArrangement, view: An
         f"attention backend {KVPOOL_BACKEND} runs on NVIDIA GPUs and on CPUs only, and the device is "
         f"{device}; "
         + (
-            f"name a stock one with --attention-backend ({', '.join(stock)}) or use one of those"
+            f"use a backend of SGLang with --attention-backend ({', '.join(stock)}), or a supported device"
             if stock
-            else f"{arrangement} rows of layout {layout} have no other reader: use one of those, or bf16 in "
-            "layer_major with a stock --attention-backend"
+            else f"{arrangement} rows of layout {layout} have no other reader: use a supported device, or "
+            "bf16 in layer_major with an --attention-backend of SGLang"
         )
     )
 
@@ -191,7 +191,7 @@ def check_model(model_config: Any, view: Any) -> None:
     if KVPOOL_BACKEND not in backends_in_use(view):
         return
     if getattr(model_config.hf_text_config, "llama_4_scaling", None):
-        # Mistral-Large-3 has it. SGLang leaves the scaling to the backends in a list that contains ours, and
+        # Mistral-Large-3 sets it. SGLang leaves the scaling to the backends in a list that contains ours, and
         # passes the factor to TensorRT-LLM's backends only (forward_mla.py:726).
         raise Refusal(
             f"{model_name(model_config)} scales queries by their position (llama_4_scaling), and SGLang does "
@@ -204,8 +204,8 @@ def check_model(model_config: Any, view: Any) -> None:
     if rank > MAX_LATENT_RANK:
         raise Refusal(
             f"the model has kv_lora_rank={rank}, and attention backend {KVPOOL_BACKEND} computes up to "
-            f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or bf16 with a stock "
-            "--attention-backend"
+            f"{MAX_LATENT_RANK} on CUDA; serve it without {LAYOUT.flag}, or use bf16 with an "
+            "--attention-backend of SGLang"
         )
     if dtype not in ("bfloat16", "float16"):
         raise Refusal(
@@ -244,15 +244,15 @@ def _check_speculation(in_use: tuple[str | None, str | None], view: Any) -> None
         )
     name = {"NEXTN": "EAGLE"}.get(algorithm.upper(), algorithm.upper())  # as SGLang resolves it later
     if name not in SPECULATIVE_ALGORITHMS:
-        reason = _UNSHOWN_ALGORITHMS.get(name, "nothing is known of what it attends")
+        reason = _UNSHOWN_ALGORITHMS.get(name, "it is not known which tokens it attends")
         raise Refusal(
             f"{flag} does not work with attention backend {KVPOOL_BACKEND}: {reason}; leave it out, or "
             f"{use((*SPECULATIVE_ALGORITHMS, 'NEXTN'))}"
         )
     if not all(ours):
         raise Refusal(
-            f"{flag} needs one attention backend for all phases, which is the draft's too, and here prefill "
-            f"has {in_use[0]} and decode {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
+            f"{flag} needs the same attention backend for prefill, decode and draft, but prefill uses "
+            f"{in_use[0]} and decode uses {in_use[1]}; use --attention-backend {KVPOOL_BACKEND} alone"
         )
     topk = view.speculative_eagle_topk
     if topk not in (None, 1):

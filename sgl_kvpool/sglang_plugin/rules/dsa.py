@@ -25,7 +25,7 @@ from sgl_kvpool.attention.topk_transform import (
 from sgl_kvpool.layout import POOL_ALIGN_BYTES, MLAKVCacheLayout
 from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
-from sgl_kvpool.sglang_plugin.models import device_name, is_rocm, model_name, row_format_of
+from sgl_kvpool.sglang_plugin.models import device_name, has_own_draft, is_rocm, model_name, row_format_of
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 from sgl_kvpool.sglang_plugin.rules import host_tier as host_tier_rules
 from sgl_kvpool.sglang_plugin.rules.features import BACKEND_FIELDS, READER_FEATURES, first_in_use, flag_of
@@ -87,13 +87,13 @@ def prepare(
     if arrangement is not KVArrangement.LAYER_MAJOR:
         raise Refusal(
             f"{ARRANGEMENT.flag} {arrangement} does not work with {name}: the kernels of sparse attention "
-            "take rows without those of other layers between them; leave it out"
+            "need the rows of a layer to be adjacent; leave it out"
         )
     for field in BACKEND_FIELDS:
         value = getattr(server_args, field)
         if value is not None:
             _check_backend(f"{flag_of(field)} {value}", value, name)
-    if server_args.speculative_draft_model_path in (None, server_args.model_path):
+    if not has_own_draft(server_args):
         check_draft_backend(server_args.speculative_draft_attention_backend, name)
     host_tier_rules.check_dtype(layout, server_args.kv_cache_dtype, is_dsa=True)
     declared = {"kv_cache_dtype": layout.sglang_kv_cache_dtype(is_dsa=True)}
@@ -104,9 +104,9 @@ def prepare(
         value = getattr(server_args, field)
         if value not in (None, SPARSE_BF16):
             raise UnsupportedCombination(
-                f"{flag_of(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out: "
-                f"{SPARSE_BF16} is taken for prefill, over decoded rows, and {KVPOOL_DECODE} for decode, "
-                f"which SGLang knows as {SPARSE_BF16} too"
+                f"{flag_of(field)} {value} cannot read rows of {LAYOUT.flag} {layout}; leave it out, and "
+                f"prefill uses {SPARSE_BF16} over decoded rows, and decode uses {KVPOOL_DECODE}, under "
+                f"SGLang's name {SPARSE_BF16}"
             )
         # On Hopper SGLang would choose fa3 for decode, which attends rows as they are stored.
         declared[field] = SPARSE_BF16
@@ -126,8 +126,8 @@ def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it o
     """Refuse an attention backend that model `name` cannot use; `what` is its name in the error."""
     if backend not in _NAMES:
         raise Refusal(
-            f"{what} does not attend what {name} selects (it has sparse attention, DSA); {remedy}, "
-            f"SGLang takes {DSA_BACKEND}"
+            f"{what} does not compute the sparse attention (DSA) of {name}; {remedy}, and SGLang uses "
+            f"{DSA_BACKEND}"
         )
 
 
@@ -141,7 +141,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
     if rank > MAX_LATENT_RANK or row_bytes % POOL_ALIGN_BYTES:
         raise Refusal(
             f"{name} has kv_lora_rank={rank}, whose rows of {LAYOUT.flag} {layout} have {row_bytes} bytes; "
-            f"{KVPOOL_DECODE} attends up to kv_lora_rank {MAX_LATENT_RANK} and multiples of "
+            f"{KVPOOL_DECODE} supports up to kv_lora_rank {MAX_LATENT_RANK}, and rows of multiples of "
             f"{POOL_ALIGN_BYTES} bytes; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
     if model_config.dtype != torch.bfloat16:
@@ -155,7 +155,7 @@ def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
             f"{LAYOUT.flag} {layout} needs a Hopper GPU (compute capability 9.0), and this one has "
             f"{capability[0]}.{capability[1]}; use {LAYOUT.flag} {MLAKVCacheLayout.BF16}"
         )
-    # SGLang reads the former when it resolves arguments and the latter when it builds attention.
+    # SGLang reads `hf_config` when it resolves arguments and `hf_text_config` when it builds attention.
     configs = (model_config.hf_config, model_config.hf_text_config)
     if any(getattr(config, "learnable_sink", False) for config in configs):
         raise Refusal(

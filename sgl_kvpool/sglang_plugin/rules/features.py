@@ -45,8 +45,8 @@ class Feature:
     flag : str
         The flag as the user writes it; by default `flag_of` the field.
     arrangements : callable, optional
-        Takes an arrangement; returns whether it is refused, with any layout. Without it, all layouts are
-        refused.
+        Takes an arrangement; returns whether the feature is refused with this arrangement, in every layout.
+        By default the feature is refused with every layout and arrangement.
     devices : tuple of str, optional
         Devices on which the feature is refused; by default all.
     """
@@ -119,17 +119,17 @@ LAYOUT_FEATURES = (
     Feature("smg_grpc_mode", "its launcher does not pass the layout to the schedulers"),
     Feature(
         "disaggregation_decode_host_receive_threshold",
-        "SGLang receives into the host pool of retractions, which it has for multi-head pools only",
+        "SGLang receives into its host pool for retracted requests, which supports multi-head pools only",
         in_use=lambda threshold: threshold < 1,
     ),
     Feature(
         "disaggregation_decode_retraction_backup",
-        "SGLang has that host pool for multi-head pools only, and keeps retracted MLA rows in cpu_tensor",
+        "SGLang's host_pool supports multi-head pools only, and retracted MLA rows are kept in cpu_tensor",
         in_use=lambda backup: backup == "host_pool",
     ),
     Feature(
         "disaggregation_mode",
-        "SGLang sends each layer's pages as runs of its own, and here other layers' rows lie between them",
+        "SGLang sends a layer's pages as contiguous bytes, and here rows of other layers lie between them",
         in_use=disaggregates,
         arrangements=_shared_buffer,
     ),
@@ -142,21 +142,21 @@ def _captures_whole_prefill(config: Any) -> bool:
 
 #: Features that have not been shown to be right with `kvpool_mla`.
 BACKEND_FEATURES = (
-    Feature("enable_deterministic_inference", "it does not promise the same bits for every batch"),
+    Feature("enable_deterministic_inference", "its results may depend on the batch in their last bits"),
     Feature("enable_two_batch_overlap", "the halves of a batch would share the buffers of one step"),
     Feature("enable_pdmux", "prefill and decode would share the buffers of one step"),
     Feature(
         "enable_prefill_cp",
-        "it does not gather the rows of other ranks, and SGLang does not support this backend there",
+        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it",
     ),
     Feature(
         "attn_cp_size",
-        "it does not gather the rows of other ranks, and SGLang does not support this backend there",
+        "it does not gather the rows of other ranks, and SGLang's context parallelism does not support it",
         in_use=lambda size: (size or 1) > 1,
     ),
     Feature(
         "dllm_algorithm",
-        "diffusion attends later tokens, and the backend attends earlier ones only",
+        "diffusion attends later tokens, and the backend attends earlier tokens only",
         in_use=lambda algorithm: algorithm is not None,
     ),
     Feature("enable_mis", "it takes no masks between the items of a prompt"),
@@ -192,5 +192,7 @@ DRAFT_FEATURES = (
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
     Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),
-    Feature("attn_cp_size", "it does not gather the rows of others", in_use=lambda size: (size or 1) > 1),
+    Feature(
+        "attn_cp_size", "it does not gather the rows of other ranks", in_use=lambda size: (size or 1) > 1
+    ),
 )

@@ -16,8 +16,8 @@ _WRITE_BACK = "--hicache-write-policy write_back"
 _WAITS_ALONE = "before a rank frees pages, it waits for its own copies only"
 
 _SHARED_DRAFTS = (
-    "of drafts, only chains of the one MTP layer of the target's checkpoint (NEXTN or EAGLE, "
-    "--speculative-eagle-topk 1) have their rows in the pages that ranks share"
+    "ranks share the rows only of drafts that are chains of the one MTP layer in the target's checkpoint "
+    "(NEXTN or EAGLE, --speculative-eagle-topk 1)"
 )
 
 
@@ -31,7 +31,7 @@ def _store_owns_the_tier(view: Any) -> bool:
     try:
         text = view.hicache_storage_backend_extra_config
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    # The scheduler parses it too, and reports the error. The last two: the text is not a JSON object.
+    # The scheduler parses it too, and reports the error. TypeError, AttributeError: it is not a JSON object.
     except (OSError, ValueError, TypeError, AttributeError):
         return False
     if view.hicache_storage_backend == "dynamic":
@@ -136,7 +136,7 @@ def choose_sharing(requested: str, model_config: Any, view: Any) -> tuple[str, s
     if is_dsa(model_config):
         found.append(("a model with sparse attention", "SGLang builds the host pool of its index keys"))
     if is_hybrid(model_config):
-        found.append(("a model with linear attention", "each rank has its own tier of its states"))
+        found.append(("a model with linear attention", "each rank has a host tier of its own for states"))
     if found and requested != AUTO:
         name, why = found[0]
         raise Refusal(

@@ -1,6 +1,6 @@
 """Arguments that do not work with layouts and arrangements; attention backends are in :mod:`.attention`.
 
-Each of them is an error at server start that names value, reason and way out.
+Each refusal is an error at server start that names value, reason and way out.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_without_tier(options: HostTierOptions, view: Any) -> None:
 def check_host_tier(
     layout: MLAKVCacheLayout, arrangement: KVArrangement, options: HostTierOptions, view: Any
 ) -> None:
-    """Refuse arguments that do not work with a host tier, and a store or options without one."""
+    """Refuse arguments that do not work with the host tier; without a tier, a store and options of a tier."""
     if not has_host_tier(view):
         check_without_tier(options, view)
         return
@@ -126,7 +126,7 @@ def _check_host_arguments(layout: MLAKVCacheLayout, view: Any) -> None:
             HOST_LABELS,
             "the host tier keeps all layers of a page together",
         ),
-        ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS, "that is SGLang's for Ascend"),
+        ("--hicache-io-backend", view.hicache_io_backend, HOST_IO_BACKENDS, "it is for Ascend NPUs"),
     ):
         if value not in taken:
             raise Refusal(

@@ -201,7 +201,7 @@ def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
     monkeypatch.setattr(module, "host_memory_budget_bytes", lambda *_: 0)
     text = (
         r"needs 0\.\d+ GB for \d+ (tokens|states) .*--hicache-ratio.*"
-        r"it was divided into \d+\.\d+ GB of rows and \d+\.\d+ GB of states of linear layers$"
+        r"the tier was divided into \d+\.\d+ GB of rows and \d+\.\d+ GB of states of linear layers$"
     )
     with pytest.raises(HostTierTooLarge, match=text):
         hybrid_of()
