@@ -37,7 +37,7 @@ def allocate_cross_layer(
     Parameters
     ----------
     sets : sequence of sequence of LayerPages
-        Each set: layers that share their page numbers, in model order.
+        Layers in model order, one set for all layers that share their page indices.
     pages : int
         Pages of every buffer, including SGLang's reserved page.
     arrangement : KVArrangement
@@ -65,8 +65,8 @@ def allocate_cross_layer(
     tokens = {layer.page_size_tokens for members in sets for layer in members}
     if len(tokens) != 1:
         raise ValueError(
-            f"kernels of these layers see pages of {sorted(tokens)} tokens; a page number has to mean the "
-            "same tokens in every buffer, allocate such layers apart"
+            f"kernels of these layers see pages of {sorted(tokens)} tokens; a page index has to mean the "
+            "same tokens in every buffer: allocate such layers separately"
         )
     buckets: dict[tuple, list[list[LayerPages]]] = {}
     for number, members in enumerate(sets):

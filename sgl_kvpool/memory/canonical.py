@@ -6,7 +6,7 @@ means the bytes ::
 
     tensors[r.tensor_index][p, r.offset_bytes + i * r.run_stride_bytes:][:r.run_bytes]   for i < r.run_count
 
-A group is a set of layers that share their page numbers: all layers of a plain model, full or window layers
+A group is a set of layers that share their page indices: all layers of a plain model, full or window layers
 of a sliding-window model. Recurrent states are groups too, indexed by state slot instead of page. Several
 groups may lie on the same bytes, where a page belongs to one of them at a time; inside a group references
 never overlap. What a page holds beyond its references (padding, holes) is never read, written or counted.
@@ -59,7 +59,7 @@ class LayerReference:
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalGroup:
-    """Layers that share their page numbers (or state slots).
+    """Layers that share their page indices (or state slots).
 
     Attributes
     ----------

@@ -7,7 +7,7 @@ each::
     token_major    [pages, tokens, positions, page_bytes / tokens]
     head_major     [pages, heads,  positions, page_bytes / heads]
 
-Layers come in sets with page numbers of their own (full attention, sliding window), and a page belongs to
+Layers come in sets with page indices of their own (full attention, sliding window), and a page belongs to
 one set at a time. So sets lie on the same bytes: position i of the buffer is the i-th layer of every set. A
 set with fewer layers than the longest leaves holes, which are listed and never read, written or counted.
 
@@ -178,7 +178,7 @@ class CrossLayerGroup:
         Returns
         -------
         Tensor, int8
-            `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes per one]`, strided.
+            `[pages, page_bytes]` if page-major, else `[pages, tokens or heads, bytes of each]`, strided.
             View it with the layer's dtype and split its last axis; never copy it.
         """
         view = self.tensor.select(-2, self.position(name))

@@ -29,7 +29,7 @@ def copy_pages(
     group : str
         Name of a group in both.
     source_pages, target_pages : Tensor [pages], int32 or int64
-        Page numbers, on the device of their caches.
+        Page indices, on the device of their caches.
 
     Raises
     ------

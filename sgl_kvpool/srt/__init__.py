@@ -1,1 +1,1 @@
-"""SGLang's classes with our rows."""
+"""Subclasses of SGLang's pools, host pools and attention backends for rows of this package's layouts."""

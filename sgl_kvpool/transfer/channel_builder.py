@@ -173,7 +173,7 @@ def _gpu_engines(
     device: torch.device,
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
-    """Engine factories of both directions; those of torch if no GPU engine can be built for "auto"."""
+    """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
     try:
         return _built_engines(plan, pages, staged_bytes, device, request)
     except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches

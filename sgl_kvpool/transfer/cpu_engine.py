@@ -60,7 +60,7 @@ def engine_class(*, required: bool = False) -> type[CpuEngine] | type[TorchEngin
 
 
 class CpuEngine:
-    """Carries out transfers of one plan whose both sides are in host memory.
+    """Carries out transfers of one plan between two places in host memory.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
 """Engines between a GPU pool and the host tier: `staged`, `copy_engine` and `kernel`.
 
 Each engine carries out one plan in one direction on torch's current stream and returns when its steps are
-enqueued. SGLang makes that stream wait before the call, and takes an event recorded behind the call as its
-end, layer by layer for loads; csrc/staging.h explains the order of the engines' own streams.
+enqueued. SGLang lets that stream wait for earlier work before the call, and records an event after the call
+(for loads, after each layer) as the end of the transfer. csrc/staging.h explains the order of the engines'
+own streams.
 
 ======================  =========================================  ====================================
 engine                  device to host                             host to device
@@ -59,7 +60,7 @@ class CopyEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is there."""
+        """Enqueue copies of pages, all parts or one. Waits for the GPU if a page list is on it."""
         source, target = (contiguous(page_indices(pages)) for pages in (source_pages, target_pages))
         self.plan.check_pages(source, target)
         job = self._all if part is None else self._one[part]

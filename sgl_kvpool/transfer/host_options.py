@@ -32,8 +32,8 @@ KEPT_FREE_BYTES = 10 << 30
 
 #: Value of --kv-host-layout for the device's layout.
 SAME = "same"
-#: Values of --kv-host-layout: layouts narrower than 16-bit rows that do not use k_scale, because stored bytes
-#: would then depend on the layer's scale too.
+#: Values of --kv-host-layout: layouts narrower than 16-bit rows, except those that use k_scale, whose bytes
+#: depend on the layer's scale too.
 HOST_LAYOUTS = (SAME, *(x.value for x in MLAKVCacheLayout if x.is_narrow and not x.uses_k_scale))
 #: The narrowest host layout for rows of DeepSeek's models.
 NARROWEST_HOST_LAYOUT = min(HOST_LAYOUTS[1:], key=lambda x: MLAKVCacheLayout(x).row_format(512, 64).row_bytes)
@@ -83,5 +83,5 @@ class HostTierOptions:
         return device == "cpu" or not stock or not self.is_default
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:
-        """Layout on the host for one on the device."""
+        """Layout of the host's rows for a pool of layout `device`."""
         return device if self.layout == SAME else MLAKVCacheLayout.parse(self.layout)

@@ -11,8 +11,8 @@ __all__ = ["PageBuffer", "buffer_bytes", "staged_state_bytes"]
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
-#: Bytes of a slot unless a page is longer: a wait between two slots costs less than 1 % of the 300 us that
-#: the link needs for a slot, and the first slot of a store, which overlaps with nothing, takes no longer.
+#: Bytes of a slot unless a page is longer. The link needs 300 us for a slot: a wait between two slots costs
+#: less than 1 % of that. A larger slot would lengthen a store's first gather, which overlaps with no copy.
 _SLOT_BYTES = 16 << 20
 #: Alignment of slots; kernels choose their word size by addresses relative to a slot.
 _ALIGNMENT_BYTES = 256
@@ -47,8 +47,8 @@ def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
     Parameters
     ----------
     state_bytes : int
-        Bytes of the states of all layers in a host slot: tens of megabytes, a multiple of which would take a
-        large part of a GPU's memory.
+        Bytes of the states of all layers in a host slot: tens of megabytes. Buffers with several slots of
+        this size would take a large part of a GPU's memory.
     largest_part_bytes : int
         Bytes of the largest state of one layer, which is moved whole.
     """

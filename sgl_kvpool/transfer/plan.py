@@ -1,7 +1,7 @@
 """Plan of a transfer between two sets of caches: which bytes of a page are copied where.
 
 Everything that does not depend on page indices is computed once, when both sides are known: one `CopyRun` per
-layer. For pages p_source and p_target it moves, for i in range(run_count), the bytes ::
+layer. For pages p_source and p_target a `CopyRun` moves, for i in range(run_count), the bytes ::
 
     source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
@@ -153,7 +153,7 @@ class TransferPlan:
         return min(sum(layers[i].runs.size_bytes for i in chosen) for layers in sides)
 
     def check_pages(self, source_pages: np.ndarray, target_pages: np.ndarray) -> None:
-        """Refuse page lists before anything is enqueued.
+        """Check page lists, before anything is enqueued.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class TransferPlan:
         seen: np.ndarray = np.zeros(self.target_group.num_pages, dtype=bool)
         seen[target_pages] = True
         if np.count_nonzero(seen) != len(target_pages):
-            raise ValueError("a target page is listed twice; what it would hold is not defined")
+            raise ValueError("a target page is listed twice, so its content would be undefined")
 
 
 def _paired(
@@ -232,7 +232,7 @@ def _paired_rows(
     theirs: LayerReference,
     rows: int,
 ) -> CopyRun:
-    """The rows of a layer's page on both sides, one run each."""
+    """Copy run of a layer's rows: one run per row on both sides."""
     sides = []
     for caches, runs in ((source, ours.runs), (target, theirs.runs)):
         row_bytes = runs.size_bytes // rows

@@ -46,8 +46,8 @@ class StagedEngine(GpuEngine):
     plan : TransferPlan
         Plan with or without a conversion. Parts may have different sizes.
     tools : EngineTools
-        Tools with a page buffer. Stores, like loads, move parts in groups if they do not fit into one slot
-        together.
+        Tools with a page buffer. Loads move parts in groups; stores move all parts at once, or in groups if
+        one slot does not hold all parts.
     to_host : bool
         Whether the direction is device to host.
     """
@@ -70,7 +70,7 @@ class StagedEngine(GpuEngine):
         self._load: _Load | None = None
 
     def _make_hops(self, parts: Sequence[int]) -> _Hops:
-        """Kernel and copies between device pages and a slot, and between a slot and host pages."""
+        """Kernel between device pages and a slot, and copies between the slot and host pages, for `parts`."""
         plan = self.plan
         source, target = (
             CanonicalKVCaches(caches.tensors, (_some(group, parts),))

@@ -22,7 +22,7 @@ __all__ = ["DecodeBatch", "QueryCounts", "decode_tail", "decode_workspace_bytes"
 
 
 def has_fixed_query_length(mode: ForwardMode) -> bool:
-    """Whether every request of such a batch has the same small number of new tokens."""
+    """Whether every request of a batch in this mode has the same small number of new tokens."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
 
@@ -78,7 +78,7 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
 
 
 class QueryCounts:
-    """Computes the counts of batches in one static buffer.
+    """Computes how many rows each query of a batch attends, in one static buffer.
 
     Parameters
     ----------

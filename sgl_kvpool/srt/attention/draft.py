@@ -58,7 +58,7 @@ class KVPoolMultiStepDraftBackend:
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the buffers that graphs refer to."""
+        """Check that the largest graph fits into the buffer of counts of every step."""
         for backend in self.attn_backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 

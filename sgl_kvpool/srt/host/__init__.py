@@ -6,7 +6,7 @@ __all__ = ["HierarchicalMLAHostPool"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: it imports SGLang's pools, which this package's other modules do not need.
+    # Imported on demand: `rows` imports SGLang's pools, which modules such as `page_format` do not need.
     if name == "HierarchicalMLAHostPool":
         from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 

@@ -9,8 +9,8 @@ import xxhash
 
 __all__ = ["AllocationLog", "first_difference", "slots_digest", "slots_in_words"]
 
-#: Number of kept operations, as many as a few hundred requests make; they name the first one in which ranks
-#: differ.
+#: Number of operations that are kept to name the first one in which ranks differ: those of a few hundred
+#: requests.
 _KEPT = 1024
 #: 62 bits, so that the digest and its negative are int64.
 _DIGEST_BITS = 62
@@ -79,7 +79,7 @@ def first_difference(histories: list[list[tuple[int, str, int]]]) -> str:
     for number in sorted(set().union(*by_number)):
         entries = [entries.get(number) for entries in by_number]
         digests = {entry[1] if entry else None for entry in entries}
-        # Numbers that one rank no longer keeps cannot be compared.
+        # An operation that one rank no longer keeps cannot be compared.
         oldest = max((min(entries) for entries in by_number if entries), default=0)
         if len(digests) > 1 and number >= oldest:
             texts = [f"rank {rank}: {entry[0] if entry else 'nothing'}" for rank, entry in enumerate(entries)]

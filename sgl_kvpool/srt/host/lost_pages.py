@@ -38,7 +38,7 @@ class LostPages:
         return self.is_closed or self.any_flagged(pages)
 
     def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
-        """As `any`, but ignores `close`, so that loads on which the ranks agreed before it continue."""
+        """As `any`, but ignores `close`: loads on which the ranks agreed before the close continue."""
         return bool(self._columns[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:

@@ -96,8 +96,8 @@ def pin(
 ) -> RegisteredChunks | None:
     """Register a host buffer with CUDA in chunks, and in smaller chunks if CUDA refuses one.
 
-    Drivers sometimes refuse long calls where shorter ones work (SGLang's pull request 39744). A tier that is
-    not pinned moves each layer separately while the scheduler waits.
+    Drivers sometimes refuse a large chunk although they accept smaller ones (SGLang's pull request 39744).
+    Without pinned memory, each layer is moved separately while the scheduler waits.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ class MovedPagesPool(StoredPagesPool):
     shared: SharedTier | None = None
 
     def _parts_of(self, layer_id: int, is_draft: bool) -> Sequence[tuple[TransferChannel, int]]:
-        """Channels and parts of their groups that make up a layer in the controller's numbering."""
+        """Parts of a layer, as (channel, index in its group); `layer_id` is the controller's number."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- page state
@@ -53,7 +53,7 @@ class MovedPagesPool(StoredPagesPool):
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots of free pages, or None if too few are free."""
+        """Allocate pages and return their slots; None if too few are free."""
         if self.shared is not None and self.shared.lost.is_closed:
             return None
         slots = super().alloc(need_size)
@@ -171,7 +171,7 @@ class MovedPagesPool(StoredPagesPool):
         return host_slots, device_slots
 
     def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
-        """Lists for the channels. Engines recognize a load by getting the same objects for all layers."""
+        """Lists for the channels, the same objects for all layers of a load: engines recognize it by them."""
         known_host, known_device, lists = self._listed
         if known_host is not host_slots or known_device is not device_slots:
             host_pages = pages_of(host_slots.cpu(), self.page_size)

@@ -36,7 +36,7 @@ _DAMAGED = "its checksum does not match its bytes, format and key"
 
 
 class DamagedPage(ValueError):
-    """A stored page that differs from what was stored; callers have to treat it as a miss."""
+    """Error for a page that came back from a store changed; callers have to treat it as a miss."""
 
 
 def failure_kind(error: Exception) -> str:

@@ -4,9 +4,9 @@ A host page of format version 2 is contiguous, so that stores can read and write
 
     [rows of all layers | padding | checksum]     size_bytes in all; the checksum is at the end
 
-`size_bytes` is also the distance between pages. It is a multiple of 4096 if that costs little, so that stores
-which open files with O_DIRECT (NIXL's default) move pages without a copy. If it would cost more, pages are
-not padded to it, and such stores get copies that are padded to the next multiple.
+`size_bytes` is also the distance between pages. It is a multiple of 4096 if that adds at most 3 % to the
+rows, so that stores that open files with O_DIRECT (NIXL's default) move pages without a copy. Otherwise such
+stores get copies, which are padded to the next multiple.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECKSUM_BYTES = 16
 DIRECT_IO_BYTES = 4096
 #: Minimum alignment of pages: enough for every dtype and for the widest words of kernels.
 _ALIGNMENT_BYTES = 16
-#: Maximum share of padding to `DIRECT_IO_BYTES` in the bytes of the rows.
+#: Maximum bytes added to align a page to `DIRECT_IO_BYTES`, as a share of the rows' bytes.
 _MAX_PADDING = 0.03
 
 
@@ -74,7 +74,7 @@ class HostPageFormat:
         """Format of a slot of states.
 
         Slots are not padded to `DIRECT_IO_BYTES`: zero-copy stores keep each part of a slot under a separate
-        key, and those parts are seldom a multiple.
+        key, and the size of a part is seldom a multiple of `DIRECT_IO_BYTES`.
 
         Parameters
         ----------

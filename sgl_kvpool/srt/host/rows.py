@@ -8,9 +8,10 @@ A host page holds all layers one after the other, so it is contiguous on a disk 
     kv_buffer : [pages, size_bytes / itemsize]        one page: rows, padding, checksum (`page_format.py`)
     rows      : [pages, layers, page_size, 1, row]    layers: the target's, then those of packed drafts
 
-SGLang calls the shape of the rows `page_first_direct`. Here the memory has this shape under both labels,
-`page_first` and `page_first_direct`. The label stays the requested one, because SGLang's controller, side
-pools and stores read it. The padding is part of the one contiguous tensor, because stores register all of it.
+SGLang calls the shape of the rows `page_first_direct`. Here the memory has this shape for both values of
+--hicache-mem-layout, `page_first` and `page_first_direct`. The pool keeps the requested value as its label,
+because SGLang's controller, side pools and stores read it. Stores register the whole contiguous tensor, so
+the padding is part of it.
 """
 
 from __future__ import annotations
@@ -84,15 +85,15 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     page_format : HostPageFormat
         Sizes of a page with padding and checksum.
     storage_format_tag : str
-        Tag of these bytes in the keys of stores, so that a server with other bytes misses.
+        Tag of the page's format in the keys of stores; a server with another format does not find the page.
 
     Raises
     ------
     TypeError
         If a pool is of another class.
     ValueError
-        If the label is not in `HOST_LABELS`, drafts have other rows, the layout is not narrower, or there is
-        not enough memory.
+        If `layout` is not in `HOST_LABELS`, a draft has another row format, rows cannot be converted to the
+        host layout, or there is not enough memory.
     Exception
         If an engine that was requested by name cannot be built.
     """
@@ -199,7 +200,10 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
             raise memory.too_much(size_bytes, self.size, self._sized_by_ratio, error) from error
 
     def _allocate_shared_buffer(self, shared: SharedTier) -> None:
-        """Check free memory for each rank's part as SGLang does, on all ranks before any rank allocates."""
+        """Allocate the buffer that the ranks share.
+
+        Before any rank allocates, every rank checks free memory for its part as SGLang does.
+        """
         part_bytes = self.size * self.size_per_token // shared.ranks.fewest
         problem = shared.room_problem(part_bytes, base.host_memory_budget_bytes(part_bytes))
         if problem is not None:

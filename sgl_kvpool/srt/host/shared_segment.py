@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes that are faulted in between two looks at the clock, in about a second.
+#: Bytes that are faulted in, in about a second, between two decisions whether to log the progress.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 
@@ -48,7 +48,7 @@ class SharedSegment:
     Raises
     ------
     Refusal
-        If a rank of the group could not map it; then no rank has it.
+        On all ranks, if one rank of the group could not map the memory.
     """
 
     def __init__(self, ranks: NodeRanks, size_bytes: int):
@@ -89,7 +89,7 @@ class SharedSegment:
         ranks.gather(None)
 
     def _interleave(self) -> bool:
-        """Interleave memory over NUMA nodes; otherwise the rank that faults in a page places it."""
+        """Interleave memory over NUMA nodes; else a page is on the node of the rank that faults it in."""
         nodes = numa_nodes()
         if len(nodes) < 2:
             return False

@@ -58,7 +58,7 @@ class SharedTier:
         self._segment: SharedSegment | None = None
 
     def room_problem(self, wanted_bytes: int, available_bytes: int) -> str | None:
-        """Reason why the segment does not fit into memory for a rank of any machine; None if it fits.
+        """Reason why a rank of any machine lacks memory for its part of the segment; None if all fit.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ class SharedTier:
         """Compare the allocation logs of the ranks in a collective of SGLang's; every rank has to call it.
 
         At the first difference the tier ends on all ranks before a copy is submitted, because a rank would
-        overwrite pages of others. All its pages count as lost.
+        overwrite pages of others. All pages of the tier then count as lost.
 
         Parameters
         ----------
@@ -147,5 +147,5 @@ class SharedTier:
         spread = ", interleaved over NUMA nodes" if self.is_interleaved else ""
         return (
             f"one copy for the {self.ranks.count} ranks of this machine{spread}: {tokens} tokens, "
-            f"{self.ranks.fewest} times those of a tier for each rank"
+            f"{self.ranks.fewest} times as many as with a tier for each rank"
         )

@@ -65,7 +65,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     size_per_token : int
         `page_bytes` with padding and checksum; SGLang's name for the size of a slot.
     storage_format_tag : str
-        Tag of these bytes; the controller adds it with the rows' tag to the keys of stores.
+        Tag of the states' format; the controller adds it with the rows' tag to the keys of stores.
 
     Raises
     ------
@@ -133,7 +133,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         return torch.uint8
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
-        """Memory of the tier: one buffer, in a list because SGLang expects one buffer per component."""
+        """Memory of the tier: a list of one buffer for all components, where SGLang has one per component."""
         fmt = self.page_format
         self._buffer = self.allocator.allocate(
             (self.size, fmt.size_bytes), dtype=torch.uint8, device=self.device
@@ -143,7 +143,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
         self._chunks = memory.pin(self._buffer, fmt.size_bytes) if self.pin_memory else None
         self.pin_memory: bool = self._chunks is not None
         self._pages = self._buffer  # [slots, size_bytes] uint8
-        # One byte view per component, because SGLang's stores read their number.
+        # SGLang's stores count the buffers of the components, so there is a byte view for each component.
         views = [self._buffer[:, begin : begin + size] for begin, size in self._view.components]
         has_ssm = self.temporal_state_elem_size > 0
         self.temporal_buffer = views.pop(0) if has_ssm else self._buffer[:, :0]
@@ -193,7 +193,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     @synchronized
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Free slots, or None if too few are free."""
+        """Allocate slots; None if too few are free."""
         slots = super().alloc(need_size)
         if slots is not None:
             self.slot_used[slots] = True
@@ -201,16 +201,16 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     @synchronized
     def free(self, indices: torch.Tensor) -> int:
-        """Free slots; returns how many slots this call freed.
+        """Free slots; returns the number of slots that were allocated until this call.
 
-        SGLang's own method does not check them, and a slot freed twice would get two owners. SGLang only
-        reports the number: `release_transfers` sums it as released slots.
+        SGLang's own method does not check whether slots are allocated, and a slot freed twice would get two
+        owners. SGLang only reports the number: `release_transfers` sums it as released slots.
         """
         slots = indices.cpu()
         owned = torch.unique(slots[self.slot_used[slots]])
         if len(owned) != len(slots):
             logger.warning(
-                "sgl-kvpool: state slots %s of the host are already free", sorted(set(slots.tolist()))
+                "sgl-kvpool: some of the host's state slots %s are already free", sorted(set(slots.tolist()))
             )
         self.slot_used[owned] = False
         return super().free(owned)

@@ -19,7 +19,7 @@ from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["PAGE_FORMAT_VERSION", "StoredPagesPool", "storage_format_tag"]
 
-#: Version in `storage_format_tag`: increased when stored pages change in a way that rows do not show.
+#: Version in `storage_format_tag`: increased when stored pages change and the tag of the rows does not.
 PAGE_FORMAT_VERSION = 2
 
 
@@ -102,12 +102,12 @@ class StoredPagesPool(HostKVCache):
         return getattr(self._key_of, "keys", {}).get(slot, "")
 
     def first_pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Pages of the first slot of every `page_size` slots, `[pages]` int64; other slots are not checked.
+        """Page indices of a slot list, `[pages]` int64, from the first slot of every `page_size` slots alone.
 
         Raises
         ------
         IndexError
-            If no page begins at such a slot.
+            If no page begins at one of these first slots.
         """
         firsts = slots.numpy()[:: self.page_size].astype(np.int64)
         pages = firsts // self.page_size
@@ -165,12 +165,12 @@ class StoredPagesPool(HostKVCache):
             First slot of the page.
         flat : bool
             True: a copy of the page, `[copied_bytes / itemsize]`, with a checksum if the format has one.
-            False: a view, for rows `[size_bytes / itemsize]`, which zero-copy stores read and write.
+            False: a view that zero-copy stores read and write; for rows `[size_bytes / itemsize]`.
 
         Raises
         ------
         IndexError
-            If no page begins there.
+            If no page begins at `index`.
         ValueError
             If a copy was requested of a page that was lost in its backup.
         """
@@ -188,7 +188,7 @@ class StoredPagesPool(HostKVCache):
         return torch.from_numpy(copied).view(self.stored_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Memory for a page from a store, `[bytes / itemsize]`, as `get_data_page` returned it."""
+        """Memory for a page from a store, `[copied_bytes / itemsize]`, like a copy by `get_data_page`."""
         return torch.zeros(self.page_format.copied_bytes, dtype=torch.uint8).view(self.stored_dtype)
 
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
@@ -197,7 +197,7 @@ class StoredPagesPool(HostKVCache):
         Raises
         ------
         DamagedPage
-            If the page differs from what was stored there under this key.
+            If the page differs from the page that was stored under its key.
         IndexError
             If no page begins at `index`.
         """
@@ -210,7 +210,7 @@ class StoredPagesPool(HostKVCache):
         if fmt.has_checksum:
             problem = page_checksum.damage(stored[: fmt.size_bytes], self.storage_format_tag, self._key(slot))
             if problem is None and stored[fmt.size_bytes :].any():
-                problem = "the bytes behind it are not zero"
+                problem = "the bytes behind the page are not zero"
             if problem is not None:
                 raise page_checksum.DamagedPage(problem)
         self._pages[page].copy_(torch.from_numpy(stored[: self._pages.shape[1]]))
@@ -222,9 +222,9 @@ class StoredPagesPool(HostKVCache):
         Raises
         ------
         IndexError
-            If no page begins at one of the first slots.
+            As `first_pages_of`.
         ValueError
-            If the slots are not a multiple of the page size.
+            If the number of slots is not a multiple of the page size.
         """
         if len(indices) % self.page_size:
             raise ValueError(f"{len(indices)} slots are not a multiple of the page size {self.page_size}")

@@ -67,7 +67,7 @@ class TierBytes:
         )
 
     def split(self, size: float) -> tuple[float, float]:
-        """Parts of a size for rows and for states, so that the host has the same multiple of both."""
+        """Split a size so that the host holds the same multiple of the device's rows and of its states."""
         total = self.rows + self.index_keys + self.states
         return size * self.rows / total, size * self.states / total
 

@@ -101,7 +101,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         return self.cross_layer.buffer_infos()
 
     def get_device_pool_infos(self):
-        """SGLang's description of the pool; it cannot express the two strides of a page-major row."""
+        """SGLang's description of the pool; TypeError if page-major: it cannot express two strides."""
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "
@@ -169,8 +169,8 @@ class RowsToWrite:
     def of(self, forward_batch) -> RowWriteLoc:
         """Rows of a batch's tokens, computed again if SGLang has another `out_cache_loc`.
 
-        Between prefill graphs every layer has a new view of the same slots, so the memory is compared. A
-        reference to it is kept, so that no other tensor can get the same memory.
+        Between prefill graphs every layer has a new view of the same slots, so addresses are compared, not
+        tensor objects. A reference to the slots is kept, so that no other tensor can get their memory.
         """
         slots, rows = forward_batch.out_cache_loc, self._rows
         if rows is None or self._slots is None or not _same_memory(self._slots, slots):

@@ -47,7 +47,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
         index_kpool: int = 1,
         **kwargs,
     ):
-        # _check_what_sglang_reads needs it, which the base classes' constructors call.
+        # Set first, because the base classes' constructors call _check_what_sglang_reads.
         self._sglang_row_values = kv_cache_dim
         layout = MLAKVCacheLayout.parse(kv_cache_layout)
         if not sglang_dsa_reads(layout):
@@ -85,7 +85,7 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Rows of a layer: SGLang's `[slots, 1, row]` in the dtype that it sees, or else bytes in uint8."""
+        """Rows of a layer, `[slots, 1, row]`: in SGLang's dtype if SGLang reads the layout, else uint8."""
         stored = self._stored(layer_id)
         if not sglang_dsa_reads(self.kv_cache_layout):
             return stored

@@ -1,4 +1,4 @@
-"""Valid k_scales of pools, and a digest of them for keys: rows divided by other scales are other bytes."""
+"""Checks of pools' k_scales, and a digest of them for storage keys: stored bytes depend on the scales."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     ------
     ValueError
         For a geometry that no layout stores, a dtype other than the one that SGLang has to see, a DSA model,
-        a k_scale that is not finite and positive, a reader that cannot read the rows, or a number of slots
-        that is not a multiple of the page size in an arrangement by pages.
+        a k_scale that is not finite and positive, a reader that cannot read the rows, or, in an arrangement
+        other than `layer_major`, a number of slots that is not a multiple of the page size.
     """
 
     #: Whether the class is for models with sparse attention.

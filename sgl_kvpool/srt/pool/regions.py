@@ -1,8 +1,9 @@
 """Byte views of SGLang's pools.
 
-A pool's geometry is read from `get_device_pool_infos` and the pool's fields, never from shapes. A pool is
-described if its exact class (or, for ours, a base class) is in the table at the end, because a subclass may
-store other bytes. The described bytes have to be all bytes that the pool reports as stored.
+A pool's geometry is read from `get_device_pool_infos` and the pool's fields, never from shapes. A pool of
+SGLang is described only if its exact class is in the table at the end, because a subclass may store other
+bytes; a pool of this package is described as its base class. The described bytes have to be all bytes that
+the pool reports as stored.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def describe(pool: Any, page_size_tokens: int | None = None) -> CanonicalKVCache
         Pool of MHA, MLA (SGLang's and ours, all layouts and arrangements), DSA, sliding-window or hybrid
         linear attention, or of Mamba states.
     page_size_tokens : int, optional
-        Tokens of a page of the view; the pool's page size by default. With a multiple of the pool's page
-        size, and of the page size of its kernels' views, a page of the view consists of several pages.
+        Tokens of a page of the view; the pool's page size by default. A multiple of the pool's page size,
+        and of the page size that its kernels see, joins several pages to one page of the view.
 
     Returns
     -------
@@ -211,11 +212,11 @@ class _Regions:
             # A layer that reuses the top-k of the layer before it has a placeholder instead of index keys.
             if skipped:
                 continue
-            # A row of index keys covers one page of the pool; the indexer's kernels see it as their pages.
+            # A row of index keys covers one page of the pool, and the indexer's kernels see it as one page.
             if len(rows) * pool.page_size != pool.size + pool.page_size:
                 raise TypeError(
                     f"{type(pool).__name__} has {len(rows)} pages of index keys beside {pool.size} + "
-                    f"{pool.page_size} slots; page numbers of the two differ (decode context parallelism?), "
+                    f"{pool.page_size} slots; page indices of the two differ (decode context parallelism?), "
                     "which is not described"
                 )
             references.append(self._reference(rows, layer_id, "indexer", content, page, pool.page_size))

@@ -1,8 +1,9 @@
 """Checks of real pools, attention backends and host tiers against the codec and plain torch.
 
-A server runs them when it starts (:mod:`sgl_kvpool.sglang_plugin.hooks.self_check`), `sgl-kvpool doctor
---self-check` without a model. Each check writes, reads through SGLang's own calls, compares with what it
-computes by other means, restores the bytes it has written, and raises `Difference`.
+A server runs them when it starts (:mod:`sgl_kvpool.sglang_plugin.hooks.self_check`); `sgl-kvpool doctor
+--self-check` runs them without a model. Each check writes and reads through SGLang's own calls, compares the
+result with values that it computes by other means, and restores the bytes that it has overwritten. It raises
+`Difference` if the result is wrong.
 """
 
 from sgl_kvpool.srt.self_check.attention import check_backend, check_lists

@@ -26,7 +26,7 @@ TOLERANCES = {"cpu": (1e-2, 4e-3), "cuda": (2e-2, 1e-2)}
 
 #: Sequence lengths of the requests, if the pool has enough rows.
 _LENGTHS = (1, 24, 37)
-#: Slots lie within this many of either end of the pool.
+#: Maximum distance of the slots from an end of the pool.
 _NEAR = 4096
 
 
@@ -161,7 +161,7 @@ def check_lists(
     scale: float,
     attend: Callable[..., torch.Tensor],
 ) -> str:
-    """Attend lists of slots by a kernel, for pools that no backend of ours attends.
+    """Attend lists of slots with a kernel, for pools that an attention backend of SGLang reads.
 
     Parameters
     ----------

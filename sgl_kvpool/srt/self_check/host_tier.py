@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_tier"]
 
-#: Number of distinct rows; the tokens of the pages repeat them, each layer from another one on.
+#: Number of distinct rows; the tokens of the pages repeat them, and each layer starts with another row.
 _ROWS = 61
 
 
@@ -114,7 +114,7 @@ class _TierCheck:
         controller.ack_write_queue.pop().finish_event.synchronize()
 
     def compare_host(self) -> None:
-        """Compare the host's rows, also those of other ranks, which have agreed that all are stored."""
+        """Compare the host's rows, including rows of other ranks, which have agreed that all are stored."""
         assert self._host is not None
         host, tier = self._host[0], self._tier
         problem = tier.slots_problem(host)
@@ -145,7 +145,7 @@ class _TierCheck:
         controller.ack_load_queue.pop().finish_event.synchronize()
 
     def compare_device(self) -> None:
-        """Compare loaded rows with the same bytes for the same layout, otherwise with the codec's result."""
+        """Compare loaded rows with the sent rows, or with the codec's result if the host's layout differs."""
         loaded = self._former[len(self._pools) :]
         for pool, (pages, _), sent in zip(self._pools, loaded, self._in_device_layout(), strict=True):
             require_same_bytes(

@@ -1,4 +1,4 @@
-"""Bytes of a pool's pages, without the methods that write and read rows, and rows to write into the pages."""
+"""Access to the bytes of a pool's pages without the pool's methods, and rows to write into the pages."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _slots(pages: PageBytes, page_size: int) -> torch.Tensor:
 
 
 def _written(pool: Any, layers: dict[int, int], pages: PageBytes, before: torch.Tensor) -> torch.Tensor:
-    """Write rows to `layers`, index to id; compare all layers' pages; return the expected bytes."""
+    """Write rows to `layers` (ids by index), compare the pages of all layers, return the expected bytes."""
     rows, fmt, rank = pool.row_pool, pool.row_format, pool.kv_lora_rank
     places, slots = _places(pages, rows.page_size), _slots(pages, rows.page_size).to(rows.device)
     expected = before.clone()

@@ -23,7 +23,7 @@ constexpr int64_t kBytesPerThread = 256 * 1024;
 
 #if defined(__SSE2__)
 // From this size on, stores bypass the caches. memcpy first reads the target into the caches, a third of all traffic,
-// even for runs as long as a page; neither side needs the bytes soon.
+// even for runs as long as a page; the CPU needs neither source nor target soon.
 constexpr int64_t kStreamedBytes = 4 * 1024;
 constexpr int64_t kAheadBytes = 2 * 1024;
 
@@ -36,7 +36,7 @@ void copy_run(char* target, const char* source, int64_t size) {
   std::memcpy(target, source, static_cast<size_t>(head));
   int64_t at = head;
   for (; at + 64 <= size; at += 64) {
-    // Further ahead than the hardware prefetcher, which restarts at every run and stops at every page of 4 KB.
+    // Prefetches further ahead than the hardware, which restarts at every run and stops at every page of 4 KB.
     _mm_prefetch(source + at + kAheadBytes, _MM_HINT_NTA);
     const auto* from = reinterpret_cast<const __m128i*>(source + at);
     auto* to = reinterpret_cast<__m128i*>(target + at);

@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kConvertThreads, 1)
         if (mine) read_latent<kFrom, 1>(from_row, from, block, k_scale, values);
         float largest = 0.0f;
         if constexpr (kTo == Latent::kE4m3Tiles) {
-          // Eight neighbouring lanes hold a tile: a rank is a multiple of 128, so all of them have a block or none.
+          // Eight neighbouring lanes hold a tile. The latent has a multiple of 128 values, so all eight have a block
+          // or all eight lack one.
           if (mine) largest = largest_of<kBlock>(values);
           KVPOOL_UNROLL
           for (int step = 1; step < kTileBlocks; step *= 2) {
@@ -106,9 +107,10 @@ inline bool uses_batches() { return has_batches(); }
 #if CUDART_VERSION >= 12080
 inline cudaError_t copy_batch(FlatCopies& copies, size_t begin, size_t count, bool host_is_source, cudaStream_t stream) {
   cudaMemcpyAttributes attributes = {};
-  // A load may read its sources at any time, also before earlier steps of the stream: none of them writes its host
-  // pages, because SGLang loads a page only after its backup was acknowledged, and frees no page that is being loaded.
-  // What a store reads on the device was written by earlier steps and may be overwritten by later ones.
+  // A load may read its host pages at any time, even before earlier steps of the stream. Those steps do not write these
+  // pages: SGLang loads a page only after its backup was acknowledged, and frees no page that is being loaded.
+  // A store has to read in stream order: earlier steps write its sources on the device, and later steps may overwrite
+  // them.
   attributes.srcAccessOrder = host_is_source ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;

@@ -1,5 +1,5 @@
 // Functions that Python calls. They take integers, also for addresses, so that tvm-ffi and pybind11 can bind the same
-// functions. Python has checked them. All steps are enqueued on the given stream, and no function waits.
+// functions. Python has checked the arguments. All steps are enqueued on the given stream, and no function waits.
 #pragma once
 
 #include "staging.h"

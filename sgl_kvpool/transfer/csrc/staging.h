@@ -72,10 +72,10 @@ class Staging {
     steps_.free_stream(side_);
   }
 
-  // Called before a transfer, which consists of one or more calls of `store` or `load`. Its sources are written and its
-  // targets are free when the caller's stream gets here; the other stream must not begin earlier. It is not called
-  // before each `store` or `load`: a gather would wait for the previous copies, and a layer's copies for the previous
-  // kernel.
+  // Called once before a transfer, which consists of one or more calls of `store` or `load`. The transfer's sources are
+  // written and its targets are free when the caller's stream gets here; the other stream must not begin earlier. With
+  // a call before each `store` or `load`, a gather would wait for the previous copies, and a layer's copies for the
+  // previous kernel.
   void begin(Stream caller) {
     steps_.record(entry_, caller);
     steps_.wait(side_, entry_);

@@ -108,7 +108,7 @@ def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
 @pytest.mark.parametrize("index_buf_size", [512, 64])
 def test_index_keys_with_page_numbers_of_their_own_are_refused(index_buf_size):
     """As under decode context parallelism, where a page of index keys spans the ranks."""
-    with pytest.raises(TypeError, match="page numbers of the two differ"):
+    with pytest.raises(TypeError, match="page indices of the two differ"):
         describe(dsa(index_buf_size=index_buf_size))
 
 
