@@ -1,4 +1,4 @@
-"""Rows that SGLang's sparse attention (DSA) cannot read itself: decoded where its readers request them.
+"""Reads rows that SGLang's sparse attention (DSA) cannot read itself.
 
 Decode, verification and a draft's extend attend the rows of each query's top-k list by `mla_decode`. Extends
 gather and decode the rows of their requests once per layer, for SGLang's kernel over 16-bit keys. This module
@@ -78,8 +78,8 @@ class SparseReader:
         slots : Tensor [T, K], int32
             SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
         counts : Tensor [T or more], int32, or None
-            Number of entries of each list to attend. Counts for another number of queries belong to another
-            batch, as SGLang's own kernel assumes, and are ignored; then only the -1 entries count.
+            Number of entries of each list to attend. More than T counts belong to another batch, as SGLang's
+            own kernel assumes, and are ignored: every entry but -1 is attended then.
         scale : float
 
         Returns
