@@ -35,7 +35,8 @@ class Request:
     first_position : int
         Position of its first query in the sequence; query `i` attends rows up to `first_position + i`.
     rows_start, rows_count : int
-        Position of its stored rows in the batch's list of row numbers; they are positions 0, 1, ...
+        Position of its stored rows in the batch's list of row numbers. These rows are tokens 0, 1, ... of the
+        sequence.
     """
 
     query_start: int
@@ -93,8 +94,8 @@ def attend(
     scale : float
         Softmax scale of the scores.
     limits : torch.Tensor
-        `[queries]` int64: query i attends the first `limits[i]` of these rows, no row if that is not
-        positive.
+        `[queries]` int64: query i attends the first `limits[i]` of these rows, no row if `limits[i]` is 0 or
+        negative.
     present : torch.Tensor, optional
         `[rows]` bool; False for rows that no query attends.
 

@@ -1,4 +1,4 @@
-"""`mla_decode`: attention of a few queries over lists of stored rows. Checks are here, kernels are in Triton.
+"""`mla_decode`: attention of a few queries over lists of stored rows, and its workspace.
 
 The module is not called `mla_decode`, because the package exports the function by that name.
 """
@@ -239,7 +239,7 @@ def _decode_on_cpu(params: decode_checks.DecodeParams) -> None:
         length = int(limits.max())
         if length and not 0 <= chosen < len(p.kv_indices):
             raise IndexError(
-                f"list_index[{group}] is {chosen} of {len(p.kv_indices)} lists; pass an existing one"
+                f"list_index[{group}] is {chosen}, kv_indices has {len(p.kv_indices)} lists; pass another"
             )
         out = queries.new_zeros((each, heads, rank))
         lse = queries.new_full((each, heads), float("-inf"))

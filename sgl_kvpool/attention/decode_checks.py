@@ -66,7 +66,7 @@ def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.
     if tensor.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name} is {_name(tensor.dtype)}, allowed: int32, int64; convert it first")
     if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}; pass one number each")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}; pass that many")
     if len(tensor) > 1 and tensor.stride(0) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; pass .contiguous()")
     checks.same_device(pool, "pool", tensor, name)
@@ -75,7 +75,7 @@ def _index(tensor: torch.Tensor, name: str, shape: tuple[int, ...], pool: torch.
 def queries(
     q: torch.Tensor, q_rope: torch.Tensor | None, pool: torch.Tensor, fmt: RowFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Latent part [T, H, R] and rotary part [T, H, P] (None if P is 0) of the queries, views."""
+    """Views of the queries: latent part [T, H, R], and rotary part [T, H, P] or None if P is 0."""
     rank, rope = fmt.kv_lora_rank, fmt.qk_rope_head_dim
     allowed = _QUERY_DTYPES.get(q.device.type, _QUERY_DTYPES["cuda"])
     parts = [("q", q, rank + (rope if q_rope is None else 0))]
@@ -99,7 +99,7 @@ def queries(
             )
         checks.same_device(pool, "pool", part, name)
     if q.shape[1] == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}, no heads; pass at least one")
+        raise ValueError(f"q has shape {tuple(q.shape)} with no heads; pass at least one")
     if q_rope is None:
         return q[..., :rank], q[..., rank:] if rope else None
     if q_rope.dtype != q.dtype or q_rope.shape[:2] != q.shape[:2]:
@@ -135,7 +135,7 @@ def lists(kv_indices: torch.Tensor, list_index: torch.Tensor | None, groups: int
         _index(list_index, "list_index", (groups,), pool)
     elif len(kv_indices) < groups:
         raise ValueError(
-            f"kv_indices has {len(kv_indices)} lists for {groups} groups of queries; pass one each, or "
+            f"kv_indices has {len(kv_indices)} lists for {groups} groups of queries; pass one per group, or "
             "list_index"
         )
 
@@ -180,7 +180,7 @@ def scale(value: float) -> float:
 def output(
     tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pool: torch.Tensor
 ) -> None:
-    """Check a tensor to be written; only in `out` the values of a head have to be contiguous."""
+    """Check a tensor that is written; only `out` must have contiguous values in a head."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {_name(tensor.dtype)}, expected {_name(dtype)}; allocate another")
     if tuple(tensor.shape) != shape:
@@ -189,7 +189,7 @@ def output(
         )
     if name == "out" and tensor.stride(-1) != 1:
         raise ValueError(
-            f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate it so"
+            f"out has stride {tensor.stride(-1)} between the values of a head, expected 1; allocate another"
         )
     checks.same_device(pool, "pool", tensor, name)
     extent = 1

@@ -46,9 +46,9 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: Minimum number of rows of a part, and the minimum if the lists alone fill an eighth of the device; a
-#: shorter list is one part. The results of a part, 16 query heads in float32, cost as much traffic as 157
-#: rows of `fp4`; a list of one part has no such cost.
+#: Minimum number of rows of a split, and the minimum if the lists alone fill an eighth of the device; a
+#: shorter list is one split. The partial results of a split, 16 query heads in float32, cost as much traffic
+#: as 157 rows of `fp4`; a list with one split writes no partial results.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
 #: Maximum number of values per row that a program's accumulators hold.
@@ -88,7 +88,7 @@ class TileConfig:
 
     @property
     def min_blocks(self) -> int:
-        """Minimum number of blocks of a part if there are few lists."""
+        """Minimum number of blocks of a split if there are few lists."""
         return max(1, _MIN_ROWS // self.block_rows)
 
 
@@ -102,9 +102,9 @@ class DecodeConfig:
     tiles : int
         Tiles of query heads per list.
     splits : int
-        Maximum number of parts of a list.
+        Maximum number of splits of a list.
     min_blocks : int
-        Minimum number of blocks of a part.
+        Minimum number of blocks of a split.
     """
 
     tile: TileConfig
@@ -127,10 +127,10 @@ _E = SegmentEncoding
 
 #: Tiles of `triton_decode`: how latents are stored -> tiles, smaller ones first. 64 decoded rows are 72 KB of
 #: shared memory, the queries 18 KB per 16 query heads. A thread has 255 registers both in two programs of 128
-#: threads and in one of 256. If two programs would spill more than 128 bytes (32 query heads with tile
-#: scales, which need separate products), one program takes 128 rows. Tiles of 64 query heads would spill 700
-#: bytes. Latents of `bf16` are operands without decoding; two blocks of them wait in shared memory, so that
-#: one program fits.
+#: threads and in one of 256. If two programs would spill more than 128 bytes (32 query heads, and all tiles
+#: with tile scales, which need separate products), one program takes 128 rows. Tiles of 64 query heads would
+#: spill 700 bytes. Latents of `bf16` are operands without decoding; two blocks of them wait in shared memory,
+#: so that only one program fits.
 _TRITON_TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: tuple(TileConfig(query_heads, 64, 4, 3, 1) for query_heads in (8, 16, 32)),
     _E.E4M3_BY_K_SCALE: (_double(8), _double(16), _single(32)),
@@ -141,9 +141,10 @@ check_complete(
     [layout for layout in MLAKVCacheLayout if layout.latent in _TRITON_TABLE],
     "_TRITON_TABLE of sgl_kvpool/attention/decode_config.py",
 )
-#: Tiles for which `gluon_decode` can be used. A block is also kept in shared memory as stored; the parts that
-#: do not fit there are late parts. 32 query heads of `fp8_block_scale` would need six and spill 240 bytes.
-#: FP4's rope is late with 32 query heads, which saves clocks of shared memory; with 16 it would spill.
+#: Tiles if `gluon_decode` can be used; `triton_decode` serves those that name no kernel. A block is also kept
+#: in shared memory as stored; the parts that do not fit there are late parts. 32 query heads of
+#: `fp8_block_scale` would need six late parts and spill 240 bytes. FP4's rope is late with 32 query heads,
+#: which saves clocks of shared memory; with 16 it would spill.
 _TABLE: dict[SegmentEncoding, tuple[TileConfig, ...]] = {
     _E.BF16: _TRITON_TABLE[_E.BF16],
     _E.E4M3_BY_K_SCALE: (_double(8, "gluon"), _double(16, "gluon", 2), _single(32, "gluon", 3)),
@@ -187,8 +188,8 @@ def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> Tile
 def decode_kernel_of(fmt: RowFormat) -> str:
     """Choose the kernel, "gluon" or "triton", for rows of a format. No other place decides this.
 
-    KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's cannot
-    read.
+    KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's kernel
+    cannot read.
 
     Raises
     ------
@@ -211,7 +212,7 @@ def _gluon_obstacle(fmt: RowFormat) -> str | None:
     if (fmt.kv_lora_rank, fmt.qk_rope_head_dim) != (_GLUON_RANK, _GLUON_ROPE):
         return (
             f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "
-            f"{_GLUON_RANK} with {_GLUON_ROPE} that its kernel is written for"
+            f"{_GLUON_RANK} with {_GLUON_ROPE} that the Gluon kernel is written for"
         )
     try:
         from triton import knobs
@@ -247,8 +248,9 @@ def decode_config(
     Returns
     -------
     DecodeConfig
-        Its number of splits is the smallest of those that keep most of the device busy in up to `MAX_ROUNDS`
-        rounds, at most `MAX_SPLITS` and at most the number of blocks of the bound.
+        The number of splits is the smallest that maximises the utilization of the device, in up to
+        `MAX_ROUNDS` rounds of programs. Its limits are `MAX_SPLITS` and the number of splits that `max_rows`
+        rows can fill.
     """
     query_heads = heads * queries_per_list
     tile = tile_config(fmt.layout, query_heads, decode_kernel_of(fmt))
@@ -271,8 +273,8 @@ def config_of_tile(
         rounds = -(-programs * splits // slots)
         return programs * splits / (rounds * slots) * (1 - _ROUND_COST * (rounds - 1))
 
-    # 64 lists of one tile, two programs per SM: 4 splits make 256 programs for 264 places. 100 lists: 5
-    # splits in two rounds.
+    # 64 lists of one tile, two programs per SM: 4 splits make 256 programs, of 264 that run at a time.
+    # 100 lists: 5 splits in two rounds.
     splits = max(range(1, min(most, max(1, MAX_ROUNDS * slots // programs)) + 1), key=busy)
     return DecodeConfig(tile, tiles, splits, min_blocks)
 

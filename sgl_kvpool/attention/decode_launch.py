@@ -34,7 +34,7 @@ MERGE_WARPS = 4
 def decode_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """All constexpr arguments of `decode_kernel` except two, computed from host numbers."""
+    """Constexpr arguments of `decode_kernel` except ROW_STRIDE and NATIVE."""
     row = codec_triton.geometry(fmt)
     decoded = fmt.nope.encoding is not Encoding.BF16
     tile_scales = fmt.scale is not None and fmt.scale.encoding is Encoding.FP32
@@ -58,7 +58,7 @@ def decode_constants(
 def gluon_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int, page: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """Constexpr arguments of `gluon_decode_kernel` except one."""
+    """Constexpr arguments of `gluon_decode_kernel` except ROW_STRIDE."""
     row = codec_triton.geometry(fmt)
     return {
         **_of_both(config, heads, queries_per_list, page),
@@ -87,7 +87,7 @@ def _of_both(
 def merge_constants(
     fmt: RowFormat, config: DecodeConfig, heads: int, queries_per_list: int
 ) -> dict[str, Any]:
-    """Constexpr arguments of `merge_kernel` except one."""
+    """Constexpr arguments of `merge_kernel` except NATIVE."""
     return {
         "HEADS": heads,
         "QUERIES": queries_per_list,

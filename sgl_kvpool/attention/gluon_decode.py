@@ -2,17 +2,17 @@
 
 It has the arguments and partial results of `triton_decode.decode_kernel`: a program takes one list of rows,
 one tile of its query heads (of all its queries) and one split of the list, and processes that split a block
-at a time, 16 rows for each of its warps. Gluon can express what Triton cannot: decoded rows are the A operand
-of the score products in the registers in which they were decoded, and are stored from there, once, to the
-tile in shared memory that the products of the values read. If two programs per SM fit into shared memory, one
-decodes while the other multiplies. To make e4m3 layouts fit, the last parts of their rows are not copied
-ahead to shared memory, but loaded late, into registers.
+at a time, 16 rows for each of its warps. Unlike Triton, Gluon allows decoded rows to be the A operand of the
+score products in the registers in which they were decoded. The same registers are stored once, to the tile in
+shared memory that the value products read. If two programs per SM fit into shared memory, one decodes while
+the other multiplies. To make e4m3 layouts fit, the last parts of their rows are not copied ahead to shared
+memory, but loaded late, into registers.
 
 Stages of block i:
 
     numbers of its rows   written to shared memory while block i - 1 is decoded
     copies                start when block i - 1 has been decoded; overlap its softmax and value products
-    late parts            loaded into registers when the block begins, which decodes them last
+    late parts            loaded into registers when the block begins, decoded last
     scores                [64, BLOCK_H] += rows [64, 128] q^T, 128 decoded latent values at a time, rope last
     softmax               warps exchange maxima of scores; each lane keeps its sums until the end
     values                [128, BLOCK_H] += V^T P, four times
@@ -96,7 +96,7 @@ def _load_queries(
     tile, group, R: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr, HEADS: gl.constexpr,
     QUERIES: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Queries to shared memory, [BLOCK_H, 128] of every chunk and [BLOCK_H, 64], in the operands' order."""
+    """Store queries in the operands' order, [BLOCK_H, 128] of every chunk, and their rope, [BLOCK_H, 64]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     token, head, exists = _query_heads(tile, group, HEADS, QUERIES, BLOCK_H, gl.SliceLayout(1, L))
     at = (q + token * q_token_stride + head * q_head_stride)[:, None]
@@ -119,14 +119,15 @@ def _scores(
     raw, late, values, queries, rope_queries, R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr,
     ROPE: gl.constexpr, BLOCK_H: gl.constexpr, LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """float32 [rows, BLOCK_H] of a block, and its tile scales; its decoded latent goes to `values`.
+    """Scores of a block, float32 [rows, BLOCK_H], and its tile scales; stores its decoded latent in `values`.
 
     The contents of `raw` are not needed afterwards.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    # The next chunk is decoded during products, unless there are too few registers (16 heads, 4 warps).
+    # The next chunk is decoded during products, unless registers are too few (16 query heads with 4 warps, 32
+    # with 8) or tile scales separate the products.
     IN_FLIGHT: gl.constexpr = BLOCK_H <= 2 * WARPS and SCALE != "fp32"
     COPIED: gl.constexpr = copied_words(R, NOPE, LATE)
     OF_ROPE: gl.constexpr = words_of_latent(R, NOPE) - COPIED  # place of the rope among late words
@@ -203,7 +204,7 @@ def gluon_decode_kernel(
     ROPE: gl.constexpr, ROPE_AT: gl.constexpr, BLOCK_H: gl.constexpr, SPLIT: gl.constexpr,
     LATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Attend one part of one list for a tile of query heads; arguments are those of `decode_kernel`."""
+    """Attend one split of one list for a tile of query heads; arguments are those of `decode_kernel`."""
     BLOCK: gl.constexpr = 16 * WARPS
     TILES: gl.constexpr = (QUERIES * HEADS + BLOCK_H - 1) // BLOCK_H
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)
@@ -214,7 +215,7 @@ def gluon_decode_kernel(
     )
     if SPLIT:
         if begin >= length:
-            return  # an empty part, which the merge skips
+            return  # an empty split, which the merge skips
         is_part = begin > 0 or end < length
         stop = end
     else:

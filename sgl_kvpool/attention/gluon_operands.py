@@ -6,8 +6,8 @@ of `wgmma` in registers without a permutation, because the columns of an operand
 queries use the same order. `stmatrix` stores the same registers to shared memory as the tile of values.
 
 Position k of 128 decoded FP4 values holds value d = 32 c + 8 w + 4 h + 2 i2 + i1, where k = 32 w + 16 i2 +
-8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, of which w is one. Position k of 64 decoded e4m3 values
-holds d = 16 c + 4 w + 2 h + i1, where k = 16 w + 8 i1 + 2 c + h.
+8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, and w counts them. Position k of 64 decoded e4m3
+values holds d = 16 c + 4 w + 2 h + i1, where k = 16 w + 8 i1 + 2 c + h.
 """
 
 from triton.experimental import gluon
@@ -62,7 +62,7 @@ def _words_layout(WARPS):
 
 @gluon.constexpr_function
 def _block_scales_layout(WARPS):
-    """Scales of these words for FP4, [rows, 8], in the lane that holds their two words."""
+    """FP4's scales [rows, 8] of 16 words (`_words_layout`), each in the lane that has its two words."""
     warps = [[row, 0, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     words = [[0, 0, 1], [0, 1, 0], [8, 0, 0]]
@@ -71,7 +71,7 @@ def _block_scales_layout(WARPS):
 
 @gluon.constexpr_function
 def _tile_scales_layout(WARPS):
-    """Four float32 scales of a row: lane (g, c) has all of rows g and g + 8."""
+    """Four float32 scales of a row: lane (g, c) has all four of rows g and g + 8."""
     warps = [[row, 0] for row in _bits(16, 16 * WARPS)]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 4])
@@ -157,7 +157,7 @@ def allocate_raw(
     R: gl.constexpr, NOPE: gl.constexpr, SCALE: gl.constexpr, ROPE: gl.constexpr, LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for the copied parts of a block: words of every 64 bytes, scales, rope; next row numbers.
+    """Shared memory for a block: (words of every 64 bytes, scales, rope, row numbers of the next block).
 
     The buffers are separate, because Triton puts barriers between uses of parts of one buffer.
     """
@@ -295,7 +295,7 @@ def _scaled(pair, both):
 def decoded_e2m1(codes, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.constexpr):
     """int32 [rows, 16], uint8 [rows, R / 16] in shared memory -> bfloat16 [rows, 128], values times 2**-16.
 
-    As `triton_operands._fp4_operand`: e2m1 bits are the numbers times 2**-126, scales come times 2**110.
+    As `triton_operands._fp4_operand`: e2m1 bits are the numbers times 2**-126, scales get a factor of 2**110.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     WORDS: gl.constexpr = _words_layout(WARPS)
@@ -320,8 +320,8 @@ def decoded_e2m1(codes, scales, chunk: gl.constexpr, A: gl.constexpr, WARPS: gl.
 def _e4m3_values(codes, EXPONENT: gl.constexpr, WARPS: gl.constexpr):
     """int32 [rows, 16] -> bfloat16 [rows, 64], the values times 2**EXPONENT.
 
-    Codes i and i + 2 of a word at a time; put where bfloat16 has its sign, exponent and mantissa, they are
-    the numbers times 2**-120.
+    Codes i and i + 2 of a word are decoded together. Moved to bfloat16's sign, exponent and mantissa, they
+    are the numbers times 2**-120.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     BITS: gl.constexpr = (127 + 120 + EXPONENT) << 7  # 2**(120 + EXPONENT) as bfloat16

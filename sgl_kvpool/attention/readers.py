@@ -116,7 +116,7 @@ SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
         casters={
             "flashinfer": PHASES,  # flashinfer_mla_backend.py:761 and :822
             "fa3": PHASES,  # flashattention_backend.py:1944 and :2350
-            "flashmla": PHASES[:1],  # flashmla_backend.py:524: flashinfer's
+            "flashmla": PHASES[:1],  # flashmla_backend.py:524 calls flashinfer's prefill
         },
         dsa=_names("tilelang", "trtllm"),
         dsa_paired=_names("tilelang", "trtllm"),
@@ -146,7 +146,7 @@ def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
 STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
     KVArrangement.TOKEN_MAJOR: frozenset(
         {
-            "torch_native",  # ran; not SGLang's entry: torch_native_backend.py:140 and :241 index by slot
+            "torch_native",  # ran; not on SGLang's list: torch_native_backend.py:140 and :241 index by slot
             "triton",  # kernels/ops/attention/decode_attention.py:221, also for extend
             "flashinfer",  # flashinfer_mla_backend.py:772 and :830, slices of the strided view
             "fa3",  # flashattention_backend.py:1949 and :2353, paged_view
@@ -158,7 +158,7 @@ STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {
         }
     ),
     # Two levels, page and token: no single stride leads from slot to slot, so only a backend that takes row
-    # numbers from the pool can read it.
+    # numbers from the pool can read such pools.
     KVArrangement.PAGE_MAJOR: frozenset(),
 }
 
@@ -239,7 +239,7 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
     Raises
     ------
     ValueError
-        If a backend cannot; the message names each such backend, and those that can.
+        If a backend cannot read the pool; the message names such backends, and the backends that can read it.
     """
     if isinstance(backends, str):
         backends = (backends,)
@@ -247,5 +247,5 @@ def check_readers(layout: MLAKVCacheLayout, arrangement: KVArrangement, backends
     if unable:
         raise Refusal(
             f"attention backend {', '.join(unable)} cannot read {arrangement} rows of KV cache layout "
-            f"{layout}; those that can: {', '.join(readers(layout, arrangement)) or 'none'}"
+            f"{layout}; backends that can: {', '.join(readers(layout, arrangement)) or 'none'}"
         )

@@ -1,15 +1,16 @@
 """Table of what DSA's indexer passes to attention: slots of the pool, or positions in gathered rows.
 
-SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each query and then either
+SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each query. The selection has one of
+two forms:
 
-* **PAGED** translates them into slots of the pool, from which the attention kernel reads rows, or
-* **RAGGED** leaves positions in a tensor of 16-bit keys: those of the batch itself if no request has a
-  prefix, else all rows of its requests, gathered and decoded before the kernel.
+* **PAGED**: slots of the pool, from which the attention kernel reads rows.
+* **RAGGED**: positions in a tensor of 16-bit keys. If no request has a prefix, these are the keys of the
+  batch itself, otherwise all rows of its requests, gathered and decoded before the kernel runs.
 
-Metadata, indexer, forward pass and draft seeds have to agree, and the kernel must be able to read what it
-gets. SGLang 0.5.23 decides from a dtype and two names, and only for `EXTEND`. This table covers all modes and
-follows from what each kernel reads (`docs/sparse.md` cites the lines). The module is pure: it uses no state,
-no model and no SGLang.
+Metadata, indexer, forward pass and draft seeds must use the same form, and the kernel must be able to read
+it. SGLang 0.5.23 decides from the dtype of the KV cache and the names of the two implementations, and only
+for `EXTEND`. This table covers all modes and follows from what each kernel reads (cited at
+`IMPLEMENTATIONS`). The module uses no state, no model and no SGLang.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 
 
 class TopkTransform(Enum):
-    """What the top-k selection of a batch is turned into; names as in SGLang's `TopkTransformMethod`."""
+    """Form of a batch's top-k selection; names as in SGLang's `TopkTransformMethod`."""
 
     PAGED = "paged"
     RAGGED = "ragged"
@@ -54,7 +55,7 @@ class UnsupportedCombination(Refusal):
     Attributes
     ----------
     instead : tuple of str or None
-        Implementations (prefill, decode) to name instead, if other names help.
+        Implementations (prefill, decode) that work instead; None if the message names another way out.
     """
 
     def __init__(self, text: str, instead: tuple[str, str] | None = None) -> None:
@@ -62,16 +63,18 @@ class UnsupportedCombination(Refusal):
         self.instead = instead
 
 
-#: Our own decode, by its name in this table. SGLang calls it `SPARSE_BF16`, which it replaces.
+#: Name of our decode in this table. In SGLang's arguments it is called `SPARSE_BF16`, after the decode that
+#: it replaces.
 KVPOOL_DECODE = "kvpool_mla"
-#: SGLang's kernel over 16-bit keys, its kernel over keys that it casts to fp8, and its choice of a kernel.
+#: Names of SGLang's kernel over 16-bit keys, of its kernel over keys cast to fp8, and of its automatic
+#: choice.
 SPARSE_BF16, _SPARSE_Q8, _AUTO = "flashmla_sparse", "flashmla_sparse_q8", "flashmla_auto"
 
 #: `ForwardMode` members in which the prefill implementation attends.
 EXTEND_MODES = ("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
 #: Modes in which the decode implementation attends: decode, and the modes that drafts add.
 DECODE_MODES = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
-#: Modes without attention, for which SGLang calls the selection nevertheless.
+#: Modes without attention; SGLang asks for a form in these modes too.
 IDLE_MODES = ("IDLE", "PREBUILT")
 
 
@@ -103,18 +106,19 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     # :3011, casts keys to fp8 while it gathers them, whatever their stored format (:3164). Works in EXTEND
     # only: SGLang refuses it with mixed chunks (:466), and raises in the other modes (:2280).
     _SPARSE_Q8: _Implementation(ragged_modes=EXTEND_MODES[:1], decode=False),
-    # :3309. 16-bit rows are quantised first, those of a whole layer in every call (:3342).
+    # :3309. In every call it first quantises all 16-bit rows of the layer (:3342).
     "flashmla_kv": _Implementation(),
-    # :4039, a choice between the two above, made per batch on Blackwell, where SGLang then uses the chosen
-    # name. On Hopper it is flashmla_kv for scaled rows and flashmla_sparse for 16-bit rows. forward_decode
-    # has no such branch (:2600).
+    # :4039, a choice between flashmla_sparse and flashmla_kv. On Blackwell SGLang chooses per batch and then
+    # uses the chosen name. On Hopper it is flashmla_kv for scaled rows and flashmla_sparse for 16-bit rows.
+    # forward_decode has no such branch (:2600).
     _AUTO: _Implementation(decode=False),
     # :2737, treats the last dimension of rows as 16-bit values.
     "fa3": _Implementation(),
     # :3440; arg_groups/overrides.py:571 requires that raw fp8 rows have no other reader.
     "tilelang": _Implementation(),
-    # :3801; with one side alone, SGLang would store raw rows for both (kv_cache_configurator.py:3434), and
-    # its model would leave the rotary embedding to a kernel that is not called (forward_mla.py:972).
+    # :3801. If only one side were trtllm, SGLang would store raw rows for both
+    # (kv_cache_configurator.py:3434), and its model would leave the rotary embedding to a kernel that is not
+    # called (forward_mla.py:972).
     "trtllm": _Implementation(),
     # :3245, like flashmla_sparse; forward_decode has no such branch.
     "triton_sparse_mla": _Implementation(decode=False),
@@ -137,8 +141,8 @@ def _reads_gathered(name: str, layout: MLAKVCacheLayout) -> bool:
     return name in SGLANG_READERS[layout].dsa_gathered
 
 
-#: Implementations that attend kpool's tail of recent tokens (dsa/dsa_backend_kpool.py:55). flashmla_sparse is
-#: replaced by the first of them, on Blackwell by the last.
+#: Implementations that attend the recent tokens behind the last pooled index key
+#: (dsa/dsa_backend_kpool.py:55). SGLang replaces flashmla_sparse by fa3, on Blackwell by trtllm.
 _KPOOL_READERS = ("fa3", "tilelang", "trtllm")
 
 
@@ -172,7 +176,7 @@ def select_topk_transform(
     ------
     UnsupportedCombination
         If one side cannot read the rows, the two sides do not work together, or the mode is not supported.
-        The message says which, and names the nearest pair that works.
+        The message names the reason and the nearest pair that works.
     ValueError
         If a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
@@ -228,8 +232,8 @@ def check_combination(
     Raises
     ------
     UnsupportedCombination, ValueError
-        Errors of `select_topk_transform`; with pooled index keys also for combinations that SGLang itself
-        refuses at the first batch, or reads wrongly.
+        As `select_topk_transform`. With pooled index keys (`index_kpool` above 1) also for combinations that
+        SGLang would refuse at the first batch, or whose rows it would read wrongly.
     """
     for mode in modes:
         select_topk_transform(layout, prefill_impl, decode_impl, mode, index_kpool=index_kpool)
@@ -255,7 +259,7 @@ def _check_ragged_modes(layout: MLAKVCacheLayout, prefill: str, decode: str, mod
         if mode in EXTEND_MODES and mode not in wired:
             raise UnsupportedCombination(
                 f"DSA prefill {prefill} gathers keys in {', '.join(wired)} batches only, and this one is "
-                f"{mode}; leave out what makes such batches ({_MAKERS[mode]}), or "
+                f"{mode}; leave out the option that makes such batches ({_MAKERS[mode]}), or "
                 f"{nearest_pair(layout, prefill, decode)}"
             )
 
@@ -264,12 +268,11 @@ def _check_names(prefill: str, decode: str, mode: str | None) -> None:
     for side, name in (("prefill", prefill), ("decode", decode)):
         if name not in IMPLEMENTATIONS:
             raise ValueError(
-                f"DSA {side} implementation {name!r} is not in the table; those that are: "
-                f"{', '.join(IMPLEMENTATIONS)}"
+                f"DSA {side} implementation {name!r} is unknown; name one of: {', '.join(IMPLEMENTATIONS)}"
             )
     known = (*EXTEND_MODES, *DECODE_MODES, *IDLE_MODES)
     if mode is not None and mode not in known:
-        raise ValueError(f"forward mode {mode!r} is not in the table; those that are: {', '.join(known)}")
+        raise ValueError(f"forward mode {mode!r} is unknown; pass one of: {', '.join(known)}")
 
 
 def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
@@ -278,7 +281,7 @@ def _problem(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str | None:
         implementation = IMPLEMENTATIONS[name]
         if not (implementation.prefill if side == "prefill" else implementation.decode):
             other = "decode" if side == "prefill" else "prefill"
-            return f"DSA implementation {name} is a {other} and was given as {side}"
+            return f"DSA implementation {name} is for {other} only, and was named for {side}"
         gathered = side == "prefill" and _reads_gathered(name, layout)
         if not gathered and not _reads_stored(name, layout):
             return f"DSA {side} {name} cannot read rows of KV cache layout {layout}"
@@ -291,7 +294,7 @@ def _check_kpool_layout(layout: MLAKVCacheLayout, prefill: str, decode: str) -> 
     if not sglang_dsa_reads(layout) or KVPOOL_DECODE in (prefill, decode):
         raise UnsupportedCombination(
             f"KV cache layout {layout} with DSA decode {decode} does not work for models with pooled index "
-            "keys (index_kpool above 1): SGLang attends their tail by fa3, tilelang or trtllm; use "
+            "keys (index_kpool above 1), whose recent tokens SGLang attends by fa3, tilelang or trtllm; use "
             f"--kv-cache-layout {MLAKVCacheLayout.BF16}"
         )
 
@@ -302,8 +305,8 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
         if side == "prefill" and name == _SPARSE_Q8 and not layout.is_narrow:
             _check_ragged_modes(layout, name, decode, modes)
             continue
-        # This applies to Hopper; on Blackwell it is trtllm. With 16-bit rows flashmla_auto is
-        # flashmla_sparse.
+        # flashmla_sparse is replaced by fa3 on Hopper, by trtllm on Blackwell. Over 16-bit rows,
+        # flashmla_auto is flashmla_sparse.
         sparse = name == SPARSE_BF16 or (side == "prefill" and name == _AUTO and not layout.is_narrow)
         reader = "fa3" if sparse else name
         if reader not in _KPOOL_READERS or not _reads_stored(reader, layout):
@@ -319,11 +322,11 @@ def _check_kpool_readers(layout: MLAKVCacheLayout, prefill: str, decode: str, mo
 
 
 def nearest_pair(layout: MLAKVCacheLayout, prefill: str, decode: str) -> str:
-    """Text that proposes the nearest pair to the requested one, of the pairs that a user can name."""
+    """Text that proposes the working pair nearest to the requested pair, by names that a user can pass."""
     if not sglang_dsa_reads(layout):
         return (
-            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, its default, which "
-            f"stands for {SPARSE_BF16} over decoded rows and {KVPOOL_DECODE}"
+            f"use --dsa-prefill-backend {SPARSE_BF16} --dsa-decode-backend {SPARSE_BF16}, the default of "
+            f"this layout: {SPARSE_BF16} over decoded rows and, for decode, {KVPOOL_DECODE}"
         )
     best = _nearest(layout, prefill, decode)
     return f"use --dsa-prefill-backend {best[0]} --dsa-decode-backend {best[1]}"

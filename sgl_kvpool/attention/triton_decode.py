@@ -4,7 +4,7 @@ A program of `decode_kernel` takes one list of rows, one tile of its query heads
 split of the list, and processes `BLOCK` rows of that split at a time. A row is read once for scores and
 values. Matrices are transposed: scores are [rows, query heads] = K q^T, results are [values, query heads] +=
 V^T P. Rows then fill the 64-row side that Hopper's warp group instruction requires, and query heads fill the
-other side, which may be 16: nothing is wasted for a model with 16 heads.
+other side, which may be as small as 8: nothing is wasted for a model with 16 heads.
 
 The latent is processed in chunks of `CHUNK` values, each with a separate accumulator. `fp8_block_scale` has
 one chunk per tile; the tile's scale is multiplied into the scores and weights of the chunk instead of its
@@ -115,7 +115,7 @@ def _operands_of(
 
 @triton.jit
 def _scales_of(stored, R: tl.constexpr, CHUNK: tl.constexpr, TILE_SCALES: tl.constexpr):
-    """Tile scales, float32 [BLOCK, 1], of every chunk, which is a slice; empty for layouts without them."""
+    """Tile scales, float32 [BLOCK, 1] of every chunk (one slice); empty for layouts without tile scales."""
     scales = ()
     if TILE_SCALES:
         for c in tl.static_range(R // CHUNK):
@@ -128,7 +128,7 @@ def _seen(start, limit, live, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr):
     """Mask of the rows of a block that each query head attends, bool [BLOCK, BLOCK_H]."""
     BLOCK: tl.constexpr = live.shape[0]
     if QUERIES == 1:
-        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # rows end at the only query's count
+        return tl.broadcast_to(live, [BLOCK, BLOCK_H])  # `live` ends at the only query's count
     else:
         return (start + tl.arange(0, BLOCK)[:, None] < limit) & live
 
@@ -208,15 +208,15 @@ def decode_kernel(
     ids_ptr,  # int32 or int64 [lists, bound]
     counts_ptr,  # int32 or int64 [T]
     list_index_ptr,  # int32 or int64 [groups], or None
-    out_ptr,  # [T, H, R], written for lists with one part
-    lse_ptr,  # fp32 [T, H], written for lists with one part
-    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists with several parts
-    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, written for lists with several parts
+    out_ptr,  # [T, H, R], written for lists with one split
+    lse_ptr,  # fp32 [T, H], written for lists with one split
+    partial_ptr,  # fp32 [splits, T, H, R], contiguous, written for lists with several splits
+    partial_lse_ptr,  # fp32 [splits, T, H], contiguous, written for lists with several splits
     row_count,
     lists,
     bound,  # maximum count
     splits,
-    min_blocks,  # minimum number of blocks of a part
+    min_blocks,  # minimum number of blocks of a split
     query_heads,  # T * H
     q_token_stride,  # strides count elements
     q_head_stride,
@@ -248,11 +248,11 @@ def decode_kernel(
     SLICE: tl.constexpr,  # latent values per load
     BLOCK: tl.constexpr,  # rows at a time
     BLOCK_H: tl.constexpr,  # query heads of a program
-    SPLIT: tl.constexpr,  # whether lists may have several parts, which a merge kernel joins
-    AHEAD: tl.constexpr,  # whether a block is decoded after the one before it has been attended
+    SPLIT: tl.constexpr,  # whether lists may have several splits, which the merge kernel joins
+    AHEAD: tl.constexpr,  # whether the next block is loaded before a block is attended, and decoded after
     NATIVE: tl.constexpr,
 ):
-    """Attend one part of one list for a tile of query heads; writes normalised results and their lse."""
+    """Attend one split of one list for a tile of query heads; writes normalised results and their lse."""
     TILES: tl.constexpr = (QUERIES * HEADS + BLOCK_H - 1) // BLOCK_H
     TILE_SCALES: tl.constexpr = SCALE == "fp32"
     if TILE_SCALES:
@@ -264,7 +264,7 @@ def decode_kernel(
         counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES, BLOCK, SPLIT
     )
     if SPLIT and begin >= length:
-        return  # an empty part, which the merge skips; without splits, go on and write its result
+        return  # an empty split, which the merge skips; if not SPLIT, its result is written below
 
     query_head = tile * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     exists = query_head < QUERIES * HEADS
@@ -295,9 +295,9 @@ def decode_kernel(
     state = (top, total, accumulators)
     if AHEAD:
         # Rows are loaded one block ahead, row numbers two blocks ahead. Operands are passed from one
-        # iteration to the next also because Triton puts the first operand of a product into shared memory
-        # only if it comes from a load or an earlier iteration; from registers, the same rows would be laid
-        # out twice.
+        # iteration to the next for another reason too: Triton puts the first operand of a product into shared
+        # memory only if it comes from a load or an earlier iteration. Otherwise the same rows would be stored
+        # twice.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,
@@ -322,7 +322,7 @@ def decode_kernel(
             scales = _scales_of(stored, R, CHUNK, TILE_SCALES)
             live = next_live
     else:
-        # Stored bytes that are operands already: Triton's pipeline copies them ahead into shared memory.
+        # The stored bytes are operands, and Triton's pipeline copies them ahead into shared memory.
         for start in range(begin, end, BLOCK):
             stored, live = _load_block(
                 _load_entries(ids, start, end, ids_stride, BLOCK), pool_ptr, row_count, ROW_STRIDE, PAGE,

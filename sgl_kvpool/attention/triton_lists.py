@@ -16,7 +16,7 @@ __all__ = [
 
 @triton.jit
 def row_count_of(counts_ptr, tokens, bound):
-    """Number of rows that tokens attend, int32, clamped to 0..`bound` for every integer type."""
+    """Number of rows that each token attends, clamped to 0..`bound` before it becomes int32."""
     counts = tl.load(counts_ptr + tokens)
     return tl.minimum(tl.maximum(counts, 0), bound).to(tl.int32)
 
@@ -45,7 +45,7 @@ def list_length(counts_ptr, list_index, lists, group, bound, QUERIES: tl.constex
 
 @triton.jit
 def rows_per_split(length, splits, BLOCK: tl.constexpr, min_blocks):
-    """Rows of every part of a list except the last: whole blocks, at least `min_blocks` of them."""
+    """Rows of every split of a list except the last: whole blocks, at least `min_blocks` of them."""
     blocks = tl.cdiv(length, BLOCK)
     return tl.maximum(tl.cdiv(blocks, splits), min_blocks) * BLOCK
 
@@ -75,7 +75,7 @@ def rows_of_part(
     counts_ptr, list_index_ptr, lists, bound, splits, min_blocks, split, group, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """(list, its length, begin, end) of one part of a group's list; an empty part has begin >= length."""
+    """(list, its length, begin, end) of one split of a group's list; an empty split has begin >= length."""
     list_index = list_of(list_index_ptr, group)
     length = list_length(counts_ptr, list_index, lists, group, bound, QUERIES)
     if SPLIT:

@@ -1,4 +1,4 @@
-"""The kernel of `mla_decode` that merges the results of the parts of a list."""
+"""The kernel of `mla_decode` that merges the results of the splits of a list."""
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def merge_kernel(
     TOGETHER: tl.constexpr,  # splits added at a time
     NATIVE: tl.constexpr,
 ):
-    """Merge `CHUNK` values of one query head; weights are the exponentials of each part's lse."""
+    """Merge `CHUNK` values of one query head; weights are the exponentials of each split's lse."""
     query_head = tl.program_id(0).to(tl.int64)
     token = query_head // HEADS
     head = query_head % HEADS

@@ -27,7 +27,8 @@ __all__ = [
 
 #: Operands of FP4 latents are the values times 2 to the power of this; see `_fp4_operand`.
 VALUE_SCALE_EXPONENT = -16
-#: Factor of ue5m3 scales; e2m1 codes are scaled by 2**-126.
+#: Factors of FP4's operands, of e4m3 codes (their bits are the numbers times 2**-120) and of ue5m3 scales
+#: (the bits of e2m1 codes are the numbers times 2**-126).
 _OPERAND_FACTOR = tl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _E4M3_FACTOR = tl.constexpr(2.0**120)
 _SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))
@@ -47,9 +48,9 @@ def rounded_operand(x, NATIVE: tl.constexpr):
 def permuted(x, ENCODING: tl.constexpr):
     """[D, N] in the order of values -> in the order of an operand's columns, and back.
 
-    The permutation is one of the bits of column numbers, within a word (`_fp4_operand`, `_e4m3_operand`) and
-    between words (`_spread`). It is applied to queries and to results, once per program, because addresses in
-    that order would not be contiguous.
+    The bits of column numbers are permuted, within a word (`_fp4_operand`, `_e4m3_operand`) and between words
+    (`_spread`). This is done to queries and to results, once per program, because addresses in that order
+    would not be contiguous.
     """
     D: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -70,9 +71,9 @@ def _spread(x, ENCODING: tl.constexpr):
     Eight adjacent threads each decode 16 bytes of the same row, which become 4 groups of 8 columns for e2m1
     and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
     lines of 128 bytes, at the same banks. Therefore the bits of a group's number, whose upper 3 bits are the
-    thread's number, are permuted: the 8 groups become one line. (4 threads per row, as for a rope, have no
-    conflicts in the order of values. For e2m1 there would be two-way conflicts, but not with the rank of any
-    model.)
+    thread's number, are permuted: the 8 groups become one line. (With 4 threads per row, as for a
+    rope, the order of values has no conflicts. For e2m1 it would have two-way conflicts, but no model has a
+    rank that is read by 4 threads.)
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
@@ -106,8 +107,8 @@ def load_stored(
             column = tl.arange(0, COUNT)[None, :]
             return (tl.load(at.to(tl.pointer_type(tl.bfloat16)) + column, mask=live, other=0.0),)
         else:
-            # Loaded as words like the others: loads of other shapes would need rows' addresses in several
-            # layouts.
+            # Loaded as words like the other encodings: loads of other shapes would need rows' addresses in
+            # several layouts.
             word = tl.arange(0, COUNT // 2)[None, :]
             return (tl.load(at.to(tl.pointer_type(tl.int32)) + word, mask=live, other=0),)
     elif ENCODING == "e4m3":
@@ -168,8 +169,8 @@ def _bf16_operand(words, NATIVE: tl.constexpr):
 def _e4m3_operand(codes, NATIVE: tl.constexpr):
     """int32 [ROWS, N] with four e4m3 each -> operand [ROWS, 4 N].
 
-    As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: put where bfloat16 has its sign, its
-    lowest four exponent bits and its highest mantissa bits, a code is its number times 2**-120. Before
+    As `_fp4_operand`, with codes i and i + 2 of a word for i = 0, 1: moved to bfloat16's sign, lowest four
+    exponent bits and highest mantissa bits, a code is its number times 2**-120. Before
     `_spread`, column bits c1 c0 hold the value c0 c1 of a word. (Conversion through fp16 and float32, with
     the GPU's own instructions, would take as many instructions and more registers.)
     """

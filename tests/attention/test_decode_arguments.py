@@ -77,7 +77,7 @@ def call(**changes):
         ({"kv_lens": lambda c: c.kv_lens[:1]}, ValueError, "kv_lens has shape (1,), expected (2,)"),
         ({"kv_lens": lambda c: c.kv_lens.short()}, TypeError, "kv_lens is int16"),
         ({"list_index": torch.zeros(3, dtype=torch.int32)}, ValueError, "list_index has shape (3,)"),
-        ({"list_index": torch.tensor([0, 2])}, IndexError, "list_index[1] is 2 of 2 lists"),
+        ({"list_index": torch.tensor([0, 2])}, IndexError, "list_index[1] is 2, kv_indices has 2 lists"),
         ({"page": (64, 61)}, ValueError, "page=(64, 61)"),
         ({"page": (0, 61)}, ValueError, "page=(0, 61)"),
         ({"page": 4}, ValueError, "page=4, expected (page_size_tokens, rows_per_page)"),

@@ -205,9 +205,9 @@ def test_refusals_name_a_side_that_is_at_fault():
 
 def test_refusals_say_that_a_name_is_on_the_wrong_side():
     for name in ("flashmla_sparse_q8", "flashmla_auto", "triton_sparse_mla"):
-        with pytest.raises(UnsupportedCombination, match=f"{name} is a prefill"):
+        with pytest.raises(UnsupportedCombination, match=f"{name} is for prefill only"):
             select_topk_transform("bf16", "fa3", name, "EXTEND")
-    with pytest.raises(UnsupportedCombination, match="kvpool_mla is a decode"):
+    with pytest.raises(UnsupportedCombination, match="kvpool_mla is for decode only"):
         select_topk_transform("bf16", "kvpool_mla", "kvpool_mla", "EXTEND")
 
 

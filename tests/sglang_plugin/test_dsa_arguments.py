@@ -79,7 +79,7 @@ REFUSED = [
     ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse"), "decode flashmla_sparse cannot read"),
     ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
     ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
-    ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is a prefill"),
+    ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is for prefill only"),
     # Raw rows: SGLang's choice on Hopper, and one side of trtllm, which would make both sides' rows raw.
     (
         "fp8",

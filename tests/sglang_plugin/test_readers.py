@@ -38,8 +38,8 @@ def test_check_readers_names_each_once_and_those_that_can():
     with pytest.raises(ValueError) as error:
         check_readers(MLAKVCacheLayout.BF16, KVArrangement.TOKEN_MAJOR, ("fa4", "triton", "intel_amx", "fa4"))
     assert str(error.value) == (
-        "attention backend fa4, intel_amx cannot read token_major rows of KV cache layout bf16; those that "
-        "can: kvpool_mla, cutedsl_mla, fa3, flashinfer, flashmla, torch_native, triton, trtllm_mla"
+        "attention backend fa4, intel_amx cannot read token_major rows of KV cache layout bf16; backends "
+        "that can: kvpool_mla, cutedsl_mla, fa3, flashinfer, flashmla, torch_native, triton, trtllm_mla"
     )
 
 

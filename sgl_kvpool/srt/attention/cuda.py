@@ -2,8 +2,8 @@
 
 SGLang calls an MLA backend in three forms. Absorbed decode, verification of drafts and a draft's extend have
 the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
-table, so that only counts are computed per step. Absorbed prefill attends stored rows in chunks (`extend`),
-except requests at the end of a batch with one new token, which are decoded. The MHA form, with keys and
+table, so that only counts are computed per step. Absorbed prefill decodes stored rows in chunks (`extend`);
+requests with one new token at the end of its batch are attended like a decode. The MHA form, with keys and
 values computed from the latent, reads no pool: FlashInfer computes it through the base class and its runner,
 with the natural log-sum-exp that SGLang expects (`mha_form`).
 """
@@ -159,7 +159,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Does nothing: no plan depends on the drafts, since counts follow from lengths."""
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """When SGLang may change its request table: after the last layer, since every layer reads it."""
+        """Every layer reads SGLang's request table, which must not change before the last layer is done."""
         if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
             return SharedReadEnds.POST_REPLAY
         return super().shared_read_ends(fm)
@@ -167,7 +167,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     # ---------------------------------------------------------------- once per step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
-        """Check that the counts' buffer holds the largest graph; SGLang's lists of slots are not needed."""
+        """Allocate the buffers that graphs refer to; SGLang's own lists of slots are not needed."""
         self._counts.require(max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -207,7 +207,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Set up views of static buffers for a batch of fixed query length, without computing anything."""
+        """Set up views of static buffers for a batch of fixed query length, without reading lengths."""
         if not has_fixed_query_length(forward_batch.forward_mode):
             raise NotImplementedError(
                 f"attention backend {KVPOOL_BACKEND} does not run prefill inside a CUDA graph; use "

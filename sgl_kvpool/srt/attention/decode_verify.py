@@ -45,10 +45,10 @@ class DecodeBatch:
 def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, torch.Tensor] | None:
     """The requests at the end of a prefill batch with one new token each, as a decode batch.
 
-    Beside other ranks' prefill, SGLang turns a decode batch into an extend of one token per request
-    (data-parallel attention with prefill graphs, `dp_attn.py:777`), and it appends running requests to the
-    requests of a prefill (`--enable-mixed-chunk`). As prefill, each of them would gather its whole prefix and
-    read it once per head.
+    While another data-parallel rank prefills, SGLang turns a decode batch into an extend of one token per
+    request (with prefill graphs, `dp_attn.py:777`). With `--enable-mixed-chunk` it appends running requests
+    to the requests of a prefill. As prefill, each such request would gather its whole prefix and read it once
+    per head.
 
     Parameters
     ----------

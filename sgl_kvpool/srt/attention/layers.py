@@ -60,7 +60,7 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
         elif module.is_cross_attention or module.attn_type != AttentionType.DECODER:
             problem = f"is not causal ({getattr(module.attn_type, 'value', module.attn_type)})"
         elif module.head_dim != width and not (multi_head and module.layer_id in absorbed):
-            # On a CPU nothing chooses between the two forms, so the layer cannot be the multi-head form.
+            # On a CPU SGLang does not choose between two forms, so the layer cannot be the multi-head form.
             problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
         if problem:
             raise Refusal(_text(model, name, problem, where))
