@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 from pathlib import Path
 
 __all__ = ["library_path"]
@@ -84,11 +85,11 @@ def _in_wheel(libraries: Path | None, name: str) -> Path | None:
 
 
 def _link(link: Path, target: Path | None) -> None:
-    """Create a link unless it exists; safe with other processes that do the same."""
+    """Create a link unless it exists; safe with other threads and processes that do the same."""
     assert target is not None
     if link.is_symlink() and Path(os.readlink(link)) == target:
         return
-    made = link.with_name(f".{link.name}-{os.getpid()}")
+    made = link.with_name(f".{link.name}-{os.getpid()}-{threading.get_ident()}")
     try:
         made.symlink_to(target)
         made.replace(link)

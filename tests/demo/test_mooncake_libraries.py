@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,23 @@ def test_a_stale_link_is_replaced(nothing_loads, tmp_path):
     link.symlink_to("/gone/libnuma.so.1")
     library_path()
     assert os.readlink(link) == target
+
+
+def test_two_threads_of_one_process(nothing_loads, monkeypatch):
+    """Both have created their links before either moves one into place."""
+    pytest.importorskip("nixl_cu13")
+    both, replace = threading.Barrier(2), Path.replace
+
+    def replace_together(path, target):
+        both.wait(timeout=10)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_together)
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: library_path(), range(2)))
+    assert paths[0] == paths[1]
+    links = Path(paths[0].split(os.pathsep)[0])
+    assert sorted(path.name for path in links.iterdir()) == sorted(mooncake_libraries._WANTED)
 
 
 def test_nothing_is_added_where_all_of_them_are(monkeypatch):
