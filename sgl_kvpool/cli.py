@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         default=Path("demo-results"),
         metavar="FOLDER",
-        help="where demo.json, demo.png and the servers' logs go (demo-results); --cluster writes into "
-        "cluster/ inside that folder",
+        help="folder for demo.json, demo.png and the servers' logs (demo-results); --cluster writes into "
+        "cluster/ inside it",
     )
     demo.add_argument(
         "--model",
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in _LIKE_A_SERVER and (problems := environment_problems()):
             raise ValueError("; ".join(problems))
         status = arguments.run(arguments)
-        # Flush here: a full disk raises here, whereas at exit Python only prints a note.
+        # Flush here, where a full disk raises OSError; at exit Python would only print a note.
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as interrupt:
@@ -141,7 +141,7 @@ def _print_anything() -> None:
 
 
 def _leave_in_order() -> None:
-    """Make termination and hang-up end this process as Ctrl-C does, so that it ends its children."""
+    """Let SIGTERM and SIGHUP raise an exception, as Ctrl-C does, so that this process ends its children."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(ending, _terminate)
@@ -215,7 +215,8 @@ def _demo(arguments: argparse.Namespace) -> int:
             raise ValueError(problem)
         if not has_room_for_host_tier():
             print(
-                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has less",
+                "without a host tier: SGLang keeps 10 GiB of memory free, and this machine has too little "
+                "beyond that",
                 file=sys.stderr,
             )
         for layout in arguments.layouts:
@@ -242,7 +243,7 @@ def _demo_cluster(arguments: argparse.Namespace) -> int:
     if not has_room_for_host_tier():
         raise ValueError(
             "--cluster needs a host tier: SGLang keeps 10 GiB of memory free, and this machine has "
-            "less; free some"
+            "too little beyond that; free some"
         )
     _leave_in_order()
     return compare.compare_clusters(arguments.layouts or compare.LAYOUTS, arguments.out)

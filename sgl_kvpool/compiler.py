@@ -1,4 +1,4 @@
-"""Build tools of our C++: `ninja`, which SGLang installs for tvm-ffi and torch, and the flags for g++."""
+"""Build tools for the C++ code: `ninja`, which SGLang installs for tvm-ffi and torch, and flags for g++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cpu_flags", "ninja_on_path"]
 
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
-    """Put `ninja` on PATH for builds inside the block: only activated environments have it there."""
+    """Make `ninja` available on PATH inside the block, also if the Python environment is not activated."""
     if shutil.which("ninja") is not None:
         yield
         return
@@ -34,7 +34,8 @@ def cpu_flags(capability: str) -> list[str]:
         Value of ``torch.backends.cpu.get_cpu_capability()``.
     """
     flags = ["-std=c++20", "-O3", "-Wall", "-Wextra"]
-    # No fused operations: each rounds once, as on a GPU. Trapping math would keep g++ from vectorizing loops.
+    # No fused multiply-add: every operation rounds once, as in the encoders on a GPU. Trapping math would
+    # keep g++ from vectorizing loops.
     flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     if capability.startswith("AVX512"):
         wide = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]

@@ -83,7 +83,8 @@ _PREFIXES = (_PREFIX, "SGL_KVPOOL_", "SGLANG_KVPOOL_")
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 PLUGIN = "sgl_kvpool"
 
-#: Variables that are removed for servers whose arguments are all given, or that are compared with others.
+#: Variables that servers started by this package, and `plan`, do not inherit: all their arguments are given,
+#: or their results are compared.
 NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, DECODE_KERNEL, SGLANG_PLUGINS)
 
 _TRUE = ("1", "true", "yes", "on")
@@ -135,7 +136,7 @@ def exported_to_children(name: str, value: str | os.PathLike[str] | None) -> Ite
 
 
 def problems() -> list[str]:
-    """One line per unknown value and per name that has our prefix but is not in `VARIABLES`.
+    """Problems of the environment: a line per unknown value, and per name with our prefix not in `VARIABLES`.
 
     Empty values count as unset. A name that SGLang copied (every SGL_X to SGLANG_X) is reported once,
     as the user wrote it.

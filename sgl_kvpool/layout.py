@@ -34,13 +34,13 @@ __all__ = [
     "check_complete",
 ]
 
-#: Version of the byte tables below. Every storage key and handshake contains it.
+#: Version of the byte tables below, contained in every storage key and handshake.
 FORMAT_VERSION = 1
 
 #: The latent rank must be a multiple of this: it is the block of ``fp8_block_scale``.
 KV_LORA_RANK_MULTIPLE = 128
 
-#: Rope widths that the codecs support. 0: the model's keys have no rotary embedding.
+#: Rope widths that the codecs support. 0: the model's keys have no rotary values.
 QK_ROPE_HEAD_DIMS = (0, 64)
 
 #: Rows of a dense MLA pool are padded to a multiple of this, so that kernels move whole rows in 16-byte

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["FAILURES", "failed", "publish", "transferred"]
 
-#: Consequence of each kind of failure. Every failure also writes a log line.
+#: Log message of each kind of failure, which ends with the consequence.
 FAILURES = {
     "codec_build": "the CPU codec could not be built; torch encodes rows, several times slower",
     "engine_build": "an engine could not be built; the torch engine is used",
@@ -28,7 +28,7 @@ FAILURES = {
     "backup_pages": "a backup to the host tier named bad pages; the tokens are not backed up",
     "backup": "a backup by the engine failed; the torch engine carried it out",
     "backup_lost": "a backup failed; the tokens are not backed up",
-    "tier_disagreement": "ranks that share a host tier gave out different pages; the tier is no longer used",
+    "tier_disagreement": "ranks that share a host tier allocated different pages; the tier is no longer used",
     "page_checksum": "a stored page was not what was stored under its key; the tokens are computed again",
     "page_read": "a stored page could not be read; unless a retry succeeds, the tokens are computed again",
     "page_write": "a page could not be stored",
@@ -72,7 +72,7 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             multiprocess_mode="mostrecent",
         )
         _metrics["failures"] = Counter(
-            "sgl_kvpool_failures", "Failures that were survived, by kind (docs/operating.md)", ["kind"]
+            "sgl_kvpool_failures", "Failures that the server survived, by kind (docs/operating.md)", ["kind"]
         )
         for kind in FAILURES:
             _metrics["failures"].labels(kind=kind)

@@ -29,8 +29,8 @@ def use(names: Iterable[str]) -> str:
 def say_alone(refusal: Refusal) -> None:
     """Print an uncaught refusal as the last line on stderr, without a traceback; the exit status stays 1.
 
-    For refusals of a command line. It stays an exception until it reaches the top, so that SGLang ends the
-    processes it has started and a program that calls SGLang's parser can catch it.
+    For refusals of a command line. The refusal propagates as an exception, so that SGLang ends the processes
+    it has started and a program that calls SGLang's parser can catch it.
     """
     refusal.said_alone = True
     previous = sys.excepthook

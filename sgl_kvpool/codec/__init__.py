@@ -37,8 +37,8 @@ def encode_rows(
         Same dtypes as `k_nope`; None (or no columns) if and only if P is 0.
     fmt : RowFormat
     k_scale : float
-        Divisor of the values before they are stored, for layouts with `uses_k_scale`; others
-        ignore it. Finite and positive as float32.
+        Divisor of the values before they are stored, for layouts with `uses_k_scale`; other layouts
+        ignore it. Must be finite and positive as float32.
 
     Returns
     -------
@@ -237,15 +237,15 @@ def _split(values: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Te
 
 
 def _backend(rows: torch.Tensor):
-    """The module for the device of these rows, with encode_rows, store_rows and gather_parts."""
+    """Codec module for the device of `rows`; it has encode_rows, store_rows and gather_parts."""
     if rows.device.type == "cuda":
         # Imported on first use: a machine without a GPU may lack Triton.
         from sgl_kvpool.codec import triton
 
         if not triton.can_address(rows):
             raise ValueError(
-                f"rows at address {rows.data_ptr():#x} with a stride of {rows.stride(0)} bytes; on CUDA "
-                "both must be multiples of 4; allocate the pool accordingly"
+                f"rows begin at address {rows.data_ptr():#x} and have a stride of {rows.stride(0)} bytes; "
+                "on CUDA both must be multiples of 4; allocate the pool accordingly"
             )
         return triton
     return compiled

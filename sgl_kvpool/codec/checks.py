@@ -49,7 +49,7 @@ def _matrix(tensor: torch.Tensor, name: str, columns: int, fmt: RowFormat | None
         )
     if columns > 1 and tensor.stride(1) != 1:
         raise ValueError(
-            f"{name} has stride {tensor.stride(1)} between neighbours of a row, expected 1 (rows "
+            f"{name} has stride {tensor.stride(1)} between values of a row, expected 1 (rows "
             "may have any stride); pass .contiguous() or a view with another order of axes"
         )
 
@@ -174,7 +174,7 @@ def finite(
     fmt: RowFormat,
     slots: torch.Tensor | None,
 ) -> None:
-    """With KVPOOL_CHECK_FINITE, raise on NaN and infinity, which encoders otherwise replace. Syncs."""
+    """With KVPOOL_CHECK_FINITE, raise on NaN and infinity, which encoders otherwise replace; syncs CUDA."""
     if not env.flag(env.CHECK_FINITE):
         return
     if k_nope.is_cuda and torch.cuda.is_current_stream_capturing():

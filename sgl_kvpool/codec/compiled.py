@@ -79,7 +79,8 @@ def module(*, required: bool = False) -> Any:
     required : bool
         Raise the error of a failed build instead.
     """
-    # A damaged file in tvm-ffi's cache ends the process silently; this line then names the cause.
+    # A damaged file in tvm-ffi's cache ends the process without a message; this line is then the last of the
+    # log and names the cause.
     logger.info("sgl-kvpool: loading the CPU codec, which tvm-ffi compiles and keeps in its cache folder")
     try:
         from tvm_ffi import cpp
@@ -108,7 +109,8 @@ def encoder(fmt: RowFormat) -> Callable[..., None] | None:
 
 @cache
 def _row_layout(fmt: RowFormat) -> torch.Tensor:
-    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")  # not the default device
+    # On the CPU also if torch has another default device.
+    return torch.tensor(row_layout(fmt), dtype=torch.int64, device="cpu")
 
 
 def encode_rows(

@@ -115,7 +115,7 @@ def _decode_bf16(
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """bf16 [tokens, 2 n]: table pairs at the indices int16 [tokens, n], read as unsigned."""
+    """Look up pairs of bf16 values, [tokens, 2 n], by int16 indices [tokens, n], read as unsigned."""
     wide = scratch("wide index", index.shape, torch.int32).copy_(index.view(torch.uint16))
     pairs = scratch("pairs", index.shape, torch.int32)
     torch.index_select(table, 0, wide.view(-1), out=pairs.view(-1))
@@ -152,9 +152,9 @@ def _decode_e2m1_ue5m3(
     scratch: _Scratch,
 ) -> None:
     assert scales is not None
-    # The 8 code bytes of a block share a scale byte: an int64 holds its copies.
+    # The 8 code bytes of a block share a scale byte: an int64 holds 8 copies of the scale byte.
     spread = scratch("spread", scales.shape, torch.int64).copy_(scales).mul_(0x0101010101010101)
-    # Passes over int16 are the cheapest here; the sum wraps into the sign bit.
+    # Passes over int16 are the cheapest here; the index below wraps into the sign bit.
     high = scratch("high", codes.shape, torch.int16).copy_(spread.view(torch.uint8))
     index = scratch("index", codes.shape, torch.int16).copy_(codes).add_(high, alpha=256)
     out.copy_(_look_up(scalars.e2m1_pairs_table(codes.device), index, scratch))

@@ -99,9 +99,9 @@ def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
 
     With b6 and b4 the bytes of largest / 6 and largest / 4, the order is b6, b6 - 1, b6 + 1, b4 - 1, b4, each
     clamped to 1 to `UE5M3_MAX_BYTE`. For decoded values the candidates include the scale of their block, or
-    one that represents the same values, so that encoding them again changes nothing. b6 + 4 and b6 + 5
-    instead of b4 - 1 and b4 have as small an error (0.082 of N(0, 1)) but miss that scale in blocks below
-    2**-12.
+    one that represents the same values, so that encoding them again changes nothing. With b6 + 4
+    and b6 + 5 instead of b4 - 1 and b4 the error is as small (0.082 for N(0, 1)), but in blocks below 2**-12
+    the candidates do not include that scale.
     """
     sixth = ue5m3_bytes(divide_(largest.clone(), E2M1_MAX))
     quarter = ue5m3_bytes(largest * 0.25)
@@ -125,7 +125,7 @@ def round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
 
 def e2m1_codes(rounded: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
     """4-bit codes (uint8) of magnitudes from `round_to_e2m1`, with the signs of `signed`."""
-    # Multiplied by 2**-14, the magnitude's three bits are bits 9 to 11 of an fp16 (1 gets exponent 1).
+    # Multiplied by 2**-14, the magnitude's three bits are bits 9 to 11 of an fp16 (1.0 has exponent bits 1).
     bits = (torch.copysign(rounded, signed) * 2.0**-14).to(torch.float16).view(torch.int16)
     return (((bits >> 9) & 7) | ((bits >> 12) & 8)).to(torch.uint8)
 
@@ -134,8 +134,8 @@ def e2m1_codes(rounded: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
 def e2m1_pairs_table(device: torch.device) -> torch.Tensor:
     """Decoder of packed e2m1: ``table[scale byte * 256 + code byte]`` is two bf16 in one int32.
 
-    The product of a 3-bit e2m1 magnitude and a 4-bit ue5m3 scale fits the 8 bits of a bf16, so bf16
-    holds the fp32 product without rounding. The table is int32 [65536], 256 KiB.
+    Significands of e2m1 have 2 bits and those of ue5m3 have 4, so a bf16 (8 bits) holds the
+    product without rounding. The table is int32 [65536], 256 KiB.
     """
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat([magnitudes, -magnitudes])  # [16] by code

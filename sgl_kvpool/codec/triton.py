@@ -38,7 +38,7 @@ _STORE_TOKENS = 8
 _GATHER_TOKENS = 16
 _WARPS = 4
 _MAX_CHUNK = 512
-#: Alignment of a row's address: rows hold float32 scales.
+#: Required alignment of a row's address, because rows hold float32 scales.
 _ROW_ALIGNMENT_BYTES = 4
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -46,7 +46,7 @@ _ROW_ALIGNMENT_BYTES = 4
 
 @triton.jit
 def _row_pointers(rows_ptr, slots_ptr, slots_stride, row_stride, tokens, row_count, TOKENS):
-    """Token numbers int64 [TOKENS, 1], row pointers, masks of existing tokens and of tokens with a row."""
+    """Token numbers int64 [TOKENS, 1], row pointers, mask of existing tokens, mask of tokens with a row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     exists = token < tokens
     if slots_ptr is None:
@@ -67,7 +67,7 @@ def store_kernel(
     tokens,
     row_count,
     row_stride,  # bytes
-    slots_stride,  # elements, as the following two
+    slots_stride,  # in elements, like the next two strides
     nope_stride,
     rope_stride,
     k_scale,

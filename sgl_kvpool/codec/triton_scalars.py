@@ -34,7 +34,7 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def fp32_of_bf16_bits(bits):
-    """int16 bits of a bf16 -> fp32. (The interpreter's cast loses denormals.)"""
+    """int16 bits of a bf16 -> fp32; a shift, because the cast of Triton's interpreter loses denormals."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -148,7 +148,7 @@ def _candidate(sixth, quarter, NUMBER: tl.constexpr):
 def _squared_error(sizes, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Sum of squared errors [ROWS, BLOCKS] of magnitudes [ROWS, BLOCKS, 16] at scales [ROWS, BLOCKS]."""
     # If a quotient is halfway between two e2m1 magnitudes, the product with the rounded reciprocal may round
-    # to the other one, with the same error; other quotients are at least 2**-10 away from the middle.
+    # to either of them, with the same error; all other quotients are at least 2**-10 away from the middle.
     rounded = round_to_e2m1(sizes * tl.div_rn(1.0, scale)[:, :, None])
     # rounded * scale is exact; the difference, the square and the sums round once each.
     difference = sizes - rounded * scale[:, :, None]
@@ -172,7 +172,7 @@ def encode_e2m1_blocks(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
         better = its_error < error  # strict: at a tie the earlier candidate stays
         scale_byte = tl.where(better, tried, scale_byte)
         error = tl.minimum(its_error, error)
-    # Quotients as multiples of 2**-12, which is exact if one is halfway between two magnitudes.
+    # Round quotients to multiples of 2**-12, which makes a quotient halfway between two magnitudes exact.
     products = sizes * tl.div_rn(1.0, ue5m3_values(scale_byte))[:, :, None]
     rounded = round_to_e2m1((tl.minimum(products, 6.0) + 3072.0) - 3072.0)
     scale_byte = tl.where(largest > 0, scale_byte, 0)

@@ -26,13 +26,13 @@ _FP32_TINY = tl.constexpr(1.1754943508222875e-38)
 @triton.jit
 def load_values(
     rows,  # [ROWS, 1] pointers to uint8, the start of each row
-    live,  # [ROWS, 1] bool; other rows give zeros
+    live,  # [ROWS, 1] bool; rows with False give zeros
     k_scale,  # divisor used by the encoder, or None
     FIRST: tl.constexpr,  # index of the first value within the segment
     COUNT: tl.constexpr,  # values to load, a power of two
     ENCODING: tl.constexpr,
     VALUES_AT: tl.constexpr,  # byte offset of the segment
-    SCALE: tl.constexpr,  # encoding of its stored scales, "" if none
+    SCALE: tl.constexpr,  # encoding of the segment's stored scales; "" without stored scales
     BLOCK: tl.constexpr,  # values per stored scale
     SCALE_AT: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -62,7 +62,7 @@ def load_values(
         packed = tl.load(rows + (VALUES_AT + FIRST // 2) + pair, mask=live, other=0)
         block = tl.arange(0, COUNT // BLOCK)[None, :]
         scale_bytes = tl.load(rows + (SCALE_AT + FIRST // BLOCK) + block, mask=live, other=0)
-        # The loaded values are scaled by 2**-14; both products are exact.
+        # decode_e2m1_pairs gives values times 2**-14; this product and the one below are exact.
         scale = ue5m3_values(scale_bytes.to(tl.int32)) * 16384.0
         x = tl.reshape(decode_e2m1_pairs(packed), [ROWS, COUNT // BLOCK, BLOCK])
         return tl.reshape(x * scale[:, :, None], [ROWS, COUNT])

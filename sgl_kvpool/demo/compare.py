@@ -52,7 +52,7 @@ _RUN_SECONDS, _OTHER_SECONDS = 600.0, 40.0
 
 
 def has_room_for_host_tier() -> bool:
-    """Whether SGLang would create a host tier on this machine: it keeps 10 GiB of memory free."""
+    """Whether this machine has memory for the host tier, besides the 10 GiB that SGLang keeps free."""
     return (host().facts["host_tier_bytes"] or 0) >= _HOST_TIER_BYTES
 
 
@@ -138,8 +138,8 @@ def compare(
     Returns
     -------
     int
-        Exit status: 1 if a server failed (results of earlier servers are still shown and written), or if the
-        results could not be written.
+        Exit status: 1 if a server failed (results of earlier servers are still shown and written), if a hit
+        in the host tier gave other tokens than a hit on the device, or if the results could not be written.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder with --out")
@@ -232,7 +232,7 @@ def _serve(
         info = server.info()
         if info["kv_cache_layout"] != layout.value:
             raise ServerFailed(f"the server says it serves {info['kv_cache_layout']!r}, not {layout}")
-        # Requested twice now, and once more after the windows have evicted it from the pool.
+        # The prompt is sent twice now, and once more after the windows have evicted it from the pool.
         has_tier = _HOST_TIER[0] in server.arguments
         hits = [tiered_hit(server, model.evicted) for _ in range(2)] if has_tier else []
         began_scoring = time.monotonic()

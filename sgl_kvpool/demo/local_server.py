@@ -40,7 +40,7 @@ class ServerFailed(RuntimeError):
 #: Message of asyncio, on which SGLang's HTTP server runs, for a port that is in use.
 _BIND_FAILED = "error while attempting to bind on address"
 
-#: SGLang's log lines for a process that ended by itself, and for killing itself and all its processes.
+#: SGLang's log lines for a subprocess that has ended, and for a server that kills itself and its processes.
 _PROCESS_ENDED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _KILLS_ITSELF = "kill_process_tree called"
 
@@ -158,7 +158,7 @@ class LocalServer:
                 return
             except (urllib.error.URLError, ConnectionError, TimeoutError, HTTPException):
                 self._raise_if_ended(wait_seconds=0.5)
-        raise ServerFailed(f"no answer of {self.name} in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
+        raise ServerFailed(f"no answer from {self.name} in {self.wait_seconds:.0f} s:\n{self.log_tail()}")
 
     def _raise_if_ended(self, wait_seconds: float) -> None:
         """Raise ServerFailed if the server ends within this time."""

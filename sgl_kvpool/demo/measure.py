@@ -187,7 +187,7 @@ def score(
             if [token[1] for token in tokens] != ids[1:]:
                 raise ValueError("the server scored other tokens than it was sent")
             if not all(isinstance(token[0], float) and math.isfinite(token[0]) for token in tokens):
-                raise ValueError("the server answered log-probabilities that are not finite numbers")
+                raise ValueError("the server returned log-probabilities that are not finite numbers")
             log_probabilities.append([token[0] for token in tokens])
             top_tokens.append([top[0][1] for top in answer["meta_info"]["input_top_logprobs"][1:]])
         progress()

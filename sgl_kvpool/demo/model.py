@@ -20,8 +20,8 @@ _EVICTED_TOKENS = 1000
 
 #: SmolLM2's windows: length, and largest number scored. The text is longer than the windows.
 _WINDOW_TOKENS, _MOST_WINDOWS = 512, 128
-#: Step between windows: odd, so that all are visited; near the golden ratio, so that any first n are spread
-#: evenly.
+#: Step between windows: odd, so that all windows are visited; near 0.618 (the golden ratio) of their number,
+#: so that the first n windows are spread evenly for every n.
 _STRIDE = 79
 
 #: Prompts for greedy text, as (window, bytes): beginnings of the byte model's windows after which wide

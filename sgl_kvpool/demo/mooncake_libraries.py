@@ -1,8 +1,8 @@
 """Shared libraries that Mooncake's programs load by name, for systems without them.
 
 Mooncake's wheel needs the system's libibverbs, libnuma and libcurl. NIXL's wheel includes all three under
-other names. Links to those in the user's cache let Mooncake start without root and without packages of the
-distribution. In a shell: ::
+other names. Links to NIXL's copies, in the user's cache folder, let Mooncake start without root and without
+packages of the distribution. In a shell: ::
 
     export LD_LIBRARY_PATH=$(python -m sgl_kvpool.demo.mooncake_libraries)
 """
@@ -30,7 +30,8 @@ def library_path() -> str:
     Returns
     -------
     str
-        This process's value; if a library is missing, preceded by folders of links and NIXL's libraries.
+        LD_LIBRARY_PATH of this process; if a library is missing, the folders of the links and of NIXL's
+        libraries come first.
 
     Raises
     ------

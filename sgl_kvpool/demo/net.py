@@ -258,7 +258,7 @@ def initialise(net: ByteMLA, seed: int, *, score_gain: float = 1.0, logit_gain: 
         std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
         # Drawn on the CPU in fp32, so that a seed gives the same weights on all machines.
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    # The special token gets the logit 0, so that greedy text never ends: the largest of 256 logits is above
-    # 0.
+    # The special token gets the logit 0, so that greedy text never ends: the largest of the 256 other logits
+    # is above 0.
     net.lm_head.weight[SPECIAL_TOKEN_ID:] = 0
     return net

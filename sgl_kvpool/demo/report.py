@@ -103,7 +103,9 @@ def _host_lines(results: Sequence[Result]) -> list[str]:
     for result in results:
         hit = result.host_hit
         if hit is None:
-            lines[result.layout] = "not shown, SGLang keeps 10 GiB of memory free and this machine has less"
+            lines[result.layout] = (
+                "not shown, SGLang keeps 10 GiB of memory free and this machine has too little beyond that"
+            )
             continue
         verdict = "as" if hit.same_tokens else "NOT as"
         lines[result.layout] = (

@@ -155,7 +155,7 @@ def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wro
     assert metric(after, "sgl_kvpool_failures_total", kind="tier_disagreement") == 2
     log = answers["log"].splitlines()
     assert any("the ranks have ended the tier" in line for line in log)
-    lines = [line for line in log if "gave out different pages" in line]
+    lines = [line for line in log if "allocated different pages" in line]
     assert len(lines) == 2
     assert all("rank 0: alloc of" in line and "rank 1: alloc of 16 slots" in line for line in lines)
 

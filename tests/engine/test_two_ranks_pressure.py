@@ -33,7 +33,7 @@ def test_prefixes_came_from_everywhere(answers):
 
 def test_nothing_failed_and_the_tier_goes_on(answers):
     assert answers["failures"] == {}
-    assert "gave out different pages" not in answers["log"]
+    assert "allocated different pages" not in answers["log"]
     assert "Found rank divergence" not in answers["log"]
 
 

@@ -74,8 +74,8 @@ KVPOOL_HD float multiply(float a, float b) { return a * b; }
 KVPOOL_HD float divide(float a, float b) { return a / b; }
 #endif
 
-// Kernels access global memory only, pinned host memory included; addresses come as integers, from which the compiler
-// cannot infer that.
+// Tells the compiler that an address is in global memory (pinned host memory included), as all addresses of the kernels
+// are; the compiler cannot infer this, because addresses come as integers.
 KVPOOL_HD void assume_global([[maybe_unused]] const void* address) {
 #ifdef __CUDA_ARCH__
   __builtin_assume(__isGlobal(address));

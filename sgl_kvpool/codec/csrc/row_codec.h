@@ -1,5 +1,5 @@
 // Encodings of docs/rows.md for nvcc and g++. ../reference.py and ../scalars.py define the rules;
-// tests compare every byte with those.
+// tests compare every byte with theirs.
 //
 // Between reading and writing, values are bf16, as uint16_t bits: converting a row to another format gives the bytes of
 // encode_rows(decode_rows(row)) of the codec.
@@ -9,7 +9,7 @@
 
 namespace kvpool {
 
-constexpr int kBlock = 16;  // e2m1 values that share one ue5m3 scale; values per thread of a GPU
+constexpr int kBlock = 16;  // e2m1 values that share one ue5m3 scale; on a GPU, values per thread
 constexpr int kTile = 128;  // values that share one fp32 scale; every latent rank is a multiple of it
 
 constexpr float kE2m1Max = 6.0f;
@@ -87,9 +87,9 @@ KVPOOL_HD float e2m1_rounded(float size) {
   return subtract(add(size, spacer), spacer);
 }
 
-// Quotient of a bf16 and a ue5m3 number, rounded; above 6 it is 6. `product` is the bf16 times the rounded reciprocal.
-// A quotient halfway between two e2m1 magnitudes is exact. All others are at least 2^-10 away from the middle, and the
-// result is on their side of it. (tests/codec/test_codec_laws.py checks all pairs.)
+// Quotient of a bf16 and a ue5m3 number, rounded, at most 6. `product` is the bf16 times the rounded reciprocal.
+// A quotient halfway between two e2m1 magnitudes is exact. All other quotients are at least 2^-10 away from the middle,
+// and the result is on the same side of the middle as the quotient. (tests/codec/test_codec_laws.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12
@@ -165,7 +165,7 @@ KVPOOL_HD void e2m1_encode(const uint16_t values[kBlocks * kBlock], Bytes8 codes
       const float scale = finite_ue5m3_value(byte), reciprocal = divide(1.0f, scale);
       float squares[kBlock];
       written_out<kBlock>([&](auto i) KVPOOL_LAMBDA {
-        // If a quotient is halfway between two magnitudes this may take the other one, with the same error.
+        // If a quotient is halfway between two magnitudes, it may round to either of them, with the same error.
         const float rounded = e2m1_rounded(multiply(sizes[i][block], reciprocal));
         const float difference = subtract(sizes[i][block], multiply(rounded, scale));
         squares[i] = multiply(difference, difference);
@@ -220,8 +220,8 @@ KVPOOL_HD void e4m3_encode(const uint16_t values[kValues], float scale, uint8_t 
   for (int i = 0; i < kValues; ++i) codes[i] = e4m3_code(divide(float_of(finite_bits(static_cast<uint32_t>(values[i]) << 16)), scale));
 }
 
-// Largest magnitude of some values; that of a tile is the largest of its blocks. As integers, bf16 magnitudes have the
-// order of their values, and NaN are above infinity.
+// Largest magnitude of some values, without NaN. The largest magnitude of a tile is the largest of its blocks. Compared
+// as integers, bf16 magnitudes have the order of their values, and NaN is above infinity.
 template <int kValues>
 KVPOOL_HD float largest_of(const uint16_t values[kValues]) {
   uint32_t largest = 0;

@@ -17,7 +17,7 @@ constexpr int kRope = 64;  // rotary values of a row with rope
 enum class Latent : int64_t { kBf16 = 0, kE4m3 = 1, kE4m3Tiles = 2, kE2m1 = 3 };
 enum class Rope : int64_t { kBf16 = 0, kE4m3 = 1 };
 
-// Passed as eleven int64, in this order.
+// Byte table of a row, passed as eleven int64 in this order.
 struct RowLayout {
   Latent latent;
   Rope rope;
@@ -38,7 +38,7 @@ struct RowLayout {
 
 static_assert(sizeof(RowLayout) == 11 * sizeof(int64_t), "a list of eleven numbers");
 
-// kBlocks blocks of 16 values, starting with `block`.
+// Reads kBlocks blocks of 16 values, starting with `block`, as bf16.
 template <Latent kFrom, int kBlocks>
 KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int block, float k_scale,
                            uint16_t values[kBlocks * kBlock]) {
@@ -67,7 +67,8 @@ KVPOOL_HD void read_latent(const uint8_t* row, const RowLayout& layout, int bloc
   }
 }
 
-// `largest` holds the largest magnitude of each tile of these blocks; only encodings with tiles read it.
+// Writes kBlocks blocks of 16 bf16 values, starting with `block`. `largest` holds the largest magnitude of each tile of
+// these blocks; only encodings with tiles read it.
 template <Latent kTo, int kBlocks>
 KVPOOL_HD void write_latent(uint8_t* row, const RowLayout& layout, int block, float k_scale, const float* largest,
                             const uint16_t values[kBlocks * kBlock]) {
@@ -106,8 +107,8 @@ KVPOOL_HD void copy_latent(const uint8_t* from_row, const RowLayout& from, uint8
   store(to_row + to.scale_offset + block, load<uint8_t>(from_row + from.scale_offset + block));
 }
 
-// kValues values of the rope, starting with `first`. With a short latent, the rope, which follows the scales, begins at
-// a multiple of 4 bytes only.
+// Converts kValues rotary values, starting with `first`. The rope follows the scales; with a short latent it begins at a
+// multiple of 4 bytes only.
 template <int kValues>
 KVPOOL_HD void convert_rope(const uint8_t* from_row, const RowLayout& from, uint8_t* to_row,
                             const RowLayout& to, int64_t first, float k_scale) {

@@ -57,8 +57,9 @@ class ClusterResult:
     found : mapping of str to int
         Tokens of a prompt that the prefill server found, by place (device, host, storage).
     same_answers : bool
-        Whether every answer equals that of one server that does both, in tokens and log-probabilities;
-        answers from the host tier or the store are compared with the answer from the device.
+        Whether every answer equals that of one server that prefills and decodes, in tokens and
+        log-probabilities; answers from the host tier or the store are compared with the answer from the
+        device.
     answers : list of dict
         Results of `ask` for every prompt, then for the prompts on the device, in the host tier and in the
         store.
@@ -152,8 +153,8 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
         until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
-        # When the server's own memory is emptied, the last prompt is on the device, the first one only in the
-        # host tier, the second in the store.
+        # The last prompt is on the device, the first prompt in the host tier only. After the flush, the
+        # second prompt is in the store only.
         answers += [_asked(front, texts[-1]), _asked(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
         answers.append(_asked(front, texts[1]))

@@ -1,7 +1,7 @@
 """Mooncake's store over loopback, and the settings of servers that use it.
 
-Imports neither torch nor SGLang. Mooncake's clients choose ports from 12000 to 17000 and listen on all
-interfaces, and so does the service's REST port; the master and the servers listen on 127.0.0.1.
+Imports neither torch nor SGLang. Mooncake's clients (ports 12000 to 17000) and the store service's REST port
+listen on all interfaces; the master and the servers listen on 127.0.0.1.
 """
 
 from __future__ import annotations

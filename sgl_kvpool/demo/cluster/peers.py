@@ -63,7 +63,8 @@ def router(
     decode : sequence of servers
         Decode servers of `prefill`.
     workers : sequence of servers
-        Servers that do both, instead of `prefill` and `decode`; a request goes to the one with its prefix.
+        Servers that do prefill and decode, instead of `prefill` and `decode`; a request goes to the server
+        that has its prefix.
     """
     port, metrics_port = free_port(), free_port()
     command = [

@@ -159,7 +159,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         """Does nothing: no plan depends on the drafts, since counts follow from lengths."""
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Every layer reads SGLang's request table, which must not change before the last layer is done."""
+        """When SGLang may change its request table: after the last layer, since every layer reads it."""
         if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
             return SharedReadEnds.POST_REPLAY
         return super().shared_read_ends(fm)
@@ -167,7 +167,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
     # ---------------------------------------------------------------- once per step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_unused) -> None:
-        """Allocate the buffers that graphs refer to; SGLang's own lists of slots are not needed."""
+        """Check that the counts' buffer holds the largest graph; SGLang's lists of slots are not needed."""
         self._counts.require(max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -25,8 +25,8 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     """Bytes of workspace that decoding needs for a batch of any size.
 
     Each query has its own list, and lists are not split if there are more of them than a GPU runs programs at
-    a time. Therefore the workspace has a maximum (9 MB for 16 heads on an H100, 17 for 32 and more), whatever
-    the batch size and padding.
+    a time. Therefore the workspace has a maximum (on an H100, 9 MB for 16 heads and 17 MB for 32 or more),
+    whatever the batch size and padding.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     return workspace_bytes(fmt, heads, _MOST_QUERIES, top_k, sm_count=sm_count_of(torch.device(device)))
 
 
-#: Number of queries: at least twice the programs that any GPU runs at a time.
+#: Number of queries that needs the maximum workspace: at least twice the programs that a GPU runs at a time.
 _MOST_QUERIES = 1 << 16
 
 
@@ -77,9 +77,9 @@ class SparseReader:
             Rows of one layer.
         slots : Tensor [T, K], int32
             SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
-        counts : Tensor [T or more], int32, or None
-            Number of entries of each list to attend. More than T counts belong to another batch, as SGLang's
-            own kernel assumes, and are ignored: every entry but -1 is attended then.
+        counts : Tensor [T], int32, or None
+            Number of entries of each list to attend. Counts for another number of queries belong to another
+            batch, as SGLang's own kernel assumes, and are ignored; then all entries but -1 are attended.
         scale : float
 
         Returns
