@@ -67,7 +67,7 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
     assert plain[0] != OURS
     assert serve("cuda", "bf16") == plain
     assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
-    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # only kvpool_mla does so
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # only kvpool_mla's prefill does
     assert serve("cuda", "bf16") == (OURS, OURS)
 
 

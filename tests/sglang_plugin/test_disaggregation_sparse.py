@@ -8,7 +8,7 @@ from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import LAYERS, LAYOUTS
 from managers import STRINGS, pool_of
 
-#: In sparse models SGLang sees another dtype for scaled rows than in dense models, and the same for raw rows.
+#: For sparse models SGLang sees scaled rows with another dtype than for dense ones; raw rows keep theirs.
 DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
 
 

@@ -33,7 +33,7 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
 
 
 def test_the_geometry_decides(resolve, checkpoints):
-    """fp8_block_scale rows with a latent of 256 and without rope have 272 bytes, fp8 rows 256."""
+    """With a latent of 256, fp8_block_scale rows have 400 bytes and fp8 rows 320."""
     argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
     with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, fp4, fp4_fp8_rope$"):
         resolve(checkpoints["rank256"], *argv, "fp8_block_scale")

@@ -164,7 +164,7 @@ def test_sizes_by_hand(planned, model, layout):
 
 
 def test_the_heuristic_of_the_memory_fraction(planned):
-    """memory_hook.py: 512 MB, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per request of graphs, 1.5 GB."""
+    """memory_hook.py, in MiB: 512, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per graph request, 1536."""
     gpu_mib = MACHINE["gpu_gib"] * 1024
     reserved = 512 + 8192 * 1.5 + 8 / 8 * 1024 + 512 * 2 + 1.5 * 1024
     assert planned["heuristic"]["mem_fraction_static"] == round((gpu_mib - reserved) / gpu_mib, 3)

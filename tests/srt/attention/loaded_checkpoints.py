@@ -35,7 +35,7 @@ def loaded(folder, monkeypatch, draft=False):
     from sglang.srt.layers.rotary_embedding import base, factory, rope_variant
     from sglang.srt.runtime_context import get_parallel
 
-    # Without a GPU, SGLang looks for vLLM's rotary kernel, except for DeepSeek's scaled RoPE.
+    # Without a GPU, SGLang's RoPE looks for vLLM's kernel, and get_rope_cpu has only DeepSeek's scaled RoPE.
     monkeypatch.setattr(base, "_is_cpu", True)
     monkeypatch.setattr(factory, "get_rope_cpu", lambda *arguments: factory.get_rope(*arguments[:-1]))
     # Bailing uses DeepSeek's scaled RoPE with a factor of one.

@@ -173,7 +173,7 @@ def test_models_without_rope(mode, monkeypatch):
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("split", [False, True])
 def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypatch):
-    """SGLang turns a decode into this extend while another data-parallel rank prefills; no prefix is read."""
+    """SGLang turns a decode into this extend while another DP rank prefills; no prefix is gathered."""
     from sgl_kvpool.srt.attention.extend import ExtendReader
 
     lengths, prefixes = [1, 40, 7, 65], [0, 39, 6, 64]
@@ -189,7 +189,7 @@ def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypa
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunks", [16, None])
 def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, chunks, monkeypatch):
-    """MIXED: three prefill requests, one of them with a single new token, then two decode requests."""
+    """MIXED: two prefill requests, one of them with a single new token, then two decode requests."""
     case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
     if chunks:
         case.backend._reader.workspace_tokens = chunks

@@ -106,7 +106,7 @@ def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
-    """Before a copy is submitted: afterwards no rank serves any page, not even pages stored before."""
+    """The tier ends before a copy is submitted; then no rank serves any page, not even one stored before."""
     case = f"moved-{rank}"
     lengths, failures = agreed(seen[case])
     assert lengths == [0, 0, 0]

@@ -96,8 +96,7 @@ class Rank:
         }  # fmt: skip
 
 
-# Each case yields the model and the length found of a prompt, one after the other. `Model.check` compares the
-# bytes.
+# For each prompt, a case yields the model and the length found; `Model.check` compares the bytes.
 
 
 def nothing(ranks):

@@ -134,7 +134,7 @@ def test_keys_of_fp4_are_the_rows(rank, rope):
 @pytest.mark.parametrize("layout", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
 @pytest.mark.parametrize("getter", ["get_value_buffer", "get_kv_buffer"])
 def test_packed_rows_have_no_values(layout, getter):
-    with pytest.raises(TypeError, match=r"get_row_buffer\(layer_id\)$"):  # without kvpool_mla, made for MLA
+    with pytest.raises(TypeError, match=r"get_row_buffer\(layer_id\)$"):  # kvpool_mla reads no DSA pools
         getattr(dsa_pool(layout), getter)(3)
 
 
@@ -180,7 +180,7 @@ def test_another_dtype(layout):
 @pytest.mark.parametrize(
     ("layout", "kv_cache_dim", "read"),
     [
-        # First an implementation that reads raw rows, then implementations that read scaled rows.
+        # 576 and 656 are the kv_cache_dim of raw and of scaled rows.
         ("fp8_block_scale", 576, "576 values"),
         ("fp8", 656, "656 bytes"),
         ("bf16", 656, "656 values"),

@@ -1,4 +1,4 @@
-"""Rows of LayoutHybridLinearKVPool by model layer, written, read and moved; states stay untouched."""
+"""Rows of LayoutHybridLinearKVPool by model layer: written, read and moved, also with states."""
 
 from types import SimpleNamespace
 
@@ -192,7 +192,7 @@ def test_moves_are_of_whole_rows_in_every_mla_layer(layout, arrangement, page_si
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpu_copies_carry_rows_and_states(layout, arrangement, page_size, monkeypatch):
-    """SGLang retracts a request so; rows and states return in other slots, other slots are unchanged."""
+    """As when SGLang retracts a request: its rows and states return in other slots, all else is unchanged."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool, slots = paged(layout, arrangement, page_size)
     before = fill(pool)

@@ -133,7 +133,7 @@ def test_pipeline_stages_without_layers():
 
 
 def test_buffers_with_gaps_are_refused():
-    """Only our own pools describe buffers with other layers in between."""
+    """The places of other layers inside a buffer are known for our own pools only."""
     pool = mla()
     wide = torch.zeros(16, 2, 576, dtype=torch.bfloat16)
     pool.kv_buffer[1] = wide[:, :1]
