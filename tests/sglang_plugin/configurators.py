@@ -1,4 +1,4 @@
-"""SGLang's KVCacheConfigurator of a server, without the model runner that SGLang makes it from."""
+"""SGLang's KVCacheConfigurator of a server, without the model runner from which SGLang makes it."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import torch
 
 
 def drafting(layers):
-    """SGLang's record of that many layers of multi-token prediction; 0 without drafts."""
+    """SGLang's record of a draft with `layers` multi-token prediction layers; 0 means no draft."""
     from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
         SpecAuxHiddenStateConfig,
     )
@@ -16,9 +16,9 @@ def drafting(layers):
 
 
 def configurator(args, model_config, dtype, *, draft=False, eagle=0, stage=(0, 3), **fields):
-    """SGLang's object, with the fields that a model runner would give it.
+    """SGLang's KVCacheConfigurator, with the fields that a model runner would set.
 
-    `eagle` is a draft's number of layers, `stage` the first layer of the rank and the one behind its last.
+    `eagle` is the number of a draft's layers, `stage` the half-open range of the rank's layers.
     """
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo

@@ -11,10 +11,10 @@ from managers import bootstrap, manager_of, no_groups  # noqa: F401  # fixtures
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory):
-    """`launcher.run(code)`: a process that has imported what SGLang's commands import before plugins."""
+    """`launcher.run(code)`: a process after the imports that precede SGLang's loading of plugins."""
     ours = ("KVPOOL", "TRITON_INTERPRET")
     environment = {name: v for name, v in os.environ.items() if not any(word in name for word in ours)}
-    # The first of the modules that load plugins.
+    # The first SGLang module that loads plugins.
     folder = tmp_path_factory.mktemp("launcher")
     with forks.after_importing("sglang.srt.plugins", output=folder, environment=environment) as process:
         process.environment = environment
@@ -71,7 +71,7 @@ def checkpoints(tmp_path_factory):
         "dsa-norope": variant("dsa-norope", **dsa, qk_rope_head_dim=0),
         "dsa-rank256": variant("dsa-rank256", **dsa, kv_lora_rank=256, qk_rope_head_dim=0),
         "dsa3": variant("dsa3", **dsa3),
-        # The second layer takes over the top-k of the first.
+        # The second layer reuses the first layer's top-k.
         "dsa3-shared": variant("dsa3-shared", **dsa3, indexer_types=["full", "shared", "full"]),
         "dsa3-norope": variant("dsa3-norope", **dsa3, qk_rope_head_dim=0),
         "dsa3-rank256": variant("dsa3-rank256", **dsa3, kv_lora_rank=256, qk_rope_head_dim=0),
@@ -86,7 +86,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def resolve(monkeypatch):
-    """`resolve(argv)`: what `sglang.launch_server argv` decides before it starts processes."""
+    """`resolve(model, *argv)`: the resolved ServerArgs of `sglang.launch_server`, before processes start."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_kvpool.demo.models")
     for name in (
         "KV_CACHE_LAYOUT",
@@ -99,7 +99,7 @@ def resolve(monkeypatch):
         monkeypatch.delenv(f"KVPOOL_{name}", raising=False)
     from sgl_kvpool.sglang_plugin import options as record
 
-    # What records of other tests were asked for.
+    # Requests that other tests' records have left.
     monkeypatch.setattr(record, "_asked", set())
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import restore_context, snapshot_context

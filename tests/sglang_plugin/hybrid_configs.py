@@ -1,6 +1,6 @@
 """Configurations of hybrid models for `checkpoints`: fields that differ from those of the small MLA model.
 
-MLA layers are 3 and 5 of 6 unless the name says otherwise: no layer's number is its place in the pool.
+MLA layers are 3 and 5 of 6 unless the name says otherwise: no layer id is equal to its index in the pool.
 """
 
 LAYERS = 6
@@ -18,7 +18,7 @@ def _kimi(mla_layers):
         "num_experts_per_token": 2,
         "moe_intermediate_size": 64,
         "mla_use_nope": True,
-        # Counted from 1, as in the checkpoints of that family.
+        # Counted from 1, as in checkpoints of the Kimi-Linear family.
         "linear_attn_config": {
             "full_attn_layers": [layer + 1 for layer in mla_layers],
             "kda_layers": [layer + 1 for layer in range(LAYERS) if layer not in mla_layers],

@@ -1,7 +1,7 @@
-"""SGLang's managers of prefill and decode servers, over real pools, and its server that introduces them.
+"""SGLang's managers of prefill and decode servers over real pools, and its bootstrap server.
 
-Both managers are SGLang's `CommonKVManager`, which every transfer engine's derives from, with the arguments
-that SGLang's queues fill in for real pools.
+Both managers are SGLang's `CommonKVManager`, the base class of every transfer engine's manager, with the
+arguments that SGLang's queues pass for real pools.
 """
 
 import socket
@@ -14,7 +14,7 @@ from host_tier import LAYERS, device_pool
 
 from sgl_kvpool.demo.server import free_port
 
-#: The string of each layout, byte for byte: servers of other releases read it.
+#: The string of each layout, fixed byte for byte because servers of other releases read it.
 STRINGS = {
     "bf16": "bfloat16",
     "fp8": "fp8_e4m3+kvpool:fp8-r512-p64-b576-v1",
@@ -26,7 +26,7 @@ STRINGS = {
 
 @pytest.fixture
 def bootstrap(published):
-    """SGLang's server that introduces prefill servers to decode servers; its address."""
+    """Address of SGLang's bootstrap server, where decode servers look prefill servers up."""
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
     port = free_port()
@@ -43,19 +43,19 @@ def bootstrap(published):
 
 @pytest.fixture
 def no_groups(published):
-    """A process without process groups, which a manager asks for."""
+    """A process without process groups; a manager reads the pipeline group."""
     from sglang.srt.runtime_context import get_parallel
 
-    # Around SGLang's snapshot of a context, not within: that holds the very record that this changes.
+    # This must enclose SGLang's snapshot of the context, because a snapshot holds the record changed here.
     with get_parallel().override(pp_group=None):
         yield
 
 
 @pytest.fixture
 def manager_of(bootstrap, no_groups, monkeypatch):
-    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, with its queue's arguments.
+    """`manager_of(mode, pool, layout, draft, ...)`: SGLang's manager of a server, made by SGLang's queue.
 
-    `layout` is what the server was asked for; None is a server without the plugin.
+    `layout` is the server's requested layout; None is a server without the plugin.
     """
     from sglang.srt.disaggregation import decode, prefill
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -73,7 +73,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     peer_mismatch.install()
     classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}
     for module in (prefill, decode):
-        # The engines' own classes want their library and a network card.
+        # The engines' own classes need their library and a network card.
         monkeypatch.setattr(module, "get_kv_class", lambda backend, kind: classes[kind])
     before = snapshot_context()
     made = []
@@ -81,7 +81,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
 
     def build(mode, pool, layout="as the pool", draft=None, says_dtype=True, with_rows=None):
         model = SimpleNamespace(num_hidden_layers=LAYERS, hf_text_config=None)
-        if with_rows is not None:  # a hybrid model, whose other layers have states
+        if with_rows is not None:  # a hybrid model; its other layers have states
             model = SimpleNamespace(
                 num_hidden_layers=2 * LAYERS,
                 hf_text_config=SimpleNamespace(full_attention_layer_ids=with_rows),
@@ -93,7 +93,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         if layout == "as the pool":
             layout = pool.kv_cache_layout.value
-        setattr(args, LAYOUT.attribute, layout)  # as a record that came from the launcher has it
+        setattr(args, LAYOUT.attribute, layout)  # as in a record from the launcher
         shown = (
             {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8_e4m3"}[pool.dtype] if says_dtype else None
         )
@@ -118,7 +118,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
 
 
 def pool_of(layout, make=device_pool, **extra):
-    """A pool that has gone through our hook of SGLang's builder."""
+    """A pool after our hook of SGLang's builder."""
     from sgl_kvpool.sglang_plugin.hooks import pools
     from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, LAYOUT
 

@@ -1,4 +1,4 @@
-"""The --kv-cache-dtype that SGLang is shown for each layout."""
+"""The --kv-cache-dtype that SGLang sees for each layout."""
 
 SHOWN = {
     "bf16": "bfloat16",
@@ -7,5 +7,5 @@ SHOWN = {
     "fp4": "bfloat16",
     "fp4_fp8_rope": "bfloat16",
 }
-#: Of models with sparse attention, whose rows of `fp8_block_scale` are SGLang's own.
+#: For models with sparse attention, where rows of `fp8_block_scale` are SGLang's own.
 SHOWN_SPARSE = SHOWN | {"fp8_block_scale": "fp8_e4m3"}

@@ -1,4 +1,4 @@
-"""`--kv-cache-arrangement`: the ways to ask for it, and what is refused."""
+"""`--kv-cache-arrangement`: the ways to request it, and what is refused."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 MOVED = ARRANGEMENTS[1:]
 
 
-# -------------------------------------------------------------------- ways to ask
+# -------------------------------------------------------------------- ways to request it
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -43,7 +43,7 @@ def test_environment_and_yaml(arranged, monkeypatch, tmp_path):
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):
-    """Both keywords; what the Engine's classes hand on is looked at in tests/engine."""
+    """Both keywords; tests/engine covers what the Engine passes on."""
     from sglang.srt.entrypoints import engine
 
     engine.load_plugins()
@@ -130,7 +130,7 @@ def test_it_travels_to_other_processes(arranged):
 
 
 def test_copies_that_lost_it_are_refused(arranged, monkeypatch):
-    """As those that lost the layout, which is looked at first."""
+    """As with copies that lost the layout, which is checked first."""
     args = arranged("token_major")
     monkeypatch.setenv("KVPOOL_KV_CACHE_LAYOUT", "bf16")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The pool that a scheduler builds in an arrangement, and what the server says of it."""
+"""The pool that a scheduler builds in an arrangement, and what log and server info say about it."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 
 @pytest.fixture
 def built(published, arranged, monkeypatch):
-    """`built(arrangement, ...)`: the pool that our hooks make SGLang build, and the line in the log."""
+    """`built(arrangement, ...)`: the pool that SGLang builds with our hooks, and its line in the log."""
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -41,7 +41,7 @@ def built(published, arranged, monkeypatch):
             **({"kv_cache_arrangement": other} if other else {}),
         )
         lines = []
-        # Not caplog: SGLang puts handlers of its own in place of all others when it resolves arguments.
+        # Not caplog: SGLang replaces all log handlers when it resolves arguments.
         monkeypatch.setattr(pools.logger, "info", lambda text, *values: lines.append(text % values))
         assert pools._build_token_to_kv_pool(lambda self, **_: pool, kvc, sizes=None) is pool
         (line,) = lines
@@ -74,13 +74,13 @@ def test_drafts_keep_layer_major(built):
 
 
 def test_the_pool_is_told_its_readers(built):
-    """Backends as the scheduler has them; a model runner may have changed them since the arguments."""
+    """With the scheduler's backends: a model runner may have changed those of the arguments."""
     with pytest.raises(ValueError, match="intel_amx cannot read token_major rows"):
         built("token_major", backends=("torch_native", "intel_amx"))
 
 
 def test_a_draft_pool_is_told_the_drafts_reader(built):
-    """--speculative-draft-attention-backend reads the draft's pool and only that."""
+    """--speculative-draft-attention-backend reads only the draft's pool."""
     with pytest.raises(
         ValueError, match="^--speculative-draft-attention-backend some_backend cannot read rows"
     ):
@@ -94,7 +94,7 @@ def test_a_pool_of_another_arrangement_is_noticed(built):
         built("token_major", other="page_major", backends=("kvpool_mla", "kvpool_mla"))
 
 
-# -------------------------------------------------------------------- what a server says of itself
+# -------------------------------------------------------------------- server info
 
 
 @pytest.mark.parametrize(("arrangement", "said"), [(None, "layer_major"), ("token_major", "token_major")])

@@ -1,6 +1,6 @@
-"""Which attention backend a server with a layout gets, and what is refused beside ours.
+"""The attention backend of a server with a layout, and the arguments that are refused with kvpool_mla.
 
-Driven through SGLang's own resolution, on CUDA too, which needs no device as long as nothing asks for one.
+Tests go through SGLang's own resolution, also for CUDA, which works without a device unless it is queried.
 """
 
 import json
@@ -34,7 +34,7 @@ def phases(prefill, decode):
     return ("--prefill-attention-backend", prefill, "--decode-attention-backend", decode)
 
 
-# -------------------------------------------------------------------- the choice
+# -------------------------------------------------------------------- choice of the backend
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def phases(prefill, decode):
     [
         *(("cpu", layout, (), (OURS, OURS)) for layout in LAYOUTS),
         *(("cuda", layout, (), (OURS, OURS)) for layout in LAYOUTS[1:]),
-        # One that SGLang does not read, whatever the rows.
+        # SGLang's backends cannot read page-major rows of any layout.
         ("cuda", "bf16", ("--kv-cache-arrangement", "page_major"), (OURS, OURS)),
         ("cuda", "bf16", ("--attention-backend", OURS), (OURS, OURS)),
         ("cuda", "bf16", ("--attention-backend", "flashinfer"), ("flashinfer", "flashinfer")),
         ("cuda", "bf16", ("--attention-backend", "fa3"), ("fa3", "fa3")),
         ("cuda", "bf16", phases("flashinfer", OURS), ("flashinfer", OURS)),
         ("cuda", "fp8", ("--attention-backend", "triton"), ("triton", "triton")),
-        # Reads e4m3 rows in decode; its prefill would cast the pool.
+        # flashmla reads e4m3 rows in decode; its prefill would cast the pool.
         ("cuda", "fp8", ("--decode-attention-backend", "flashmla"), (OURS, "flashmla")),
         ("cuda", "fp8", phases("triton", "flashmla"), ("triton", "flashmla")),
         ("cuda", "fp8", ("--attention-backend", "flashmla", *phases(OURS, OURS)), (OURS, OURS)),
@@ -67,7 +67,7 @@ def test_bf16_on_cuda_is_left_to_sglang(serve, resolve, checkpoints, monkeypatch
     assert plain[0] != OURS
     assert serve("cuda", "bf16") == plain
     assert serve("cuda", "bf16", "--kv-cache-arrangement", "token_major") == plain
-    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # which no other backend does
+    monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")  # only kvpool_mla's prefill does
     assert serve("cuda", "bf16") == (OURS, OURS)
 
 
@@ -106,12 +106,12 @@ def test_backends_that_cast_the_pool(serve, device, argv, flag, phase):
     assert able[0] == OURS
     assert ("flashmla" in able) == (phase == "decode")
     assert not {"flashinfer", "fa3"} & set(able)
-    if flag.split()[1] != "flashmla":  # not known to run on a CPU, but nothing is cast
+    if flag.split()[1] != "flashmla":  # refused on a CPU; on CUDA nothing is cast
         serve("cuda", "bf16", *argv)
 
 
 def test_devices():
-    """Nothing but CPUs and CUDA; the check itself, since SGLang refuses most devices before."""
+    """CPUs and CUDA only; calls the check directly, because SGLang refuses most devices before it."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.rules import attention as attention_rules
@@ -138,9 +138,9 @@ def test_rocm_calls_its_device_cuda(serve, monkeypatch):
         serve("cuda", "fp4")
 
 
-# -------------------------------------------------------------------- beside ours
+# -------------------------------------------------------------------- arguments beside kvpool_mla
 
-#: Arguments, and what is refused: on which devices, and whether by us or by SGLang before.
+#: Arguments -> the message of our check, or of SGLang's earlier check.
 REFUSED = {
     ("--enable-deterministic-inference",): "deterministic inference",
     ("--enable-two-batch-overlap",): "^--enable-two-batch-overlap does not work.*kvpool_mla: the halves",
@@ -172,7 +172,7 @@ def test_what_is_refused_beside_ours(serve, argv, layout):
     ],
 )
 def test_every_feature(field, value):
-    """The check itself: SGLang refuses some of these combinations first, in words of its own."""
+    """Calls the check directly, because SGLang refuses some of these combinations first, in its own words."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.rules.attention import check_backends
@@ -223,7 +223,7 @@ def test_models_beyond_the_kernels(serve):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeypatch, tmp_path, device):
-    """Mistral-Large-3's: the backends in a list of SGLang's, in which ours is, are not told."""
+    """As in Mistral-Large-3: SGLang passes the scale to no backend of the list that includes ours."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from sgl_kvpool.sglang_plugin.rules import attention as attention_rules

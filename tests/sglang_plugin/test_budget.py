@@ -9,19 +9,19 @@ from configurators import drafting
 
 LAYERS = 3
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
-#: 32768 rows of 576 float32 values, which attention decodes into.
+#: 32768 decoded rows of 576 float32 values: the workspace of attention on a CPU.
 WORKSPACE = 32768 * 576 * 4
 
 
 @pytest.fixture
 def configurator(published, resolve, checkpoints):
-    """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, hooked."""
+    """`configurator(layout, ...)`: SGLang's DefaultPoolConfigurator for a resolved server, with our hooks."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
-    # All that a scheduler may have, on one model after the other.
+    # All groups of a scheduler, for one model after the other.
     elsewhere = ("arguments", "model rules", "launcher", "commands")
     hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
 
@@ -82,7 +82,7 @@ def test_a_draft_pays_no_workspace_and_eagle_scales_by_rows(configurator):
     draft = configurator("fp4", draft=True)
     assert draft.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == 10_000_000 // (3 * 416)
     target = configurator("bf16", backend="torch_native", eagle=1)
-    wanted = 10_000_000 // (4 * 1152)  # three target layers and one of the draft, same rows
+    wanted = 10_000_000 // (4 * 1152)  # three target layers and one draft layer with the same rows
     assert target.calculate_pool_sizes(10_000_000, 1).max_total_num_tokens == wanted
 
 
@@ -103,7 +103,7 @@ def test_k_scales_come_from_attn_mqa_once():
     model.append(layer(2, 4.0, None))
     with pytest.raises(ValueError, match=r"layer 2 have k_scale 2\.0 and 4\.0"):
         collect_k_scales(model)
-    # A model that names its attention otherwise.
+    # A model with other names for its attention.
     plain = torch.nn.ModuleList([RadixAttention(2, 576, 1.0, 1, 7, v_head_dim=512)])
     plain[0].k_scale_float = 0.25
     assert collect_k_scales(plain) == {7: 0.25}
@@ -137,7 +137,7 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
 
 
 def on_a_gpu(real):
-    """SGLang's resolving view, which says that the device is a GPU; none can be resolved here."""
+    """SGLang's resolving view with a GPU as device, because CUDA cannot be resolved here."""
 
     class OnAGpu:
         device = "cuda"
@@ -164,7 +164,7 @@ def on_a_gpu(real):
 def test_page_buffers_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, layout, arguments, row_bytes
 ):
-    """Eight slots of 16 pages of three layers. No CUDA device can be resolved: the view says it is one."""
+    """Eight slots of 16 pages of three layers. No CUDA device can be resolved, so the view is changed."""
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides
@@ -188,7 +188,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected
     kvc.spec_algorithm, kvc.spec_aux_config = SpeculativeAlgorithm.EAGLE, drafting(1)
     assert page_buffer_bytes(kvc, MLAKVCacheLayout(layout)) == expected * (LAYERS + 1) // LAYERS
-    # A draft of three layers that SGLang does not pack has a tier of its own, and one without rows SGLang's.
+    # An unpacked draft of three layers has its own tier: ours for MLA rows, SGLang's for other models.
     kvc.spec_algorithm, kvc.draft_attn_tp_size = SpeculativeAlgorithm.EAGLE3, 1
     for draft, tiers in (("mla3", 2), ("mha", 1)):
         kvc.spec_aux_config.draft_model_config = overrides.model_config_of(resolve(checkpoints[draft]))
@@ -199,7 +199,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     ("heads", "charged"), [(2, 2 * 4 * 16 * 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)), (4096, 2 * 4 * (16 << 20))]
 )
 def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads, charged):
-    """Rows of the MLA layers of the stage alone; of states at most sixteen slots, or 16 MiB."""
+    """Rows of the stage's MLA layers only; states take at most sixteen slots, or 16 MiB."""
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides
@@ -210,7 +210,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
 
     args = resolve(checkpoints["mla3"], "--kv-cache-layout", "fp4", "--enable-hierarchical-cache")
     monkeypatch.setattr(overrides, "resolving_view", on_a_gpu(overrides.resolving_view))
-    # Of layers 2 to 7: three linear ones, and rows in 3 and 5.
+    # Layers 2 to 7: rows in 3 and 5, states in three linear layers.
     states = Namespace(
         layers=[0, 2, 4, 6, 8], dtype=Namespace(conv=torch.bfloat16, temporal=torch.float32),
         shape=Namespace(conv=[(3, 48 * heads)], temporal=(heads, 16, 16)),
@@ -239,7 +239,7 @@ def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads,
 def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
     published, resolve, checkpoints, monkeypatch, model, part_bytes, stage
 ):
-    """The budget knows SGLang's parameters alone, before there is a pool; the tier goes by the pool."""
+    """The budget has only SGLang's parameters, because there is no pool yet; the tier uses the pool."""
     from types import SimpleNamespace as Namespace
 
     from hybrid_configs import MLA_LAYERS
@@ -284,7 +284,7 @@ def test_page_buffers_of_states_are_charged_as_the_tier_makes_them(
 def test_workspaces_of_attention_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, draft_tokens
 ):
-    """65536 decoded bf16 rows for prefill, and what splits of lists write in decode, whatever the batch."""
+    """65536 decoded bf16 rows for prefill, and the partial results of splits in decode, at any batch size."""
     from types import SimpleNamespace as Namespace
 
     from sglang.srt import runtime_context
@@ -310,4 +310,4 @@ def test_workspaces_of_attention_on_a_gpu_are_charged(
             assert found >= workspace_bytes(
                 fmt, heads, requests * queries, 100_000, queries_per_list=queries, sm_count=132
             )
-    assert found <= 2 * 132 * 64 * 513 * 4  # one tile of pairs per program, two rounds of programs
+    assert found <= 2 * 132 * 64 * 513 * 4  # a tile of 64 query-head rows per program, two rounds

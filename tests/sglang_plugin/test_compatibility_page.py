@@ -1,4 +1,4 @@
-"""The table at the head of docs/compatibility.md, against what SGLang's resolution makes of its arguments."""
+"""The table at the head of docs/compatibility.md, against SGLang's resolution of each line's arguments."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
 STATES = {"ran", "tested", "not run", "refused"}
-#: What the page has to speak of.
+#: Features that the page must list.
 FEATURES = (
     "TP",
     "PP",
@@ -27,7 +27,7 @@ FEATURES = (
 
 
 def table():
-    """Lines of the first table as (feature, device, arguments, state by layout, reason)."""
+    """Lines of the first table: (feature, device, arguments, state by layout, reason)."""
     section = PAGE.read_text().split("\n## ")[1]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     header = [cell.strip() for cell in lines[0].strip("|").split("|")]
@@ -51,13 +51,13 @@ def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monke
     import torch
 
     _, device, argv, states, _ = row
-    # All that the resolution asks of a GPU.
+    # The resolution reads nothing else of a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     arguments = ("--kv-cache-layout", layout, *argv)
     if states[layout] == "refused":
         with pytest.raises(ValueError, match="does not work with") as error:
             resolve(checkpoints["mla"], *arguments, device=device)
-        # By us, with the name of what was asked for and a way out.
+        # Our refusal, with the name of the argument and a way out.
         assert re.search(r"kvpool_mla|--kv-cache-layout", str(error.value))
         assert str(error.value).split()[0] in argv
         assert "leave" in str(error.value) or "use" in str(error.value)
@@ -66,7 +66,7 @@ def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monke
 
 
 def test_the_arguments_are_what_is_refused(resolve, checkpoints, monkeypatch):
-    """Without a layout SGLang takes every line, so that a refusal is the layout's."""
+    """SGLang accepts every line without a layout, so a refusal is due to the layout."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -1,8 +1,8 @@
 """Prefill and decode servers: what SGLang's own queues describe to peers, and what peers compare.
 
-Both managers are SGLang's `CommonKVManager`, which every transfer engine's derives from, with the arguments
-that SGLang's queues fill in for real pools, and the bootstrap server is SGLang's, over HTTP. Only what the
-engines do themselves, the copy, is played by `ctypes.memmove`.
+Both managers are SGLang's `CommonKVManager`, the base class of every transfer engine's manager, with the
+arguments that SGLang's queues pass for real pools; the bootstrap server is SGLang's, over HTTP. Only the
+engines' own part, the copy, is replaced by `ctypes.memmove`.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def test_the_rows_are_in_what_peers_compare(manager_of, mode, layout):
 
     manager = manager_of(mode, pool_of(layout))
     assert manager.kv_cache_dtype_str == manager.kv_args.kv_cache_dtype_str == STRINGS[layout]
-    # Of the checksums of --disaggregation-enable-kv-checksum.
+    # The signature is part of the checksums of --disaggregation-enable-kv-checksum.
     signature = kv_layout_signature(manager.kv_args)
     manager.kv_args.kv_cache_dtype_str = SHOWN[layout]
     assert (kv_layout_signature(manager.kv_args) == signature) == (layout == "bf16")
@@ -57,13 +57,13 @@ def test_all_pairs_of_layouts(manager_of, bootstrap, prefill, decode):
 
 
 def unhooked(peer, bootstrap):
-    """`try_ensure_parallel_info` of a server without the plugin."""
+    """SGLang's own `try_ensure_parallel_info`, as on a server without the plugin."""
     return inspect.unwrap(type(peer).try_ensure_parallel_info)(peer, bootstrap)
 
 
 @pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_stock_peer_refuses_and_names_both(manager_of, bootstrap, layout):
-    """With SGLang's own text, on whichever side it is."""
+    """With SGLang's own text, when the decode server has no plugin."""
     stock = device_pool("bf16")
     manager_of("prefill", pool_of(layout))
     peer = manager_of("decode", stock, layout=None)
@@ -83,7 +83,7 @@ def test_a_stock_prefill_server_is_refused(manager_of, bootstrap, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_peer_that_says_nothing_of_its_rows(manager_of, bootstrap, layout):
-    """SGLang lets it pass, as it does for a decode server with its own rows."""
+    """SGLang accepts such a peer; we accept it only for a decode server with SGLang's own rows."""
     manager_of("prefill", device_pool("bf16"), layout=None, says_dtype=False)
     peer = manager_of("decode", pool_of(layout))
     if layout == "bf16":
@@ -125,7 +125,7 @@ def test_another_geometry_is_refused(manager_of, bootstrap):
     [({5: 0.5}, {5: 0.5}, True), ({5: 0.5}, {6: 0.5}, False), ({5: 0.5}, {}, False), ({}, {5: 1.0}, True)],
 )
 def test_k_scales_are_compared(manager_of, bootstrap, prefill, decode, equal):
-    """Rows of fp8 are divided by them, and the peer multiplies by its own."""
+    """A server divides fp8 rows by its k_scales, and its peer multiplies by the peer's own."""
     manager_of("prefill", pool_of("fp8", k_scales=prefill))
     peer = manager_of("decode", pool_of("fp8", k_scales=decode))
     if equal:
@@ -148,7 +148,7 @@ def test_k_scales_of_a_pipeline_stage_cannot_be_compared(published):
 
 
 def test_sglangs_other_errors_name_the_prefill_server(manager_of, bootstrap):
-    """SGLang's text does not, and one of several may be wrong."""
+    """SGLang's text does not name it, and a decode server may have several prefill servers."""
     from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
 
     manager_of("prefill", pool_of("fp4", page_size=2))
@@ -158,7 +158,7 @@ def test_sglangs_other_errors_name_the_prefill_server(manager_of, bootstrap):
 
 
 def test_a_mismatch_of_stock_rows_keeps_sglangs_error(manager_of, bootstrap):
-    """And its text. Of this peer alone as well: the decode server goes on."""
+    """The text is SGLang's; the error concerns this peer only, and the decode server goes on."""
     from sgl_kvpool.sglang_plugin.hooks.peer_mismatch import PeerMismatch
 
     manager_of("prefill", device_pool("fp8"), layout=None)
@@ -199,7 +199,7 @@ def test_a_draft_of_another_kind_keeps_its_pool(manager_of):
 
 def test_a_pool_that_is_not_ours_is_noticed(manager_of):
     with pytest.raises(RuntimeError, match=r"buffer 0 of 3 .* pages of 1664 bytes, and no pool .*report the"):
-        manager_of("prefill", device_pool("fp4"))  # which nobody remembered
+        manager_of("prefill", device_pool("fp4"))  # not built through our hook
     with pytest.raises(RuntimeError, match="buffer 0 of 3"):
         manager_of("decode", device_pool("bf16"), layout="fp4", draft=pool_of("fp4", layers=1))
 
@@ -238,7 +238,7 @@ def test_pages_arrive_byte_for_byte(manager_of, layout, page_size):
     for layer in rows(here):
         layer[...] = GUARD
     from_pages, to_pages = [1, 2, 3, 8, 5, 7], [10, 11, 1, 2, 12, 4]
-    assert send(source, target, from_pages, to_pages) == 5  # pages that follow each other on both sides
+    assert send(source, target, from_pages, to_pages) == 5  # runs of pages that are consecutive on both sides
     for layer, sent, arrived in zip(range(LAYERS), before, rows(here), strict=True):
         expected = np.full_like(arrived, GUARD)
         expected[to_pages] = sent[from_pages]
@@ -268,7 +268,7 @@ def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_o
 
 @pytest.mark.parametrize("engine", ["mooncake", "nixl", "mori", "ascend"])
 def test_every_transfer_engines_manager_is_hooked(engine):
-    """By its source: mori's wants a library that is not installed here."""
+    """Checked in the source, because mori's manager imports a library that is not installed here."""
     from sglang.srt.disaggregation import common
 
     source = (Path(common.__file__).parent.parent / engine / "conn.py").read_text()
@@ -280,7 +280,7 @@ def test_every_transfer_engines_manager_is_hooked(engine):
 
 
 def test_the_fake_engine_has_no_peer():
-    """Its manager is another class: it transfers nothing."""
+    """Its manager has another base class, and transfers nothing."""
     from sglang.srt.disaggregation.fake.conn import FakeKVManager
 
     assert not hasattr(FakeKVManager, "try_ensure_parallel_info")

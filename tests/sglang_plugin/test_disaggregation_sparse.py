@@ -1,4 +1,4 @@
-"""Prefill and decode servers of models with sparse attention: what their peers compare."""
+"""Prefill and decode servers of models with sparse attention: what peers compare."""
 
 import itertools
 import re
@@ -8,13 +8,13 @@ from dsa_pools import INDEX_PAGE_BYTES, PAGE, dsa_pool, row_bytes, stock_pool
 from host_tier import LAYERS, LAYOUTS
 from managers import STRINGS, pool_of
 
-#: The scaled rows are shown to SGLang as another dtype than in dense pools, and raw rows as the same one.
+#: For sparse models SGLang sees scaled rows with another dtype than for dense ones; raw rows keep theirs.
 DSA_STRINGS = {**STRINGS, "fp8_block_scale": "fp8_e4m3+kvpool:fp8_block_scale-r512-p64-b656-v1"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sparse_pools_name_their_rows_and_send_index_keys_beside_them(manager_of, layout):
-    """Index keys are SGLang's own, a state of its own, which is none of the pages of rows."""
+    """Index keys stay SGLang's own: they are sent as a state, separate from the pages of rows."""
     pool = pool_of(layout, make=dsa_pool, skip_topk_layers=[False, True, False])
     manager = manager_of("prefill", pool)
     args = manager.kv_args
@@ -41,7 +41,7 @@ def test_all_pairs_of_layouts_of_sparse_models(manager_of, bootstrap, prefill, d
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
-    """It says `fp8_e4m3` of raw and of scaled rows, so neither is taken for ours."""
+    """A stock server says `fp8_e4m3` for raw and for scaled rows, so neither is accepted as ours."""
     stock = stock_pool("bf16" if layout in ("bf16", "fp4", "fp4_fp8_rope") else layout)
     manager_of("prefill", stock, layout=None)
     peer = manager_of("decode", pool_of(layout, make=dsa_pool))
@@ -53,7 +53,7 @@ def test_a_stock_peer_of_a_sparse_model(manager_of, bootstrap, layout):
 
 
 def test_rows_of_264_bytes_are_not_those_of_a_dense_pool(manager_of, bootstrap):
-    """Which pads them to 272; SGLang is shown another dtype too."""
+    """Dense pools pad them to 272 bytes, and SGLang sees another dtype."""
     manager_of("prefill", pool_of("fp8_block_scale", page_size=PAGE, kv_lora_rank=256, qk_rope_head_dim=0))
     peer = manager_of("decode", pool_of("fp8_block_scale", make=dsa_pool, rank=256, rope=0))
     assert peer.kv_cache_dtype_str == "fp8_e4m3+kvpool:fp8_block_scale-r256-p0-b264-v1"

@@ -1,7 +1,8 @@
-"""Commands and numbers of the pages: servers' commands are taken by SGLang, bytes are those of the rows.
+"""Commands and numbers of the pages: SGLang accepts the server commands, byte counts are those of the rows.
 
-Every `python -m sglang.launch_server` of a fenced block is resolved with a small model's configuration, on
-what this machine says is a Hopper GPU. That shows that the arguments exist and go together, and nothing else.
+Every `python -m sglang.launch_server` of a fenced block is resolved with a small model's configuration, with
+this machine's answers changed to those of a Hopper GPU. This shows only that the arguments exist and are
+compatible.
 """
 
 import shlex
@@ -15,13 +16,13 @@ from sgl_kvpool.layout import MLAKVCacheLayout
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-#: Which of the `checkpoints` stands for MODEL, if it is not dense MLA.
+#: The checkpoint used for MODEL, for pages of models other than dense MLA.
 MODELS = {"sparse.md": "dsa", "hybrid.md": "kda"}
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
 
 
 def commands():
-    """Servers' commands of all pages: (page, environment, arguments); not those with an ellipsis."""
+    """Server commands of all pages without an ellipsis, as (page, environment, arguments)."""
     for page in PAGES:
         for _, block in blocks(page.read_text()):
             for line in block.replace("\\\n", " ").splitlines():
@@ -60,7 +61,7 @@ def test_there_are_commands():
 
 
 def test_mooncakes_two_ways_are_the_same(monkeypatch):
-    """What SGLang reads from the page's environment, and from its argument."""
+    """SGLang reads equal configurations from the page's environment and from its argument."""
     import json
 
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStoreConfig
@@ -78,7 +79,7 @@ def test_mooncakes_two_ways_are_the_same(monkeypatch):
 
 
 def lines_of(name):
-    """Cells of a table's lines between the two comments of this name, by layout."""
+    """Cells of the table between the two comments of this name, by layout."""
     table = SCALING.split(f"<!-- {name} -->")[1].split(f"<!-- end of {name} -->")[0]
     rows = [line.strip("|").split("|") for line in table.split("\n") if line.startswith("| `")]
     return {cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]] for cells in rows}
@@ -88,7 +89,7 @@ def row_bytes(layout, *, is_dsa=False):
     return MLAKVCacheLayout(layout).pool_row_format(512, 64, is_dsa=is_dsa).row_bytes
 
 
-#: Of SGLang's pools of index keys: 128 e4m3 and a float32 scale.
+#: SGLang's index keys: 128 e4m3 values and a float32 scale.
 INDEX_KEY_BYTES = 128 + 4
 
 

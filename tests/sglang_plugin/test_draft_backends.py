@@ -11,7 +11,7 @@ OURS = "kvpool_mla"
 
 
 class Backend:
-    """In place of the CUDA backends, which need a device; keeps its arguments."""
+    """Replaces the CUDA backends, which need a device; keeps its arguments."""
 
     prefill_attention_backend_str = decode_attention_backend_str = None
 
@@ -51,7 +51,7 @@ def runner(draft_backend=None, **changes):
 
 @pytest.fixture
 def factory(published, monkeypatch):
-    """`factory(runner)`: SGLang's, with our hook around it and this server's backends being ours."""
+    """`factory(runner)`: SGLang's factory with our hook, on a server whose backends are ours."""
     from sglang.srt.speculative import draft_utils
 
     original = getattr(
@@ -74,7 +74,7 @@ def test_steps_of_a_draft(factory, named):
     backend = factory(draft).create_decode_backend()
     assert type(backend) is Steps
     assert backend.arguments == ((draft, 1, 3), {})
-    for part in (backend, *backend.attn_backends):  # where models look for the name
+    for part in (backend, *backend.attn_backends):  # models read the name from both
         assert part.prefill_attention_backend_str == part.decode_attention_backend_str == OURS
     assert factory(draft, steps=1).create_decode_backend() is None
 

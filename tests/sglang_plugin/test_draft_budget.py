@@ -1,4 +1,4 @@
-"""What a draft model of its own takes of a server's memory: SGLang's own pools, and hand arithmetic."""
+"""Memory of a separate draft model on a server: SGLang's own pools, and hand arithmetic."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ HEADS = {
     "intermediate_size": 18432, "vocab_size": 163840, "draft_vocab_size": 32000, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "hidden_act": "silu",
 }  # fmt: skip
-#: Of a token on one of 8 ranks: 8 heads of keys and of values.
+#: Bytes of a draft token on one of 8 ranks: 8 heads of keys and of values.
 HEADS_BYTES = 8 * (128 + 128) * 2
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
 CHAIN = [
@@ -36,7 +36,7 @@ def drafting(draft, algorithm="EAGLE3", backend="flashinfer"):
     return ["--tp-size", "8", *words, *CHAIN, *named]
 
 
-#: Target, layout and arguments, in which a name of `folders` stands for its folder.
+#: Target, layout and arguments; names of `folders` in the arguments are replaced by their folders.
 SERVERS = {
     "heads": ("kimi_k2", "fp4", drafting("heads")),
     "tier": ("kimi_k2", "fp4", [*drafting("heads"), *TIER]),
@@ -68,7 +68,7 @@ SERVERS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Configurations of targets and drafts; one draft has weights, as far as their size goes."""
+    """Configurations of targets and drafts; one draft has a weight file of the right size."""
     root = tmp_path_factory.mktemp("drafts")
     k2 = json.loads((CONFIGS / "kimi_k2.json").read_text())
     configs = {
@@ -112,7 +112,7 @@ def sized(request_of):
         ("fp8 beside bf16", 61 * 576 + HEADS_BYTES),
         ("three layers", 61 * 1152 + 3 * HEADS_BYTES),
         ("sparse", 61 * (416 + 132) + HEADS_BYTES),
-        ("attention ranks", 61 * 416 + 4 * HEADS_BYTES),  # 2 of 8 ranks share the 64 heads
+        ("attention ranks", 61 * 416 + 4 * HEADS_BYTES),  # 2 ranks hold the 64 heads, 32 each
         ("standalone", 61 * (416 + 132) + HEADS_BYTES),
         ("packed", 62 * 416),
         ("its own MTP layer", 62 * 416),
@@ -138,7 +138,7 @@ def test_drafts_beside_sparse_attention_that_nothing_attends(sized, name, messag
 
 
 def test_sglang_as_it_is_keeps_its_number(sized):
-    """It takes the draft for one more layer of the target."""
+    """SGLang counts the draft as one more layer of the target."""
     assert sized["as it is"]["cell_bytes"] == 62 * 1152
 
 
@@ -154,9 +154,9 @@ def test_sglang_as_it_is_keeps_its_number(sized):
     ],
 )
 def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks):
-    """SGLang gives drafts that it does not pack as many tokens as the target, whatever the tier's size.
+    """SGLang gives unpacked drafts as many tokens as the target, whatever the tier's size.
 
-    Ranks share pages only beside a draft that is surely packed, which one of another checkpoint is not.
+    Ranks share pages only beside a draft that is certainly packed; drafts of other checkpoints may not be.
     """
     kept = {"token_bytes": token_bytes, "index_bytes": 0, "draft_bytes": draft_bytes, "slot_bytes": 0}
     assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
@@ -190,11 +190,11 @@ def test_another_spelling_of_the_targets_folder_is_no_draft_of_its_own(folders):
 
 
 def test_weights_of_a_draft(sized, request_of):
-    """Those of its folder, unless the user's number has them in."""
+    """Weights in the draft's folder, unless the user's number includes them."""
     found = sized["packed"]
     assert found["draft_weights_gib"] == DRAFT_GIB
     assert sized["heads"]["draft_weights_gib"] == 0  # not known
     [counted] = ask(MACHINE | {"drafts_included": True}, [request_of(*SERVERS["packed"])])
     assert counted["draft_weights_gib"] is None
     more = counted["available_bytes"] - found["available_bytes"]
-    assert more == pytest.approx(2**30 * DRAFT_GIB / 8, abs=64)  # of one of 8 ranks
+    assert more == pytest.approx(2**30 * DRAFT_GIB / 8, abs=64)  # on one of 8 ranks

@@ -1,7 +1,6 @@
-"""Servers of models with sparse attention: what SGLang's own resolution makes of a layout; what is refused.
+"""Servers of models with sparse attention: SGLang's own resolution with a layout, and what is refused.
 
-The resolution asks for the GPU's compute capability and for nothing else of it, so this machine answers for
-one: Hopper, or Blackwell.
+The resolution reads only the GPU's compute capability, which tests set to that of Hopper or Blackwell.
 """
 
 import pytest
@@ -67,7 +66,7 @@ def test_accepted(serve, layout, argv):
 
 
 def test_blackwell_would_store_other_rows(serve):
-    """There SGLang's choice for fp8_e4m3 is trtllm, which reads raw rows."""
+    """On Blackwell, SGLang selects trtllm for fp8_e4m3, which reads raw rows."""
     view = serve("fp8", capability=(10, 0))
     assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("trtllm", "trtllm")
     with pytest.raises(ValueError, match="trtllm cannot read rows of KV cache layout fp8_block_scale; use"):
@@ -75,12 +74,12 @@ def test_blackwell_would_store_other_rows(serve):
 
 
 REFUSED = [
-    # The decode side, which 0.5.23 takes: packed bytes for a kernel over 16-bit keys.
+    # Decode backends that 0.5.23 accepts, although their kernels over 16-bit keys would get packed bytes.
     ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse"), "decode flashmla_sparse cannot read"),
     ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
     ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
     ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is for prefill only"),
-    # Raw rows: SGLang's choice on Hopper, and one side of trtllm, which would make both sides' rows raw.
+    # Raw rows: SGLang's choice on Hopper, and trtllm in one phase, which would make the rows of both raw.
     (
         "fp8",
         (),
@@ -102,7 +101,7 @@ REFUSED = [
     ("fp4", pair("flashmla_kv", "flashmla_kv"), "--dsa-prefill-backend flashmla_kv cannot read"),
     ("fp4", ("--dsa-prefill-backend", "triton_sparse_mla"), "cannot read rows of --kv-cache-layout fp4"),
     ("fp4", ("--enable-torch-compile",), "--enable-torch-compile does not work with --kv-cache-layout fp4"),
-    # What is not read by SGLang's backend for sparse attention.
+    # SGLang's backend for sparse attention is not used.
     (
         "bf16",
         ("--attention-backend", "fa3"),
@@ -173,7 +172,7 @@ def test_names_of_other_hardware(serve, monkeypatch):
 
 
 def test_one_phase_named(serve):
-    """SGLang fills in the other with a backend for dense attention."""
+    """For the other phase, SGLang selects a backend for dense attention."""
     with pytest.raises(
         ValueError, match=r"the decode attention backend, \w+, does not compute .*leave out --"
     ):
@@ -187,7 +186,7 @@ def test_rows_that_prefill_does_not_read(serve, monkeypatch):
 
 
 def test_not_on_a_cpu(resolve, checkpoints):
-    """Before SGLang asks for a GPU that is not there."""
+    """Refused before SGLang queries a GPU, which is absent."""
     with pytest.raises(ValueError, match="on NVIDIA GPUs only, and the device is cpu"):
         resolve(checkpoints["dsa"], "--kv-cache-layout", "fp4")
 
@@ -231,7 +230,7 @@ def test_the_fix_alone_changes_no_argument(serve, argv, monkeypatch):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_disaggregated_server_is_checked_for_both_sides(serve, monkeypatch, role):
-    """With trtllm on either, SGLang's model leaves the rotary embedding to a kernel that is not called."""
+    """With trtllm in either phase, SGLang's model leaves RoPE to a kernel that is not called."""
     argv = (*FP8, *pair("flashmla_sparse", "trtllm"), "--disaggregation-mode", role)
     serve(None, *argv)
     monkeypatch.setenv("KVPOOL_FIX_TOPK", "1")

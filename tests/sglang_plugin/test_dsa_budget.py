@@ -1,7 +1,7 @@
 """Bytes per token of models with sparse attention: SGLang's profiling, hand arithmetic, and real pools.
 
-The server's arguments are resolved by SGLang for a GPU that this machine answers for; the pools are built by
-SGLang's own builder, on the CPU.
+SGLang resolves the server's arguments for a GPU whose answers the tests set; SGLang's own builder makes the
+pools, on the CPU.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from dsa_pools import DTYPES, INDEX_BYTES, LAYOUTS, row_bytes
 LAYERS = 3
 #: Implementations that read raw rows; SGLang's own choice on Hopper does not.
 ARGV = {"fp8": ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")}
-#: checkpoint: (latent, rope, layers with index keys of their own)
+#: checkpoint: (latent, rope, number of layers with index keys)
 MODELS = {
     "dsa3": (512, 64, 3),
     "dsa3-shared": (512, 64, 2),
@@ -41,7 +41,7 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     def build(layout, model="dsa3", *argv, draft_model=None, eagle=0):
         asked = ("--kv-cache-layout", layout) if layout else ()
         args = resolve(checkpoints[model], *asked, *ARGV.get(layout, ()), *argv, device="cuda")
-        get_parallel().clear_stamp()  # of the process before
+        get_parallel().clear_stamp()  # set for the previous server
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         config = ModelConfig(checkpoints[draft_model]) if draft_model else model_config_of(args)
         dtype = DTYPES.get(layout, torch.bfloat16)
@@ -61,7 +61,7 @@ def sizes_of(kvc):
 
 
 def classes_of(kvc):
-    """What SGLang asks for before it builds any pool: a class of each kind, whatever the model is."""
+    """The classes of all kinds that SGLang selects before it builds any pool, whatever the model is."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
     defaults = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool, "dsa": DSATokenToKVPool}
@@ -71,7 +71,7 @@ def classes_of(kvc):
 
 
 def pool_of(kvc, tokens):
-    """By SGLang's builder of such pools."""
+    """The pool from SGLang's builder for sparse models."""
     return kvc._build_dsa_kv_pool(
         max_total_num_tokens=tokens, max_running_requests=4, dsa_pool_class=classes_of(kvc)["dsa"]
     )
@@ -113,7 +113,7 @@ def test_sglang_as_it_is_keeps_its_numbers(hooked):
 @pytest.mark.parametrize("model", ["dsa3", "dsa3-shared"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
-    """A draft's layers have the target's rows, and index keys of their own whatever the target shares."""
+    """A draft's layers have the target's rows, and their own index keys whatever layers the target shares."""
     _, _, with_index = MODELS[model]
     wanted = (LAYERS + drafts) * row_bytes(layout) + (with_index + drafts) * INDEX_BYTES
     assert sizes_of(hooked(layout, model, eagle=drafts))._cell_size == wanted
@@ -128,7 +128,7 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model, drafts):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout):
-    """Lists of 2048 slots, one per query, of any number of queries: SGLang pads beyond its requests."""
+    """Lists of 2048 slots, one per query; any number of queries, because SGLang pads beyond its requests."""
     from sgl_kvpool.attention.decode import workspace_bytes
     from sgl_kvpool.srt.attention.sparse import sparse_workspace_bytes
 
@@ -142,7 +142,7 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout)
     fmt = MLAKVCacheLayout.FP4.pool_row_format(512, 64, is_dsa=True)
     heads, top_k = kvc.model_config.num_attention_heads, kvc.model_config.hf_config.index_topk
     decode = sparse_workspace_bytes(fmt, heads, top_k, "cpu")
-    gathered = 65536 * 576 * 2  # keys of an extend
+    gathered = 65536 * 576 * 2  # keys of a prefill
     assert found == decode + gathered
     for queries in (*range(1, 300), 1000, 4096, 40000):
         assert decode >= workspace_bytes(fmt, heads, queries, top_k)
@@ -153,7 +153,7 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
-    """Of target and draft, and both have one layout."""
+    """For target and draft, which have one layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
@@ -167,7 +167,7 @@ def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
 
 @pytest.mark.parametrize("draft", [None, "mla3"])
 def test_dense_models_keep_out_of_it(hooked, resolve, checkpoints, monkeypatch, draft):
-    """SGLang asks for their `dsa` class too. A k_scale is fine for what reads them."""
+    """SGLang selects a `dsa` class for them too. Their readers may have a k_scale."""
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -188,7 +188,7 @@ def test_dense_models_keep_out_of_it(hooked, resolve, checkpoints, monkeypatch, 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layout):
-    """SGLang is shown dense and sparse pools differently, and a server has one `kv_cache_dtype`."""
+    """SGLang sees different dtypes for dense and sparse pools, and a server has one `kv_cache_dtype`."""
     dense_draft = hooked(layout, "dsa3", draft_model="mla3")
     with pytest.raises(ValueError, match=r"draft model, has no sparse .* its target has: .*of the target"):
         classes_of(dense_draft)
@@ -209,7 +209,7 @@ def test_a_draft_that_is_no_mla_model_keeps_its_pool(hooked):
 
 
 def test_a_pool_of_sglangs_own_is_noticed(hooked):
-    """Where SGLang builds another class than it asked us for."""
+    """SGLang builds another class than the one it received from our hook."""
     from dsa_pools import dsa_pool, stock_pool
 
     from sgl_kvpool.sglang_plugin.hooks import pools

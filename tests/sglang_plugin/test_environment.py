@@ -1,4 +1,4 @@
-"""Variables of the environment: those of ours, and names that begin as ours do and are not."""
+"""Environment variables: those of sgl-kvpool, and unknown names with its prefix."""
 
 import re
 from pathlib import Path
@@ -11,18 +11,18 @@ from sgl_kvpool.sglang_plugin.options import environment_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What every process of a server does first; a program would go on afterwards.
+#: The first action of every server process; the program goes on afterwards.
 LOAD = (
     "import sys; sys.argv = ['x']; from sglang.srt.plugins import load_plugins; load_plugins();"
     "print('went on')"
 )
 
-#: What a user sets, and the variable that is meant.
+#: The name that a user sets, and the variable that is meant.
 WRONG_NAMES = {
     "KVPOOL_KV_CACHE_LAYUOT": "KVPOOL_KV_CACHE_LAYOUT",
     "KVPOOL_LAYOUT": "KVPOOL_KV_HOST_LAYOUT",
     "KVPOOL_FIXTOPK": "KVPOOL_FIX_TOPK",
-    # Names of sgl-kvpool before its first release, and what SGLang advises to write instead of them.
+    # Names of sgl-kvpool before its first release, and the SGLANG_ spelling that SGLang recommends for them.
     "SGL_KVPOOL_KV_CACHE_LAYOUT": "KVPOOL_KV_CACHE_LAYOUT",
     "SGLANG_KVPOOL_KV_CACHE_LAYOUT": "KVPOOL_KV_CACHE_LAYOUT",
     "SGL_KVPOOL_CHECK_FINITE": "KVPOOL_CHECK_FINITE",
@@ -32,7 +32,7 @@ WRONG_NAMES = {
 
 @pytest.fixture
 def environment(monkeypatch):
-    """`environment(name=value, ...)`: the only variables of ours that are set."""
+    """`environment(name=value, ...)`: removes all variables of sgl-kvpool except these."""
     import os
 
     for name in list(os.environ):
@@ -47,7 +47,7 @@ def environment(monkeypatch):
 
 
 def test_the_table_has_every_name_that_the_package_reads():
-    """Every constant is in it, no other module spells a name, and operating.md has the same list."""
+    """All constants are in the table, no other module spells a name, and operating.md has the same list."""
     constants = {value for value in vars(env).values() if isinstance(value, str)}
     assert {name for name in constants if re.fullmatch(r"KVPOOL_.+", name)} == set(env.VARIABLES)
     for file in (ROOT / "sgl_kvpool").rglob("*.py"):
@@ -79,7 +79,7 @@ def test_a_name_that_is_not_ours_stops_every_process_that_loads_the_plugin(launc
     assert done.stderr.splitlines()[-1].startswith(
         f"sgl-kvpool: {name}='fp4' is not a variable of sgl-kvpool;"
     )
-    # SGLang copies SGL_X to SGLANG_X, which the user did not write.
+    # SGLang copies SGL_X to SGLANG_X; only the name that the user wrote is reported.
     assert done.stderr.count("is not a variable of sgl-kvpool") == 1
     assert "Traceback" not in done.stderr
 
@@ -88,7 +88,7 @@ def test_on_another_sglang_too(launcher, other_sglang):
     done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), SGL_KVPOOL_KV_CACHE_LAYOUT="fp4")
     assert done.returncode == 1
     assert "the nearest is KVPOOL_KV_CACHE_LAYOUT: set" in done.stderr.splitlines()[-1]
-    # A variable of ours is a request as well.
+    # A variable of sgl-kvpool is a request as well.
     done = launcher.run(LOAD, PYTHONPATH=str(other_sglang), KVPOOL_PREFILL_READS_ROWS="1")
     assert done.returncode == 1
     assert "KVPOOL_PREFILL_READS_ROWS=1 was requested, but SGLang 0.6.1 is not" in done.stderr
@@ -150,7 +150,7 @@ def test_doctor_reports_the_same(environment):
 
 
 def test_a_name_that_sglang_advises_is_the_users_own(environment):
-    """Without the name it was copied from, it is what the user wrote."""
+    """Without the SGL_ name from which SGLang copies it, the user wrote it."""
     environment(SGLANG_KVPOOL_KV_CACHE_LAYOUT="fp4")
     (problem,) = env.problems()
     assert problem.startswith("SGLANG_KVPOOL_KV_CACHE_LAYOUT='fp4'")

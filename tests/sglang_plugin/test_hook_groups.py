@@ -1,4 +1,4 @@
-"""Hook groups: a hook point that differs refuses the groups that have it, and no others."""
+"""Hook groups: a hook point that differs refuses exactly the groups that have it."""
 
 import enum
 import importlib.util
@@ -36,13 +36,13 @@ MODULES = sorted(
 
 
 def refused():
-    """Groups that do not work, by name."""
+    """Names of the groups that do not work."""
     return {group.name for group in GROUPS if group.problem() is not None}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """All of SGLang that is checked, which takes half a minute in the first test that comes here."""
+    """Imports all checked modules of SGLang, which takes half a minute in the first test of this file."""
     assert refused() == set()
 
 
@@ -51,7 +51,7 @@ def groups_with(*targets):
 
 
 class Gone:
-    """A class attribute that is not there, though a base may have it."""
+    """An attribute that is missing from a class, even if a base class has it."""
 
     def __get__(self, instance, owner):
         raise AttributeError("gone")
@@ -59,7 +59,7 @@ class Gone:
 
 @contextmanager
 def without(target):
-    """SGLang where the last name of `target` is another."""
+    """SGLang without the last name of `target`."""
     owner_name, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def test_names_of_groups_are_their_own():
 @pytest.mark.parametrize("target", [t for t in TARGETS if not t.endswith("__")])
 def test_a_name_that_is_gone_refuses_the_groups_that_have_it(target):
     owner, _, name = target.rpartition(".")
-    #: Names below it are gone as well, and of an enumeration the collection of its members lacks it.
+    #: Names below it are missing as well; an enumeration's collection of members lacks a removed member.
     below = [other for other in TARGETS if other == target or other.startswith(f"{target}.")]
     expected = groups_with(*below)
     members = f"{owner}.__members__"
@@ -161,7 +161,7 @@ SERVERS = {
     ),
 }
 ALWAYS = {"arguments", "model rules", "launcher", "pools"}
-#: group: a hook point that is no other group's.
+#: group: a hook point of this group only.
 BROKEN = {
     "pools": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class",
     DENSE_CUDA: "sglang.srt.layers.attention.merge_state.merge_state",
@@ -237,7 +237,7 @@ def test_of_many_problems_the_first_is_in_the_line():
 
 
 def test_no_group_shares_a_hook_with_another_of_the_same_process():
-    """What is hooked belongs to one group of schedulers: `attention` registers, and hooks nothing."""
+    """Without the launcher, which is another process. The attention groups only register and hook nothing."""
     owner = {}
     for group in GROUPS:
         if group.name != "launcher":
@@ -255,7 +255,7 @@ def test_the_rules_for_models_are_checked_before_they_are_asked(resolve, checkpo
 
 
 def test_the_cost_of_reading_the_imports_of_a_server():
-    """Of everything at once: 0.15 s of a core at 2.5 GHz. Dense MLA on a CPU takes 0.05 s."""
+    """All groups at once take 0.15 s of a core at 2.5 GHz; dense MLA on a CPU takes 0.05 s."""
     import time
 
     from sgl_kvpool.sglang_plugin import imports
@@ -268,11 +268,11 @@ def test_the_cost_of_reading_the_imports_of_a_server():
         for group in groups:
             group.points()
         seconds.append(time.process_time() - started)
-    assert min(seconds) < 0.4  # twice, for a machine that others use
+    assert min(seconds) < 0.4  # more than twice 0.15 s, for a shared machine
 
 
 def test_hooks_take_what_their_hook_points_say():
-    """A hook that names a parameter which its point does not list would not notice that it is renamed."""
+    """If SGLang renames a parameter, a hook with the old name fails unless its hook point lists the name."""
     from importlib import import_module
 
     listed = {p.target: p.parameters for g in GROUPS for p in g.listed if p.hooked}

@@ -1,4 +1,4 @@
-"""The hook points in the installed SGLang, and what happens on another one."""
+"""The hook points in the installed SGLang, and the behaviour on another version."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What SGLang does with plugins first, in a process of its own.
+#: SGLang's first action with plugins, in a separate process.
 LOAD = "import sys; sys.argv = {argv!r}; from sglang.srt.plugins import load_plugins; load_plugins(); "
 
 
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory, launcher):
-    """As `launcher`, after the imports of a scheduler's process."""
+    """Like `launcher`, after the imports of a scheduler's process."""
     modules = ("sglang.srt.managers.scheduler", "sglang.srt.plugins")
     folder = tmp_path_factory.mktemp("scheduler")
     with forks.after_importing(*modules, output=folder, environment=launcher.environment) as process:
@@ -33,17 +33,17 @@ def runner(process):
 
 @pytest.fixture
 def run(launcher):
-    """`run(code)`: in a process of its own, as SGLang's first."""
+    """`run(code)`: in a separate process, like SGLang's first process."""
     return runner(launcher)
 
 
 @pytest.fixture
 def run_in_scheduler(scheduler):
-    """`run_in_scheduler(code)`: in a process of its own, as SGLang's schedulers."""
+    """`run_in_scheduler(code)`: in a separate process, like SGLang's schedulers."""
     return runner(scheduler)
 
 
-@pytest.mark.usefixtures("launcher", "scheduler")  # which import meanwhile
+@pytest.mark.usefixtures("launcher", "scheduler")  # their processes import meanwhile
 def test_all_hook_points_hold_in_this_sglang():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "check_hook_points.py"],
@@ -57,7 +57,7 @@ def test_all_hook_points_hold_in_this_sglang():
 
 
 def test_every_hooked_point_has_its_hook():
-    """Each target that a group calls hooked is in a mapping of its modules, and no other target is."""
+    """The targets in the `HOOKS` mappings of a group's modules are exactly those that it calls hooked."""
     from importlib import import_module
 
     from sgl_kvpool.sglang_plugin import hook_groups, point_lists
@@ -92,7 +92,7 @@ def test_check_names_what_differs():
     assert "ServerArgs.gone: not there" in problems[0]
     assert "sglang.srt.not_there.thing: not there" in problems[1]
     assert "takes no gone" in problems[2]
-    assert "takes no server_args" in problems[3]  # there, but before `source`
+    assert "takes no server_args" in problems[3]  # it is there, but before `source`
 
 
 def test_a_hook_that_was_not_applied_is_noticed():
@@ -146,7 +146,7 @@ def test_untested_versions_can_be_tried(run, other_sglang):
 
 
 def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
-    """As a child process of a server that was asked for a layout; SGLang swallows other exceptions."""
+    """In a child process of a server with a requested layout; SGLang swallows other exceptions."""
     code = (
         "import sglang.srt.mem_cache.memory_pool, sglang.srt.mem_cache.kv_cache_configurator as k;"
         "del k.KVCacheConfigurator._resolve_kv_pool_class;" + LOAD.format(argv=["x"]) + "print('went on')"
@@ -158,7 +158,7 @@ def test_a_scheduler_stops_if_a_hook_point_is_gone(run_in_scheduler):
 
 
 def test_a_scheduler_leaves_its_refusal_to_the_launcher(run_in_scheduler, tmp_path):
-    """Of the plugin as of what its construction raises; here without a launcher that reads the file."""
+    """A refusal at plugin load goes to the file, like one at construction; no launcher reads it here."""
     left = tmp_path / "refusal"
     told = {"_KVPOOL_CHILD_HOOK_GROUPS": "pools", "_KVPOOL_CHILD_REFUSAL": str(left)}
     code = (
@@ -196,13 +196,13 @@ def test_a_step_or_field_that_is_gone_is_named():
 @pytest.mark.parametrize(
     ("breakage", "text"),
     [
-        # A resolution step that SGLang renamed.
+        # SGLang renamed a resolution step.
         (
             "import sglang.srt.arg_groups.resolution_hooks as r;"
             "r._OVERRIDABLE_HOOKS = r._OVERRIDABLE_HOOKS - {'handle_deprecated_dp_attention'};",
             "has no handle_deprecated_dp_attention",
         ),
-        # Anything else that goes wrong in the plugin.
+        # Any other failure in the plugin.
         (
             "import sglang.srt.arg_groups.choices as c; c.add_attention_backend_choices = None;",
             "the plugin failed: TypeError",
@@ -215,7 +215,7 @@ def test_a_plugin_that_fails_stops_a_process_that_was_asked_for_a_layout(run, br
     assert done.returncode == 1, done.stderr
     assert "went on" not in done.stdout
     assert text in done.stderr
-    # And leaves the argument unknown where it was not to be seen, as in YAML.
+    # Without a visible request, for example in YAML, the argument stays unknown.
     code = (
         breakage + LOAD.format(argv=["x"]) + "import argparse; from sglang.srt.server_args import ServerArgs;"
         "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser);"
@@ -237,7 +237,7 @@ def test_auto_is_not_asking_for_a_layout(run, other_sglang):
         assert "went on" in done.stdout, done.stderr
 
 
-#: Prints which hook groups are hooked, all their points, and which are half hooked.
+#: Prints the hook groups of which all points are hooked, and those of which some are.
 HOOKED = (
     "from sgl_kvpool.sglang_plugin.hook_groups import GROUPS;"
     "from sgl_kvpool.sglang_plugin.hook_points import check;"
@@ -249,13 +249,13 @@ HOOKED = (
 
 
 def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
-    """In a scheduler process: our hook points there are unmarked, and our backend is not registered."""
+    """In a scheduler process our hook points are unmarked, and our backend is not registered."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['arguments'] []\n"
     done = run_in_scheduler(code, _KVPOOL_CHILD_HOOK_GROUPS="pools, dense MLA on a CPU, host tier")
-    # The two of attention register the same, and the launcher's description of a server is hooked here too.
+    # Both attention groups register the same; the launcher's description of a server is hooked here too.
     attention = "'dense MLA on a CPU', 'dense MLA on CUDA'"
     assert done.stdout == f"['arguments', 'pools', {attention}, 'host tier'] ['launcher']\n", done.stderr
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK="1")
@@ -265,7 +265,7 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
 
 
 def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_applied(run_in_scheduler):
-    """The last of the groups, and the last of its hook points."""
+    """The last group, with its last hook point missing."""
     code = (
         "import sglang.srt.utils as u; del u.set_prometheus_multiproc_dir; import sys; sys.argv = ['x']\n"
         "from sglang.srt.plugins import load_plugins\n"
@@ -286,7 +286,7 @@ def test_a_scheduler_that_nobody_told_hooks_the_pools_which_refuse(run_in_schedu
 
 
 def test_a_hook_group_that_is_not_known_stops_a_scheduler(run_in_scheduler):
-    """Another version of this package was put in place of the launcher's."""
+    """Another version of this package was installed after the launcher started."""
     done = run_in_scheduler(
         LOAD.format(argv=["x"]) + "print('went on')", _KVPOOL_CHILD_HOOK_GROUPS="pools, x"
     )
@@ -321,7 +321,7 @@ def test_the_fix_is_refused_on_another_sglang(run, other_sglang):
 
 
 def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
-    """Hooks of several plugins on one target, whichever comes first."""
+    """Hooks of several plugins on one target, whichever is loaded first."""
     (tmp_path / "zz_other.py").write_text(
         "from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
         "def register():\n"
@@ -355,7 +355,7 @@ def test_plugins_loaded_after_ours_keep_their_hooks(run, tmp_path):
         ("0.5.22", False),
         ("0.5.24", False),
         ("0.5.24.dev3", False),
-        ("0.5.23rc1", False),  # pip would not take it for >=0.5.23 either
+        ("0.5.23rc1", False),  # for pip, too, it is below 0.5.23
         ("1!0.5.23", False),
         ("main", False),
         (None, False),

@@ -1,4 +1,4 @@
-"""`--kv-host-layout` and `--kv-host-engine`: the ways to ask for them, and what is refused."""
+"""`--kv-host-layout` and `--kv-host-engine`: the ways to request them, and what is refused."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_narrower_or_the_same_and_nothing_else(arranged, layout, host):
 
 
 def test_the_geometry_decides(resolve, checkpoints):
-    """656-type rows of a latent of 256 without rope have 272 bytes, fp8 rows 256."""
+    """With a latent of 256, fp8_block_scale rows have 400 bytes and fp8 rows 320."""
     argv = ["--kv-cache-layout", "fp8", HICACHE, "--kv-host-layout"]
     with pytest.raises(ValueError, match="its rows have 400 bytes.*320: .*: same, fp4, fp4_fp8_rope$"):
         resolve(checkpoints["rank256"], *argv, "fp8_block_scale")
@@ -111,7 +111,7 @@ def test_what_the_server_says_of_itself(arranged):
 def test_rows_of_sparse_models_that_are_not_converted(
     resolve, checkpoints, monkeypatch, model, layout, refused
 ):
-    """264 bytes are no multiple of what conversions load at once."""
+    """264 is not a multiple of the bytes that conversions load at once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     argv = ("--kv-cache-layout", layout, HICACHE, "--kv-host-layout", "fp4")
     if not refused:

@@ -1,4 +1,4 @@
-"""`--kv-host-sharing`: what `auto` takes, and with what `node` is refused."""
+"""`--kv-host-sharing`: the choice of `auto`, and the arguments with which `node` is refused."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 
 HICACHE = "--enable-hierarchical-cache"
 TWO_RANKS = ("--tp-size", "2")
-#: What prevents sharing -> its arguments beside a host tier on two ranks, and what names it.
+#: Obstacle to sharing -> its arguments beside a host tier on two ranks, and its name in the message.
 PREVENTS = {
     "stages": (["--pp-size", "2"], "--pp-size above 1"),
     "write_back": (["--hicache-write-policy", "write_back"], "--hicache-write-policy write_back"),
@@ -34,7 +34,7 @@ PREVENTS = {
 
 @pytest.fixture(autouse=True)
 def configuration_files(tmp_path, monkeypatch):
-    """Where "@name" of an argument is looked up."""
+    """The folder in which "@name" of an argument is looked up."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "standalone.yaml").write_text("standalone_storage: true\n")
 
@@ -56,7 +56,7 @@ def test_ranks_of_attention_data_parallelism_hold_other_rows(arranged):
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, "--attn-dp-size", "2")) == "rank"
     four = ("--tp-size", "4", "--attn-dp-size", "2")
     assert sharing(arranged(None, HICACHE, *four)) == "node"
-    # Servers beside each other.
+    # Replicas of the server.
     assert sharing(arranged(None, HICACHE, "--dp-size", "2")) == "rank"
 
 
@@ -80,7 +80,7 @@ def test_models_whose_ranks_keep_more_than_rows(resolve, checkpoints, monkeypatc
     import torch
     from sglang.srt.arg_groups import mamba_hook
 
-    # What SGLang's resolution asks of a GPU.
+    # SGLang's resolution reads this of a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     argv = [checkpoints[model], "--kv-cache-layout", "bf16", HICACHE, *TWO_RANKS]
@@ -95,7 +95,7 @@ def drafting(steps=3, topk=1, tokens=4):
     return [word for name, value in values for word in (f"--speculative-{name}", str(value))]
 
 
-#: Drafts -> layout, checkpoint, arguments, in which the name of a checkpoint stands for its folder.
+#: Drafts -> layout, checkpoint, arguments; a checkpoint's name in the arguments is replaced by its folder.
 PACKED = {
     "NEXTN": ("fp4", "mtp1", ["NEXTN", *drafting()]),
     "EAGLE": ("fp8", "mtp1", ["EAGLE", *drafting(1, 1, 2)]),
@@ -123,7 +123,7 @@ NOT_PACKED = {
 
 @pytest.fixture
 def drafted(resolve, checkpoints, monkeypatch):
-    """`drafted(case, ...)`: a resolved record of a server of two ranks with a host tier and drafts."""
+    """`drafted(case, ...)`: a resolved record of a server with two ranks, a host tier and drafts."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -170,7 +170,7 @@ def test_ranks_do_not_share_pages_beside_other_drafts(drafted, capfd, name):
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "NGRAM"])
 def test_sglang_packs_the_drafts_that_ranks_share(layers, algorithm):
-    """The rule takes nothing that SGLang would give a host pool of its own."""
+    """The rule accepts no draft to which SGLang would give its own host pool."""
     from sglang.srt.speculative.base_spec_worker import _can_pack_hicache_mtp
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -226,7 +226,7 @@ def test_it_needs_a_host_tier(arranged):
 
 
 def test_on_a_gpu_sharing_takes_our_host_pool(arranged):
-    """SGLang's own keeps serving 16-bit rows of one rank."""
+    """Without sharing, SGLang's own pool serves 16-bit rows."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.transfer.host_options import HostTierOptions

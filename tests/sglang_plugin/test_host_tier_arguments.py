@@ -100,7 +100,7 @@ OFFLOAD = (
 
 
 def test_a_decode_server_that_offloads_has_a_tier(arranged):
-    """So its pages have the size of those that its prefill server puts into the store."""
+    """Its pages have the size of those that its prefill server puts into the store."""
     found = view(arranged(None, *OFFLOAD, layout="fp4"))
     assert found.page_size == 64
     assert (found.hicache_mem_layout, found.hicache_io_backend) == ("page_first", "kernel")
@@ -123,7 +123,7 @@ def on_a_gpu(
     engine="auto",
     offloads=False,
 ):
-    """The check itself: no CUDA device can be resolved on a machine without one."""
+    """Calls the check directly: CUDA cannot be resolved on a machine without a GPU."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.rules.host_tier import check_host_tier
@@ -146,7 +146,7 @@ def on_a_gpu(
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(layout, arrangement):
-    """With a label that ours does not take: SGLang's does, unless ours is needed or asked for."""
+    """With a label that our tier refuses but SGLang's accepts, unless our tier is needed or requested."""
     on_a_gpu(layout, arrangement, label="layer_first", on=False)
     on_a_gpu(layout, arrangement)
     text = "^--hicache-mem-layout layer_first does not work"

@@ -1,7 +1,7 @@
-"""Servers of models that mix MLA with linear attention: what SGLang's resolution makes of a layout.
+"""Servers of models that mix MLA with linear attention: SGLang's resolution with a layout.
 
-The resolution asks for the GPU's compute capability and whether the platform can snapshot states, and for
-nothing else of a GPU, so this machine answers for one: Hopper.
+The resolution reads only the GPU's compute capability and whether the platform can snapshot states; tests set
+both as on Hopper.
 """
 
 import pytest
@@ -43,7 +43,7 @@ def test_dense_hybrids_on_hopper(serve, model, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", DENSE)
 def test_dense_hybrids_on_a_cpu(serve, model, layout):
-    """There SGLang keeps states without an extra buffer, which the overlap scheduler would need."""
+    """On a CPU SGLang keeps states without an extra buffer, which the overlap scheduler would need."""
     view = serve(model, layout, "--disable-overlap-schedule", device="cpu")
     assert (view.attention_backend, view.mamba_radix_cache_strategy) == ("kvpool_mla", "no_buffer")
 
@@ -59,13 +59,13 @@ def test_every_arrangement(serve, arrangement):
     [
         ((), "cuda", 64, "extra_buffer"),
         (("--page-size", "16"), "cuda", 16, "extra_buffer"),
-        # SGLang keeps states at whole pages only.
+        # SGLang keeps states only at page boundaries.
         (("--mamba-track-interval", "32"), "cuda", 32, "extra_buffer"),
         (("--mamba-track-interval", "100"), "cuda", 4, "extra_buffer"),
-        # These need pages of one token, and a server that named none got them before it had a layout.
+        # These need pages of one token, which SGLang selects without a layout too.
         (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), "cuda", 1, "no_buffer"),
         (("--disable-overlap-schedule",), "cpu", 1, "no_buffer"),
-        # Whose states SGLang keeps in no other way.
+        # SGLang keeps this backend's states only so.
         (("--linear-attn-backend", "cutedsl"), "cuda", 1, "no_buffer"),
         (("--linear-attn-backend", "flashkda", "--page-size", "1"), "cuda", 1, "no_buffer"),
     ],
@@ -78,7 +78,7 @@ def test_pages_with_a_host_tier(serve, model, argv, device, page_size, strategy)
 
 @pytest.mark.parametrize(("layout", "argv"), [("bf16", ()), ("bf16", TILELANG), ("fp8", TILELANG)])
 def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
-    """SGLang attends the keys behind the last pool by fa3, tilelang or trtllm, which read dense rows."""
+    """SGLang attends tokens after the last pooled key with fa3, tilelang or trtllm, which read dense rows."""
     view = serve("glm5", layout, *argv)
     assert (view.attention_backend, view.page_size) == ("dsa", 256)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
@@ -101,7 +101,7 @@ def test_sparse_hybrids_with_rows_that_no_reader_has(serve, layout, argv, named)
 
 
 def test_compressed_index_keys_have_no_host_tier_of_ours(serve):
-    """Their tails are per request, which no page holds. SGLang's own tier is left alone."""
+    """Each request has a tail of them, which no page holds. SGLang's own tier stays allowed."""
     assert serve("glm5-compressed", "bf16", HICACHE).page_size == 256
     for ours in (("--kv-host-engine", "staged"), ("--kv-host-layout", "fp4")):
         with pytest.raises(ValueError, match="has compressed index keys, whose tails .*--kv-host-layout"):
@@ -111,7 +111,7 @@ def test_compressed_index_keys_have_no_host_tier_of_ours(serve):
 
 @pytest.mark.parametrize("spec", [False, True])
 def test_states_that_a_host_tier_cannot_give_back(serve, checkpoints, spec):
-    """SGLang resets the cursor of a state's replay where it copies states, and not where it loads them."""
+    """SGLang resets the cursor of a state's replay when it copies states, but not when it loads them."""
     flag, argv = "--enable-linear-replayssm", ["--mamba-radix-cache-strategy", "no_buffer"]
     if spec:
         flag = f"{flag}-spec"

@@ -1,7 +1,7 @@
 """Bytes of rows and states of hybrid models: SGLang's profiling, hand arithmetic, and the real pools.
 
-Arguments are resolved by SGLang, those of sparse attention for a GPU that this machine answers for; states
-and rows are sized by SGLang's configurator and built by its builders, on the CPU.
+SGLang resolves the arguments, those of sparse attention for a GPU whose answers the tests set; SGLang's
+configurator and builders size and make states and rows, on the CPU.
 """
 
 import pytest
@@ -17,9 +17,9 @@ ROWS = {
     "fp4": (416, 288),
     "fp4_fp8_rope": (352, 288),
 }
-#: checkpoint: bytes of one request's states in one layer, by hand.
+#: checkpoint: bytes of a request's states in one layer, by hand.
 STATES = {
-    # q, k and v of 3 heads of 16, three positions back, in bf16; then 3 matrices of 16 x 16 in float32.
+    # q, k and v of 3 heads of 16 at three earlier positions, in bf16; then 3 matrices of 16 x 16 in float32.
     "kda": 3 * 48 * 3 * 2 + 3 * 16 * 16 * 4,
     # 2 matrices of 16 x 16; no convolution.
     "lightning": 2 * 16 * 16 * 4,
@@ -48,10 +48,10 @@ def hooked(published, resolve, checkpoints, monkeypatch):
     def build(layout, model="kda", *argv, draft=False, eagle=0, stage=(0, LAYERS), pp_size=1):
         asked = ("--kv-cache-layout", layout) if layout else ()
         device = "cuda" if model == "glm5" else "cpu"
-        # States with an extra buffer need a GPU, and this is what needs none.
+        # States with an extra buffer need a GPU; without overlap scheduling SGLang keeps them without it.
         without = () if device == "cuda" else ("--disable-overlap-schedule",)
         args = resolve(checkpoints[model], *asked, *without, *argv, device=device)
-        get_parallel().clear_stamp()  # of the process before
+        get_parallel().clear_stamp()  # set for the previous server
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         config = ModelConfig(checkpoints[model], is_draft_model=True) if draft else model_config_of(args)
         dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
@@ -77,7 +77,7 @@ def sizes_of(kvc):
 
 
 def pools_of(kvc, tokens, requests=2):
-    """Requests with states, and rows, by SGLang's builders."""
+    """Requests with states, and rows, from SGLang's builders."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.runtime_context import get_schedule
 
@@ -100,7 +100,7 @@ def row_bytes(layout, model):
 @pytest.mark.parametrize("model", STATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
-    """To the byte: rest = states and their padding slot, work space, and whole tokens of rows."""
+    """To the byte: rest = states and their padding slot, workspace, and whole tokens of rows."""
     from sglang.srt.runtime_context import get_schedule
 
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
@@ -114,7 +114,7 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
     sizes = sizes_of(kvc)
     token_bytes = len(MLA_LAYERS) * row_bytes(layout, model)
     assert sizes._cell_size == token_bytes
-    assert sizes._fixed_overhead_bytes > 0  # of our attention
+    assert sizes._fixed_overhead_bytes > 0  # the workspace of our attention
     available = int(rest * GB)
     for page_size in (1, 64):
         found = sizes.calculate_pool_sizes(available, page_size).max_total_num_tokens
@@ -131,14 +131,14 @@ def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
 
 
 def test_more_tokens_fit_and_states_stay(hooked):
-    """What a layout buys: the same states, and rows by their bytes."""
+    """A narrower layout leaves the states as they are; tokens follow from the bytes of a row."""
     tokens = {}
     for layout in (None, *LAYOUTS):
         kvc = hooked(layout)
         rest = kvc._handle_max_mamba_cache(REST_GB)
         sizes = sizes_of(kvc)
         tokens[layout] = (int(rest * GB) - sizes._fixed_overhead_bytes) // sizes._cell_size
-    assert tokens[None] > tokens["bf16"]  # by our work space
+    assert tokens[None] > tokens["bf16"]  # our attention needs a workspace
     assert tokens["bf16"] < tokens["fp8_block_scale"] < tokens["fp8"] < tokens["fp4"]
 
 
@@ -185,7 +185,7 @@ def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layer
 @pytest.mark.parametrize("model", ["lightning", "bailing-kda"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model):
-    """The draft of such a model is one MLA layer, which SGLang puts into a hybrid pool of its own."""
+    """The draft of such a model is one MLA layer, which SGLang wraps in its own hybrid pool."""
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]
@@ -199,7 +199,7 @@ def test_drafts_are_charged_by_their_rows(hooked, layout, model):
 
 
 def test_scales_of_a_checkpoint_reach_their_layers(hooked):
-    """They are collected by the model's layers."""
+    """They are collected by model layer."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     kvc = hooked("fp8")
@@ -213,7 +213,7 @@ def test_scales_of_a_checkpoint_reach_their_layers(hooked):
 
 
 def test_scales_of_linear_layers_are_no_scales_of_rows(hooked):
-    """Lightning layers are modules of the same class; a stage may have no others."""
+    """Lightning layers are modules of the same class; a stage may have only such layers."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     kvc = hooked("fp8", "lightning", stage=(0, 3), pp_size=2)

@@ -10,7 +10,7 @@ MLA_LAYERS = hybrid_pools.MLA_LAYERS
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("layout", hybrid_pools.LAYOUTS)
 def test_rows_and_states_are_described_and_rows_compared(manager_of, bootstrap, layout, sparse):
-    """By the model's layers; states by SGLang, as without a layout."""
+    """Rows are described by model layer, states by SGLang as without a layout."""
     pool = pool_of(layout, hybrid_pools.hybrid_pool, sparse=sparse)
     prefill = manager_of("prefill", pool, with_rows=MLA_LAYERS)
     described, rows = prefill.kv_args, pool.full_kv_pool

@@ -1,6 +1,6 @@
-"""What SGLang's own resolution makes of the servers of `tests/gpu/test_hybrid_server_gpu.py`, on Hopper.
+"""SGLang's own resolution, for Hopper, of the servers of `tests/gpu/test_hybrid_server_gpu.py`.
 
-This machine answers for a GPU of Hopper's compute capability, and for a platform that is CUDA.
+Tests set Hopper's compute capability, and CUDA as the platform.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def test_every_server_is_accepted(name, view):
 def test_states_are_backed_up_with_rows(name, view):
     found = view(name)
     assert found.enable_hierarchical_cache
-    # A host pool of states takes no other than these, and ours neither.
+    # Host pools of states, SGLang's and ours, take only these.
     assert found.hicache_mem_layout in ("page_first", "page_first_direct")
     assert found.hicache_write_policy == "write_through"
     assert (found.page_size, found.mamba_track_interval % found.page_size) == (64, 0)

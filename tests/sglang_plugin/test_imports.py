@@ -1,4 +1,4 @@
-"""What our modules import of SGLang, as read from their source, against what Python compiles them to."""
+"""The imports from SGLang that we read from our modules' source, against those in Python's bytecode."""
 
 import dis
 import re
@@ -26,7 +26,7 @@ IMPORTING = {
 
 
 def compiled_imports(code):
-    """(names of SGLang that a code object imports, whether in a function), by its instructions."""
+    """(SGLang name, whether it is imported in a function) for each import of a code object, by bytecode."""
     found, module = set(), None
     in_function = code.co_name != "<module>" and bool(code.co_flags & 0x2)  # a class body has no fast locals
     for instruction in dis.get_instructions(code):
@@ -48,14 +48,14 @@ def compiled_imports(code):
 
 @pytest.mark.parametrize("module", sorted(IMPORTING))
 def test_every_import_is_found(module):
-    """Python leaves out what is behind `if False`, as we do what is for type checkers."""
+    """Python omits code behind `if False`; our reader omits imports for type checkers in the same way."""
     text = re.sub(r"^if TYPE_CHECKING:", "if False:", IMPORTING[module].read_text(), flags=re.MULTILINE)
     expected = compiled_imports(compile(text, module, "exec"))
     found = imports_of(module)
     for in_function, names in ((False, found.at_import), (True, found.in_functions)):
         imported = {name for name, inside in expected if inside is in_function}
         assert imported <= names
-        # What is beyond: attributes of what is imported somewhere in the module.
+        # The other names are attributes of names that are imported somewhere in the module.
         everywhere = {name for name, _ in expected}
         assert {name.rpartition(".")[0] for name in names - imported} <= everywhere
 
@@ -64,7 +64,7 @@ def test_every_module_that_imports_sglang_belongs_to_a_hook_group():
     listed = {module for group in GROUPS for module in group.source_modules}
     assert listed <= MODULES.keys()
     importing = {name for name in IMPORTING if imports_of(name).at_import | imports_of(name).in_functions}
-    # What only hooks, and imports nothing of SGLang for it, is listed to be applied.
+    # Modules that only hook and import nothing from SGLang are listed to be applied.
     hooks = {name for name in MODULES if name.startswith("sgl_kvpool.sglang_plugin.hooks.")}
     assert importing <= listed
     assert listed - importing <= hooks | {"sgl_kvpool.sglang_plugin.startup"}
@@ -72,7 +72,7 @@ def test_every_module_that_imports_sglang_belongs_to_a_hook_group():
 
 
 def test_imports_of_imported_modules_are_hook_points_too():
-    """Importing the backend of drafts imports that of targets, but not what that imports in functions."""
+    """The draft backend's module imports the target backend's, whose imports in functions do not count."""
     (name,) = [n for n in sglang_names(["sgl_kvpool.srt.attention.draft"]) if "kv_indices" in n]
     assert name == "sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton"
     inside = "sglang.srt.layers.attention.merge_state.merge_state"
@@ -89,8 +89,8 @@ def test_attributes_of_what_is_imported():
     )
 
 
-#: Imports inside functions that lead from a group to modules which other groups have: what keeps a server
-#: that does not use that group from calling the function.
+#: Imports inside functions that lead from a group to modules of other groups, with the condition under which
+#: a server reaches the function.
 GUARDED = {
     ("hooks.pools", "srt.pool.dsa"): "a model with sparse attention",
     ("hooks.workspaces", "srt.attention.extend"): "CUDA",
@@ -102,10 +102,10 @@ GUARDED = {
 
 
 def test_no_group_leads_to_modules_of_another_unguarded():
-    """Or a server would be served at first, and fail at a call of a function."""
+    """Otherwise a server would start, and fail when it calls the function."""
     always = {m for group in GROUPS[:4] for m in group.source_modules}
     assert [group.name for group in GROUPS[:4]] == ["arguments", "model rules", "launcher", "pools"]
-    #: Groups whose servers use the others too.
+    #: Groups whose servers always use the listed groups too.
     with_others = {"host tier of hybrid models": ("host tier", "hybrid models")}
     with_others["speculative decoding"] = ("dense MLA on CUDA",)  # refused on a CPU
     by_name = {group.name: group for group in GROUPS}

@@ -10,7 +10,7 @@ from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
 
 
 class Decode:
-    """A decode server's queue, as far as it looks at its prefill servers."""
+    """A decode server's queue, with its code for prefill servers only."""
 
     def __init__(self, manager):
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -28,7 +28,7 @@ class Decode:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
         class Receiver(CommonKVReceiver):
-            """The parts that engines add are not reached."""
+            """Without the methods that engines add, which are not called."""
 
             send_metadata = None
 
@@ -69,7 +69,7 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     one, two = (decode.request(bootstrap, room) for room in (71, 72))
     assert decode.ensure(**{bootstrap: [one]}) == ({}, [one])
     assert told(prefill) == [71]
-    # Not told again at once, and a later request is told of by itself.
+    # One message per interval and request; a later request is announced separately.
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
     assert told(prefill) == [72]
     time.sleep(peer_mismatch._TOLD_EVERY_SECONDS)
@@ -84,7 +84,7 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
             KVTransferError, match=r"KV cache layout mismatch: .* stores rows of layout fp8 \("
         ):
             request.kv_receiver.failure_exception()
-    # Each request once, however often its prefill server was told.
+    # Each request is counted once, however often its prefill server was told.
     assert [(kind, what.split(":")[0]) for kind, what in counted] == [
         ("peer_mismatch", "room 71"),
         ("peer_mismatch", "room 72"),
@@ -92,7 +92,7 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
 
 
 def test_a_rank_that_fails_by_another_ones_verdict_has_the_text(manager_of, bootstrap, counted):
-    """Each rank holds a request by its own clock, and SGLang fails it on all of them with the first."""
+    """Each rank times a held request by its own clock; the first to fail it makes SGLang fail it on all."""
     from sglang.srt.disaggregation.common.conn import KVTransferError
 
     manager_of("prefill", pool_of("fp8"))
@@ -107,7 +107,7 @@ def test_a_rank_that_fails_by_another_ones_verdict_has_the_text(manager_of, boot
 def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
     manager_of, bootstrap, monkeypatch, counted
 ):
-    """Else requests of the next ten seconds would fail without their prefill server being told."""
+    """Otherwise requests of the next ten seconds would fail without a message to their prefill server."""
     prefill = manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     with monkeypatch.context() as patched:
@@ -122,7 +122,7 @@ def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
 def test_other_differences_cost_the_requests_of_that_server_only(
     manager_of, bootstrap, monkeypatch, counted, layouts
 ):
-    """SGLang raises RuntimeError for a page size, and fails an assertion for pipeline stages."""
+    """SGLang raises RuntimeError for a page size, and an AssertionError for pipeline stages."""
     manager_of("prefill", pool_of(layouts[0]))
     manager = manager_of("decode", pool_of(layouts[1]))
     monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
@@ -140,18 +140,18 @@ def test_a_prefill_server_that_fits_is_ready_beside_one_that_does_not(manager_of
     until = time.monotonic() + 10
     mismatch = peer_mismatch._Mismatch("of another layout", [], until)
     peer_mismatch._mismatches[decode.queue.kv_manager] = {"127.0.0.1:9": mismatch}
-    # Without ranks to tell there is nothing to wait for.
+    # No ranks have to be told, so the request is not held.
     assert decode.ensure(**{"127.0.0.1:9": [wrong], bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
     assert len(counted) == 1
 
 
 def test_a_prefill_server_is_asked_again_later(manager_of, bootstrap, monkeypatch, counted):
-    """It may have been started anew, with the right layout and the same address."""
+    """It may have been restarted with the right layout at the same address."""
     manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
     assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 71)]}) == ({}, [])
-    # As if the prefill server had been started anew: SGLang's bootstrap server keeps what it heard first.
+    # Represents a restart: SGLang's bootstrap server keeps the first registration.
     monkeypatch.setattr(decode.queue.kv_manager, "kv_cache_dtype_str", STRINGS["fp8"])
     assert decode.ensure(**{bootstrap: [decode.request(bootstrap, 72)]}) == ({}, [])
     (mismatch,) = peer_mismatch._mismatches[decode.queue.kv_manager].values()

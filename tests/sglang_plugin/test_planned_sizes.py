@@ -1,7 +1,7 @@
-"""`sgl-kvpool plan` against SGLang's pool configurator, driven in this process, and against hand arithmetic.
+"""`sgl-kvpool plan` against SGLang's pool configurator in this process, and against hand arithmetic.
 
-The planner's process answers for a GPU by itself; here SGLang's arguments are resolved with what the other
-tests of this folder patch, and its KVCacheConfigurator is made without a model runner.
+The planner's process answers for a GPU by itself; here SGLang's arguments are resolved with the patches of
+the other tests of this folder, and its KVCacheConfigurator is made without a model runner.
 """
 
 import json
@@ -25,11 +25,11 @@ MODELS = {
 }
 ROWS = {None: 1152, "bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 TILELANG = ["--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"]
-#: Of one request in one linear layer on one of 4 ranks: three positions of q, k and v of 8 heads of 128 in
-#: bf16, and 8 matrices of 128 x 128 in float32.
+#: Bytes of a request in one linear layer on one of 4 ranks: three positions of q, k and v of 8 heads of 128
+#: in bf16, and 8 matrices of 128 x 128 in float32.
 STATE_BYTES = 3 * 3 * 1024 * 2 + 8 * 128 * 128 * 4
 TIER = ["--enable-hierarchical-cache", "--hicache-size", "7"]
-#: Of deepseek_v32 unless it says otherwise: name: model, layout, arguments.
+#: name: model, layout, arguments of further plans.
 OTHERS = {
     "heuristic": ("deepseek_v32", "fp4", ["--tp-size", "8"]),
     "fp8 without tilelang": ("deepseek_v32", "fp8", ["--tp-size", "8"]),
@@ -71,7 +71,7 @@ def folders(tmp_path_factory, checkpoints):
 
 @pytest.fixture(scope="session")
 def planned(folders):
-    """`planned[key]`: what the planner's process answers, asked once for everything."""
+    """`planned[key]`: the answers of the planner's process, which is started once for all."""
     keys = [(model, layout) for model in MODELS for layout in ROWS]
     servers = [
         {"model_path": folders[model], "layout": layout, "arguments": arguments(model, layout)}
@@ -102,11 +102,11 @@ def sglang(published, resolve, folders, monkeypatch):
 
     def build(model, layout):
         args = resolve(folders[model], *arguments(model, layout), device="cuda")
-        get_parallel().clear_stamp()  # of the process before
+        get_parallel().clear_stamp()  # set for the previous server
         publish(args, role="scheduler", ranks=SpawnRanks(0, None, 0))
         dtype = torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16
         if model == "deepseek_v32" and layout == "fp8_block_scale":
-            dtype = torch.float8_e4m3fn  # what sparse attention is shown
+            dtype = torch.float8_e4m3fn  # the dtype SGLang sees for sparse attention
         return configurator(
             args, model_config_of(args), dtype, stage=(0, MODELS[model][1]), post_capture_kv_active=False
         )
@@ -117,7 +117,7 @@ def sglang(published, resolve, folders, monkeypatch):
 
 
 def rest_gib(model):
-    """Memory of a rank for rows and states."""
+    """Memory of a rank for rows and states, in GiB."""
     free = MACHINE["gpu_gib"] - MACHINE["taken_gib"]
     return free - MACHINE["weights_gib"] / MODELS[model][0] - free * (1 - FRACTION)
 
@@ -150,21 +150,21 @@ def test_sizes_by_hand(planned, model, layout):
     if model == "kimi_linear":
         slot = (layers - with_rows) * STATE_BYTES
         assert found["state_slot_bytes"] == slot
-        # SGLang gives 0.9 / 1.9 of the memory to states, and one slot of it to padding.
+        # SGLang gives 0.9 / 1.9 of the memory to states; one of their slots is padding.
         slots = int(available * 0.9 / 1.9 / slot) - 1
         assert abs(found["state_slots"] - slots) <= 1
         available -= (found["state_slots"] + 1) * slot
-    assert abs(found["available_bytes"] - available) <= 64  # of GiB in doubles
+    assert abs(found["available_bytes"] - available) <= 64  # rounding of GiB in doubles
     wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
     assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
-    # What decodes rows in our attention; of sparse attention SGLang's kernels read all but fp4.
+    # Our attention decodes rows; for sparse attention, SGLang's kernels read all layouts except fp4.
     ours = str(layout).startswith("fp4") if model == "deepseek_v32" else layout not in (None, "bf16")
     assert (found["workspace_bytes"] > 0) == ours
     assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
 
 
 def test_the_heuristic_of_the_memory_fraction(planned):
-    """memory_hook.py: 512 MB, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per request of graphs, 1.5 GB."""
+    """memory_hook.py, in MiB: 512, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per graph request, 1536."""
     gpu_mib = MACHINE["gpu_gib"] * 1024
     reserved = 512 + 8192 * 1.5 + 8 / 8 * 1024 + 512 * 2 + 1.5 * 1024
     assert planned["heuristic"]["mem_fraction_static"] == round((gpu_mib - reserved) / gpu_mib, 3)
@@ -197,12 +197,12 @@ def test_what_works_instead_is_named(planned):
 
 
 def padded_token_bytes(layers):
-    """Of `fp4` on the host: a page of 64 tokens and its checksum end at a multiple of 4096 bytes."""
+    """Bytes of an `fp4` token on the host: page of 64 tokens and checksum, padded to a multiple of 4096."""
     return -(-(layers * 64 * 416 + 16) // 4096) * 4096 // 64
 
 
 def test_a_host_tier(planned):
-    """Its bytes; on the device it costs the page buffers of what stages."""
+    """Its bytes on the host; on the device the tier's engine needs page buffers."""
     tier, plain = planned["tier"], planned["heuristic"]
     assert tier["host"] == {
         "token_bytes": padded_token_bytes(61),
@@ -212,7 +212,7 @@ def test_a_host_tier(planned):
         **NO_DRAFT,
     }
     assert plain["host"] is None
-    buffers = 128 << 20  # 61 layers of 64 tokens: 1.6 MB a page, more than 8 of its slots of 16 MiB
+    buffers = 128 << 20  # 8 slots of 16 MiB, the limit: 16 pages of 1.6 MB would need more
     assert tier["workspace_bytes"] - plain["workspace_bytes"] == pytest.approx(buffers, rel=0.1)
     narrow = planned["narrow"]
     states = {"slot_bytes": 20 * STATE_BYTES + 16, "sharing_ranks": 1}  # with a checksum
@@ -235,7 +235,7 @@ def test_a_draft_is_charged(planned):
 
 @pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
 def test_caches_of_data_parallelism(planned, name, caches, tp_size):
-    """Each has as many tokens as an equal part of the weights leaves; DP attention says what it copies."""
+    """Each has the tokens that fit beside its share of the weights; DP attention lists what it copies."""
     found = planned[name]
     assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
@@ -255,11 +255,11 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("all and more", "--mem-fraction-static 1.5 is not a valid share of the memory; give"),
         ("no page", "--page-size 0 is not a valid number of tokens"),
         ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
-        # 4 ranks hold 75 GiB each; 2 x 3 would not divide 64 heads, 3 not be a multiple of two groups.
+        # 4 ranks hold 75 GiB each. 2 x 3 ranks do not divide 64 heads; 3 is not a multiple of two groups.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),
         ("too heavy, DP attention", "; 4 GPUs are enough (--tp 4)"),
-        # 37.5 GiB of a rank, of 0.2 x 137.4; a half of that fits. 37.5 / 137.4 is 0.273.
+        # A rank holds 37.5 GiB and has 0.2 x 137.4; half of 37.5 would fit. 37.5 / 137.4 is 0.273.
         ("small part", "rows 27.5 GiB together; the fraction that the weights need, above 0.273, would"),
         ("small part", "; 16 GPUs are enough (--tp 16, more than a node of eight has)"),
         ("unknown", "unrecognized arguments: --no-such-flag 3"),
@@ -273,7 +273,7 @@ def test_refusals(planned, name, message):
 
 
 def test_a_configuration_that_lacks_something(tmp_path):
-    """SGLang reads it with whatever Python raises; which server it was ends nothing but the plan."""
+    """SGLang raises any kind of exception for it; the plan ends with one message."""
     config = json.loads((CONFIGS / "kimi_k2.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -284,7 +284,7 @@ def test_a_configuration_that_lacks_something(tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("removed", ["kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers"])
 def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
-    """transformers would put DeepSeek-V3's, such as a latent of 512."""
+    """transformers would fill in DeepSeek-V3's sizes, such as a latent of 512."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from sgl_kvpool.commands.plan.plannable import IncompleteConfig, check_geometry
@@ -292,11 +292,11 @@ def test_sizes_that_config_json_leaves_out(model, removed, tmp_path):
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    # SGLang's own class for the configuration: the code that "auto_map" names is not beside it.
+    # SGLang's own configuration class: the code named by "auto_map" is not in the folder.
     model_config = ModelConfig(str(tmp_path), trust_remote_code=False)
     check_geometry(model_config, tmp_path)
     file.write_text(json.dumps({"text_config": config}))
-    check_geometry(model_config, tmp_path)  # of a model that sees images too
+    check_geometry(model_config, tmp_path)  # a model that also takes images
     for lacking in ({**config, removed: None}, {k: v for k, v in config.items() if k != removed}):
         file.write_text(json.dumps(lacking))
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The table in docs/hooks.md of everything in SGLang that reads or writes a pool."""
+"""The table in docs/hooks.md of all places in SGLang that read or write a pool."""
 
 import importlib.util
 from collections import Counter

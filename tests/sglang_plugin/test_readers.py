@@ -1,4 +1,4 @@
-"""The table of attention backends, and what the pool asks of it."""
+"""The table of attention backends, and the functions through which the pool uses it."""
 
 import re
 
@@ -11,7 +11,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 
 STOCK = frozenset().union(*(line.backends for line in SGLANG_READERS.values()))
 EVERY_BACKEND = ["kvpool_mla", *sorted(STOCK), "dsa", "unheard_of"]
-#: Those on SGLang's own list for MLA, and the one that indexes with torch.
+#: The backends of SGLang's own list for MLA, and torch_native, which indexes with torch.
 STRIDED = {"triton", "fa3", "trtllm_mla", "flashinfer", "cutedsl_mla", "flashmla", "torch_native"}
 
 
@@ -44,7 +44,7 @@ def test_check_readers_names_each_once_and_those_that_can():
 
 
 def test_the_table_is_sglangs_allow_list():
-    """The first list in this SGLang's function is that for MLA."""
+    """The first list in SGLang's function is its list for MLA."""
     import inspect
 
     from sglang.srt.arg_groups.kv_cache_hook import handle_page_major_kv_layout

@@ -1,4 +1,4 @@
-"""What the commands that start a server print when they refuse to: one line, the last, soon."""
+"""A refused start of a server prints one last line, before models and kernels are imported."""
 
 import pytest
 
@@ -6,19 +6,19 @@ from sgl_kvpool.demo import shipped
 from sgl_kvpool.sglang_plugin.rules import arguments as argument_rules
 
 LAYOUT = ("--kv-cache-layout", "fp4")
-#: The two that start a server.
+#: The two commands that start a server.
 COMMANDS = {
     "launch_server": "import runpy; runpy.run_module('sglang.launch_server', None, '__main__', True)",
     "serve": "from sglang.cli.main import main; main()",
 }
-#: Of models and their kernels.
+#: Modules of models and their kernels.
 HEAVY = ("sglang.srt.configs.model_config", "sglang.srt.layers.quantization", "sglang.srt.layers.moe")
 REPORT = f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules])); "
 
 
 @pytest.fixture
 def start(launcher):
-    """`start(*argv)`: what SGLang's command answers to arguments that it refuses."""
+    """`start(*argv)`: the finished process of SGLang's command with arguments that it refuses."""
 
     def run(*argv, command="launch_server", **environment):
         words = {"launch_server": ["launch_server"], "serve": ["sglang", "serve"]}[command]
@@ -30,7 +30,7 @@ def start(launcher):
 
 
 def refused_by_arguments(done):
-    """The last line of a command that ended before it had imported models and kernels."""
+    """The last line of a command that ended before it imported models and kernels."""
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "usage:" not in done.stderr
@@ -109,7 +109,7 @@ def test_of_a_file_of_arguments(start, tmp_path):
 
 
 def test_what_the_model_says(start):
-    """Later, since its configuration is read first, and as short."""
+    """This refusal comes later, after the model's configuration is read, and is as short."""
     done = start("--kv-cache-layout", "fp8_block_scale", "--kv-cache-dtype", "fp8_e4m3")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -120,7 +120,7 @@ def test_what_the_model_says(start):
 
 
 def test_errors_of_others_keep_their_traceback(start):
-    """SGLang's own, with a layout, and after a hook of ours was called."""
+    """An error of SGLang, with a layout, raised after a hook of ours was called."""
     done = start(*LAYOUT, "--chunked-prefill-size", "100", "--page-size", "64")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -129,7 +129,7 @@ def test_errors_of_others_keep_their_traceback(start):
     )
 
 
-#: An Engine in a program that catches what it raises.
+#: A program with an Engine that catches the exception.
 PROGRAM = """
 import sglang, sys
 from sglang import Engine
@@ -186,7 +186,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize(("field", "value"), [(field, v) for field in NONSENSE for v in NONSENSE[field]])
 def test_numbers_that_the_pool_cannot_follow_from(resolve, checkpoints, field, value):
-    """By name; the flags are SGLang's own, or its parser would not take them."""
+    """The message names the flag; SGLang's parser accepts it, so the spelling is SGLang's."""
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
         ValueError, match=f"^{flag} {float(value):g}(.0)? is not a valid .*; give .*, or leave it out$"
@@ -204,7 +204,7 @@ def test_without_a_layout_numbers_are_sglangs_to_judge(resolve, checkpoints):
 
 @pytest.mark.parametrize("named", [("--page-size", "64"), ("--enable-hierarchical-cache",)])
 def test_a_pool_without_a_page(resolve, checkpoints, named):
-    """Of a size that was named, or that a host tier has."""
+    """With a page size that was given, or with that of a host tier."""
     text = "^--max-total-tokens 63 is less than a page, which has 64 tokens; give at least as many"
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "63", *named)

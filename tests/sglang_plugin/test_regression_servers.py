@@ -1,6 +1,6 @@
-"""What SGLang's own resolution makes of every server that scripts/h100_regression.py starts on Hopper.
+"""SGLang's own resolution, for Hopper, of every server that scripts/h100_regression.py starts.
 
-This machine answers for a GPU of Hopper's compute capability, and for a platform that is CUDA.
+Tests set Hopper's compute capability, and CUDA as the platform.
 """
 
 import json
@@ -44,14 +44,14 @@ def test_every_server_is_accepted(name, resolve, models, monkeypatch):
     found = resolving_view(resolve(model.replace("MODELS", str(models)), *argv, device="cuda"))
     kvpool = request.layout is not None
     sparse = request.model == "v32"
-    # Stock: SGLang's choice, which on Hopper is fa3, and where CUDA is missing triton.
+    # Stock servers: SGLang selects fa3 on Hopper, and triton where CUDA is missing.
     wanted = ("dsa",) if sparse else ("kvpool_mla",) if kvpool else ("fa3", "triton")
     assert found.attention_backend in wanted
     assert found.page_size == 64
     assert found.tp_size == (2 if name.startswith("tp2") else 1)
     assert found.enable_hierarchical_cache is not name.startswith("memory")
     assert (found.max_total_tokens is None) is name.startswith("memory")
-    # Prompts and what is generated after them have room.
+    # The longest prompt and the tokens generated after it fit.
     longest = max(
         [*map(len, request.prompts), request.hit_tokens, request.request_tokens + request.new_tokens]
     )

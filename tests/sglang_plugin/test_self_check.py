@@ -1,4 +1,4 @@
-"""When a scheduler checks itself, what it logs, and what it is refused with."""
+"""When a scheduler checks itself, what it logs, and how it refuses."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 HOPPER, UNTESTED = (9, 0), "SGLang 0.6.1 is not a version this release was tested with"
 
 
-# ------------------------------------------------------------------ whether
+# ------------------------------------------------------------------ when the check is due
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -37,13 +37,13 @@ def test_every_gpu_whose_kernels_were_not_run(monkeypatch):
     assert why_due(None, "cuda", HOPPER, "3.8.0") == reason
     monkeypatch.setattr(self_check, "FIRST_LIGHT", (FirstLight("first_light_h200.json", HOPPER, "3.8.0"),))
     assert why_due(None, "cuda", HOPPER, "3.8.0") is None
-    assert why_due(None, "cuda", HOPPER, "3.9.0") == reason  # compiled anew
+    assert why_due(None, "cuda", HOPPER, "3.9.0") == reason  # kernels are compiled again
     assert why_due(None, "cuda", (10, 0), "3.8.0") == reason
     assert why_due(UNTESTED, "cuda", HOPPER, "3.8.0") is not None
 
 
 def contradictions(runs, folder):
-    """What lines of FIRST_LIGHT say and their files do not, and files without a line."""
+    """Differences between FIRST_LIGHT and the files of its runs, and files without an entry."""
     found = [f"{path.name} has no line" for path in folder.glob("first_light*.json")
              if path.name not in {run.file for run in runs}]  # fmt: skip
     for run in runs:
@@ -86,7 +86,7 @@ def test_a_line_without_its_run_is_seen(tmp_path):
 
 @pytest.fixture
 def scheduler(published, monkeypatch):
-    """What the self-check looks at of SGLang's scheduler: a real pool, backend, request table and layer."""
+    """Scheduler attributes that the self-check reads: real pool, backend, request table and layer."""
     from sgl_kvpool.sglang_plugin import hook_points
     from sgl_kvpool.sglang_plugin.hooks import disaggregation
 
@@ -144,7 +144,7 @@ def test_a_backend_inside_another_is_found(scheduler, caplog):
 
 @pytest.mark.parametrize("layout", ["fp8", "fp4"])
 def test_hybrid_models(scheduler, layout, monkeypatch, caplog):
-    """Layers have the model's numbers, and k_scales of their own; others keep states."""
+    """Layers have model layer ids and their own k_scales; the other layers keep states."""
     case = HybridCase(layout, [1], [0], monkeypatch, arrangement="page_major", page_size=7)
     case.runner.attn_backend = case.backend
     scheduler.tp_worker.model_runner = case.runner
@@ -195,7 +195,7 @@ def test_an_sglang_that_is_called_otherwise_is_a_refusal(scheduler):
 
 @pytest.mark.parametrize("local", [True, False])
 def test_no_rank_begins_with_the_tier_alone(scheduler, monkeypatch, local):
-    """A rank that found a difference tells the others, which would wait for it in the tier's check."""
+    """A rank that finds a difference tells the others, which would wait in the tier's check otherwise."""
     from sgl_kvpool.attention import cpu
     from sgl_kvpool.sglang_plugin.hooks import ranks, self_check
 

@@ -29,7 +29,7 @@ def test_a_layout_decides_dtype_and_backend(resolve, checkpoints, layout):
     assert asked(args) == layout
     assert view(args).kv_cache_dtype == SHOWN[layout]
     assert view(args).attention_backend == "kvpool_mla"
-    assert args.kv_cache_dtype == "auto"  # what the user wrote stays as written
+    assert args.kv_cache_dtype == "auto"  # the user's value stays unchanged
 
 
 @pytest.mark.parametrize("argv", [(), ("--kv-cache-layout", "auto")])
@@ -37,7 +37,7 @@ def test_auto_and_absent_are_sglang_as_it_is(resolve, checkpoints, argv):
     args = resolve(checkpoints["mla"], *argv)
     assert asked(args) is None
     assert view(args).kv_cache_dtype == "auto"
-    assert view(args).attention_backend in ("intel_amx", "torch_native")  # by the CPU
+    assert view(args).attention_backend in ("intel_amx", "torch_native")  # depends on the CPU
 
 
 def test_help_shows_the_argument(resolve):
@@ -110,7 +110,7 @@ def test_agreeing_dtypes_pass(resolve, checkpoints, layout, dtype):
 def test_contradicting_dtypes(resolve, checkpoints, layout, dtype):
     with pytest.raises(ValueError, match=f"--kv-cache-dtype {dtype} contradicts") as error:
         resolve(checkpoints["mla"], "--kv-cache-layout", layout, "--kv-cache-dtype", dtype)
-    # The table of what each layout accepts.
+    # The message has the table of the dtypes that each layout accepts.
     assert "bf16: auto, bfloat16, bf16; fp8: auto, fp8_e4m3; fp8_block_scale: auto" in str(error.value)
 
 
@@ -144,7 +144,7 @@ def test_features_that_do_not_go_with_packed_rows(resolve, checkpoints, flag, la
 def test_every_refused_feature_is_tested():
     from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES as TABLE
 
-    # Those with arrangements are tested in test_arrangement_argument.py.
+    # Features with arrangements are tested in test_arrangement_argument.py.
     assert {feature.flag for feature in TABLE if feature.arrangements is None} == set(FEATURES)
 
 
@@ -163,7 +163,7 @@ def test_what_keeps_retracted_rows_of_every_layout(resolve, checkpoints, backup)
 
 
 def test_refused_fields_exist_in_sglang():
-    """A renamed field would be refused never."""
+    """A feature whose field was renamed would never be refused."""
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
@@ -217,11 +217,11 @@ def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):
-    """`Engine(kv_cache_layout=...)` goes through this attribute of the Engine class."""
+    """`Engine(kv_cache_layout=...)` calls this attribute of the Engine class."""
     from sglang.srt.entrypoints import engine
 
-    # This process loaded the plugin before the Engine's module; every Engine() begins with this call. A
-    # process that imports the Engine first has it the other way round, which tests/engine shows.
+    # This process loaded the plugin before the Engine's module; every Engine() starts with this call.
+    # tests/engine has processes that import the Engine first.
     engine.load_plugins()
     Engine = engine.Engine
     args = Engine.server_args_class(model_path=checkpoints["mla"], device="cpu", kv_cache_layout="fp4")
@@ -279,7 +279,7 @@ def test_a_record_resolved_without_the_plugin_is_refused():
 
 
 def test_copies_that_lost_the_layout_are_refused(resolve, checkpoints, monkeypatch):
-    """Shallow copies of a msgspec Struct carry its fields alone."""
+    """Shallow copies of a msgspec Struct have only its fields."""
     import copy
 
     import msgspec
@@ -307,7 +307,7 @@ def test_flags_of_the_environment_are_looked_at_before_a_server_starts(
     resolve, checkpoints, monkeypatch, name
 ):
     monkeypatch.setenv(name, "maybe")
-    for argv in (("--kv-cache-layout", "fp4"), ()):  # a variable of ours is a request by itself
+    for argv in (("--kv-cache-layout", "fp4"), ()):  # a variable of sgl-kvpool is a request by itself
         with pytest.raises(ValueError, match=f"^{name}='maybe' is neither"):
             resolve(checkpoints["mla"], *argv)
 
@@ -321,7 +321,7 @@ def test_reading_rows_in_prefill_needs_our_prefill(resolve, checkpoints, monkeyp
 
 
 def test_a_dtype_changed_on_the_way_is_noticed(resolve, checkpoints, monkeypatch):
-    """As a model rule or another plugin might; SGLang would write rows of another dtype."""
+    """By a model rule or another plugin, for example; SGLang would write rows of another dtype."""
     from sglang.srt.arg_groups import overrides, resolution_hooks
 
     def meddle(server_args, previous):

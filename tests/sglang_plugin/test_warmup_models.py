@@ -1,4 +1,4 @@
-"""What `sgl-kvpool warmup --model` takes of a checkpoint."""
+"""What `sgl-kvpool warmup --model` reads from a checkpoint."""
 
 from pathlib import Path
 

@@ -6,8 +6,8 @@ import torch
 def forward_batch(mode, slots, prefixes, seq_lens, rows):
     """A `ForwardBatch` of the tokens behind each request's prefix.
 
-    `slots` are those of whole sequences, `seq_lens` what SGLang says of their lengths in this mode, `rows`
-    the requests' rows of the request table.
+    `slots` are the slots of whole sequences, `seq_lens` the lengths that SGLang sets in this mode, `rows` the
+    requests' rows of the request table.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 

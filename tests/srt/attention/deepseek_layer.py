@@ -1,10 +1,10 @@
-"""A small real `DeepseekV2AttentionMLA` of SGLang's on the CPU, with a pool of ours and real batches.
+"""A small real `DeepseekV2AttentionMLA` of SGLang on the CPU, with our pool and real batches.
 
 Real: the attention module with its projections, norms and rotary embedding, its method handlers and cores,
-RadixAttention, ForwardBatch with its plan of KV locations, the graph contexts, our pool. Not real, because
-they need a GPU: `_is_cuda` of forward_mha is set by tests, so that it writes and reads the pool as on CUDA;
-the attention kernels are the recorder's, in float32; `merge_state` and the index kernels run in Triton's
-interpreter. The model around the layer is absent: its inputs are set by hand as a decoder layer does.
+RadixAttention, ForwardBatch with its plan of KV locations, the graph contexts, our pool. Replaced, because
+they need a GPU: tests set `_is_cuda` of forward_mha, so that it writes and reads the pool as on CUDA; a
+recorder attends in float32 instead of the kernels; `merge_state` and the index kernels run in Triton's
+interpreter. There is no model around the layer: `Server.run` sets the layer's inputs as a decoder layer does.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 HIDDEN, HEADS, NOPE, ROPE, V_DIM, RANK, Q_RANK, LAYER = 64, 2, 32, 64, 32, 128, 48, 3
-#: Of the pool; as many tokens of each request as there can be.
+#: Slots of the pool, and the slots reserved for each request.
 SLOTS, LONGEST = 64, 21
 BACKEND = "kvpool_mla"
 
 
 def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
-    """The attention of one DeepSeek-V3 layer with random weights, absorbed ones as the loader makes them."""
+    """The attention layer of a DeepSeek-V3 model with random weights, absorbed as SGLang's loader does it."""
     from sglang.srt.layers.rotary_embedding import base as rotary
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from transformers import PretrainedConfig
@@ -31,7 +31,7 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
     yarn = {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
     default, rope_is_cpu = torch.get_default_dtype(), rotary._is_cpu
     torch.set_default_dtype(torch.bfloat16)
-    rotary._is_cpu = True  # else it looks for vLLM's kernel; on CUDA heads of 64 need none either
+    rotary._is_cpu = True  # otherwise it looks for vLLM's kernel, unused on CUDA for 64 rope values
     try:
         layer = DeepseekV2AttentionMLA(
             config,
@@ -58,7 +58,7 @@ def build_layer(q_lora_rank=Q_RANK, layer_id=LAYER):
             else:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
     weights = layer.kv_b_proj.weight.data.unflatten(0, (-1, NOPE + V_DIM))
-    w_kc, w_vc = weights.split([NOPE, V_DIM], dim=1)  # as deepseek_weight_loader.post_load_weights
+    w_kc, w_vc = weights.split([NOPE, V_DIM], dim=1)  # as in deepseek_weight_loader.post_load_weights
     layer.w_kc = w_kc.transpose(1, 2).contiguous().transpose(1, 2)
     layer.w_vc = w_vc.contiguous().transpose(1, 2)
     return layer
@@ -93,7 +93,7 @@ class Call:
 
 
 def recorder(pool, attention):
-    """A backend that keeps what reaches it and attends in float32."""
+    """An attention backend that records its calls and attends in float32."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -185,7 +185,7 @@ def recorder(pool, attention):
 
 
 def parts(backend, batch):
-    """Per request: its queries, the position of the first, the slots of its whole sequence."""
+    """Per request: its queries, the position of the first query, the slots of its whole sequence."""
     start = 0
     for channel, seq_len in enumerate(batch.seq_lens_cpu.tolist()):
         if batch.forward_mode.is_target_verify():
@@ -205,7 +205,7 @@ def attend(q, k, v, scale, position):
 
 
 class Server:
-    """What a scheduler has of one layer: module, pool, backend; `run` is one forward of the layer."""
+    """One layer with its pool and backend; `run` is one forward of the layer."""
 
     def __init__(self, layout="bf16", q_lora_rank=Q_RANK, k_scale=1.0):
         self.attention = build_layer(q_lora_rank)
@@ -229,7 +229,7 @@ class Server:
             hidden.append(self.hidden[start + prefix : start + length])
             positions.append(torch.arange(prefix, length))
         queries = [n - p for n, p in zip(lengths, prefixes, strict=True)]
-        counted = prefixes if mode.is_target_verify() else lengths  # SGLang counts no drafts in a verify
+        counted = prefixes if mode.is_target_verify() else lengths  # verify: seq_lens exclude drafts
         batch = ForwardBatch(
             forward_mode=mode,
             batch_size=len(lengths),
@@ -253,9 +253,9 @@ class Server:
         return batch, torch.cat([*hidden, self.hidden[:0]])
 
     def run(self, mode, lengths, prefixes, graph=None, padding=0):
-        """One forward; returns the layer's output. `method` and the backend's `calls` are its own.
+        """One forward; returns the layer's output. Sets `self.method` and fills `self.backend.calls`.
 
-        `padding` rows of NaN follow the tokens, as in a graph that was captured for more.
+        `padding` rows of NaN follow the tokens, as when a graph captured for more tokens is replayed.
         """
         from sglang.srt.layers.layer_boundary import AttentionInputs, get_attn_tp_context
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -271,7 +271,7 @@ class Server:
         with ExitStack() as stack:
             stack.enter_context(forward_context(ForwardContext(self.backend)))
             stack.enter_context(torch.no_grad())
-            # Written by building the groups; the projections of one rank only hand it on.
+            # SGLang sets the group when it initializes process groups; with one rank it is only passed on.
             stack.enter_context(get_parallel().override(tp_group=None))
             stack.enter_context(in_graph(graph, batch))
             if attention.q_lora_rank is not None:
@@ -284,7 +284,7 @@ class Server:
 
 @contextmanager
 def in_graph(graph, batch):
-    """As the prefill graph runners put around a forward."""
+    """The contexts that SGLang's prefill graph runners enter around a forward."""
     from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph as breakable
     from sglang.srt.model_executor.runner_backend_utils import tc_piecewise_cuda_graph as piecewise
     from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch

@@ -1,7 +1,7 @@
 """SGLang's real DSA backend on the CPU: its metadata, its dispatch, real pools, request tables and batches.
 
-Its constructor asks for a GPU, so it is made without; what runs on one alone, FlashMLA's kernel over 16-bit
-keys, is a float64 attention over what the kernel was given.
+SGLang's constructor asks for a GPU, so the object is made without calling it. FlashMLA's kernel over 16-bit
+keys needs a GPU too: float64 attention over the kernel's arguments replaces it.
 """
 
 import sys
@@ -18,7 +18,7 @@ DRAFTS = 3
 
 
 def make_pool(layout, *, stock=False):
-    """Of two layers, full of NaN; SGLang's own class with `stock`."""
+    """A pool of two layers, full of NaN; SGLang's own class with `stock`."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
@@ -39,12 +39,12 @@ def make_pool(layout, *, stock=False):
     kind = DSATokenToKVPool if stock else LayoutDSATokenToKVPool.bind(layout)
     pool = kind(TOKENS, PAGE, **arguments)
     for tensor in pool.kv_buffer:
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: nobody may read it
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
     return pool
 
 
 def make_backend(pool, prefill, decode, **attributes):
-    """With the attributes that SGLang's constructor would give it on Hopper, and ours."""
+    """A backend with the attributes that SGLang's constructor would set on Hopper, and with our hooks."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -79,7 +79,7 @@ def make_backend(pool, prefill, decode, **attributes):
         "use_mha": False,
         "_sink_pad_cache": {},
         "_arange_buf": torch.arange(1024, dtype=torch.int32),
-        "_is_in_breakable_cuda_graph": lambda: True,  # no dense attention for short prompts
+        "_is_in_breakable_cuda_graph": lambda: True,  # switches dense attention of short prompts off
         "_is_in_tc_piecewise_cuda_graph": lambda: False,
         "_get_device_sm": lambda: 90,
         "_is_blackwell": lambda: False,
@@ -91,11 +91,11 @@ def make_backend(pool, prefill, decode, **attributes):
 
 
 class SparseKernel:
-    """In place of FlashMLA's `flash_mla_sparse_fwd`: attends in float64 and notes the dtype of its keys."""
+    """Replaces FlashMLA's `flash_mla_sparse_fwd`: attends in float64 and records the dtype of its keys."""
 
     def __init__(self, monkeypatch):
         self.dtypes = []
-        # The module itself loads CUDA's libraries.
+        # Importing the module would load CUDA's libraries.
         name = "sglang.kernels.ops.attention.flash_mla_interface"
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_mla_sparse_fwd=self))
 
@@ -113,16 +113,16 @@ class SparseKernel:
 
 
 def attend(q, keys, rank, scale):
-    """One query's heads over some keys; 0 without keys."""
+    """Attention of one query's heads over `keys`; 0 without keys."""
     if not len(keys):
         return q.new_zeros(len(q), rank)
     return torch.softmax(scale * q @ keys.T, -1) @ keys[:, :rank]
 
 
 class Case:
-    """Requests with random keys at random slots; of `lengths`, the first `prefixes` are stored before.
+    """Requests with random keys at random slots; `prefixes` of their `lengths` tokens are already stored.
 
-    A batch attends, for each of its tokens, a random choice of the tokens up to it, at most `TOP_K`.
+    Each token of a batch attends a random selection of its request's tokens up to itself, at most `TOP_K`.
     """
 
     def __init__(self, layout, lengths, prefixes, prefill, decode, *, stock=False, **attributes):
@@ -136,7 +136,7 @@ class Case:
         )  # the first page is reserved
         self.slots = list(slots.split(lengths))
         self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
-        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # in the request table
         for row, own in zip(self.rows, self.slots, strict=True):
             self.backend.req_to_token[row, : len(own)] = own.int()
         for own, keys, prefix in zip(self.slots, self.keys, prefixes, strict=True):
@@ -147,7 +147,7 @@ class Case:
         self.pool.set_mla_kv_buffer(self.layer, slots, keys[..., :RANK], keys[..., RANK:])
 
     def batch(self, mode):
-        # Of a verification SGLang's lengths do not count what is verified.
+        # In a verification, SGLang's seq_lens exclude the tokens that are verified.
         lengths = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
         batch = forward_batch(mode, self.slots, self.prefixes, lengths, self.rows)
         if batch.extend_seq_lens_cpu is not None:
@@ -156,7 +156,7 @@ class Case:
         return batch
 
     def chosen(self):
-        """`[tokens, TOP_K]` places of a request's own tokens, the rest -1."""
+        """`[tokens, TOP_K]` positions within a request that each token attends, padded with -1."""
         generator = torch.Generator().manual_seed(9)
         lists = []
         for length, prefix in zip(self.lengths, self.prefixes, strict=True):
@@ -166,7 +166,7 @@ class Case:
         return torch.stack(lists).int()
 
     def run(self, mode, *, planned_as=None):
-        """Output `[tokens, HEADS, RANK]` of one layer; metadata is made for `planned_as`, another mode."""
+        """Output `[tokens, HEADS, RANK]` of one layer; metadata is planned for mode `planned_as` if given."""
         self.backend.init_forward_metadata(self.batch(planned_as or mode))
         batch = self.batch(mode)
         keys = torch.cat([k[p:] for k, p in zip(self.keys, self.prefixes, strict=True)])
@@ -186,21 +186,22 @@ class Case:
         return out.view(len(keys), HEADS, RANK)
 
     def stored(self, keys):
-        """Values of keys after a trip through the pool, by the oracle."""
+        """Values of keys after the oracle's encoding and decoding."""
         nope, rope = keys[:, 0, :RANK], keys[:, 0, RANK:]
         row_bytes = self.pool.kv_buffer[0][0].nbytes
         rows = oracle.encode(nope, rope, self.layout, RANK, ROPE, row_bytes, 1.0)
         return torch.from_numpy(oracle.decode(rows, self.layout, RANK, ROPE, 1.0).astype(np.float64))
 
     def in_pool(self, slots):
-        """Values of the bytes that some slots hold now, by the oracle."""
+        """Values of the rows that `slots` hold now, decoded by the oracle."""
         rows = self.pool.kv_buffer[1][slots, 0].view(torch.uint8).numpy()
         return torch.from_numpy(oracle.decode(rows, self.layout, RANK, ROPE, 1.0).astype(np.float64))
 
     def wanted(self, *, fresh_as_computed=False, from_pool=False):
-        """In float64: rows as stored, or those of this batch as they were computed.
+        """Expected output in float64, over rows as stored or, for `fresh_as_computed`, over unrounded keys.
 
-        With `from_pool` by what is in the pool: SGLang's own writer is not ours to test, and is interpreted.
+        `from_pool` decodes the pool's bytes instead: SGLang's own writer, which is not under test and runs in
+        Triton's interpreter, wrote them.
         """
         out, chosen, t = [], self.chosen(), 0
         for keys, slots, prefix in zip(self.keys, self.slots, self.prefixes, strict=True):

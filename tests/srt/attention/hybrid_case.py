@@ -1,9 +1,9 @@
-"""Hybrid models as SGLang serves them, on the CPU: its own pools, wrapper of backends and linear backends.
+"""Hybrid models as SGLang serves them, on the CPU: its own pools, backend wrapper and linear backends.
 
 Real: `HybridReqToTokenPool` with the states of the linear layers, our pool around the rows, the wrapper
 `HybridLinearAttnBackend` as SGLang's registry makes it, the backends of KDA and lightning attention with
-their metadata, batches and layers. Not real: FlashInfer's part of our CUDA backend (see
-test_cuda_backend.py) and the model around the layers.
+their metadata, batches and layers. Replaced: the FlashInfer calls of our CUDA backend (see
+test_cuda_backend.py). There is no model around the layers.
 """
 
 import inspect
@@ -17,10 +17,10 @@ from test_backend import HEADS, RANK, SCALE
 from test_cuda_backend import CONTEXT, cuda_backend
 from test_host_attention import oracle_attention
 
-#: Of a model of `LAYERS` layers; the others keep states. Scales of a checkpoint are by model layer.
+#: MLA layers of a model of `LAYERS` layers; the other layers keep states. k_scales are per model layer.
 MLA_LAYERS, LAYERS = (1, 3, 6), 8
 K_SCALES = {1: 0.25, 3: 2.0, 6: 0.5}
-#: Of the pool: whole pages of each size that is tried.
+#: Tokens of the pool: a multiple of every page size that is tested.
 TOKENS = 448
 DRAFTS = 4
 
@@ -35,7 +35,7 @@ PLACED = [
 
 
 def request_table(kind, mla_layers=MLA_LAYERS):
-    """SGLang's table of requests with the states of the layers that are not of MLA."""
+    """SGLang's request table with the states of the layers other than `mla_layers`."""
     from sglang.srt.configs import mamba_utils
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
@@ -61,7 +61,7 @@ def request_table(kind, mla_layers=MLA_LAYERS):
 def make_pool(
     layout, mamba_pool, *, arrangement="layer_major", page_size=1, rope=64, mla_layers=MLA_LAYERS, **more
 ):
-    """Of rows whose every byte is 0xFF: NaN where an encoding has one."""
+    """A pool whose bytes are all 0xFF: NaN where an encoding has one."""
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     k_scales = {layer: K_SCALES.get(layer, 0.75) for layer in mla_layers}
@@ -77,7 +77,7 @@ def make_pool(
 
 
 def whole_buffers(pool):
-    """All bytes of a pool of rows, other layers' and padding too."""
+    """All bytes of a pool's buffers, with those of other layers and padding."""
     rows = pool.full_kv_pool
     tensors = rows.kv_buffer if rows.cross_layer is None else [rows.cross_layer.group.tensor]
     return [tensor.view(torch.uint8) for tensor in tensors]
@@ -95,7 +95,7 @@ def model_configuration(kind, mla_layers=MLA_LAYERS):
     }  # fmt: skip
     if kind == "kda":
         kinds = {
-            "full_attn_layers": [i + 1 for i in mla_layers],  # from 1 on in checkpoints
+            "full_attn_layers": [i + 1 for i in mla_layers],  # checkpoints count layers from 1
             "kda_layers": [i + 1 for i in range(LAYERS) if i not in mla_layers],
         }
         shape = {"head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 4}
@@ -112,7 +112,7 @@ def model_configuration(kind, mla_layers=MLA_LAYERS):
 
 
 def runner_of(pool, table, model, *, kind="kda", draft=False):
-    """What the constructors of backends look at of SGLang's ModelRunner."""
+    """The attributes of SGLang's ModelRunner that constructors of backends read."""
     config = model_configuration(kind)
     return SimpleNamespace(
         token_to_kv_pool=pool,
@@ -148,9 +148,9 @@ def radix_attention(layer_id, rope=64, **changes):
 
 
 class HybridCase:
-    """Requests with keys of their own in every MLA layer, at random slots; a step runs all layers.
+    """Requests with different keys in every MLA layer, at random slots; a step runs all MLA layers.
 
-    `lengths` are of whole sequences; what is beyond `prefixes` is stored by the step itself.
+    `lengths` are those of whole sequences; the step itself stores the tokens beyond `prefixes`.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class HybridCase:
         page_size = self.pool.page_size
         slots = torch.randperm(TOKENS, generator=generator)[: sum(lengths)] + page_size
         self.slots = list(slots.split(lengths))
-        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # in the request table
         for row, own in zip(self.rows, self.slots, strict=True):
             self.table.req_to_token[row, : len(own)] = own.int()
-        # Keys are parts of wider tensors, as what a projection returns.
+        # Keys are slices of wider tensors, like the result of a projection.
         self.keys = {
             layer: [torch.randn(n, 1, RANK + rope + 5, generator=generator).bfloat16() for n in lengths]
             for layer in mla_layers
@@ -199,7 +199,7 @@ class HybridCase:
         return backend
 
     def wrap(self, full=None):
-        """Put SGLang's wrapper around our backend, as the scheduler does; steps go through it from now on."""
+        """Put SGLang's wrapper around our backend, as the scheduler does; later steps go through it."""
         from sglang.srt.layers.attention import attention_registry
 
         from sgl_kvpool.sglang_plugin.hooks import hybrid
@@ -210,7 +210,7 @@ class HybridCase:
         return self.backend
 
     def batch(self, mode):
-        # A verification's lengths do not count what is verified.
+        # In a verification, seq_lens exclude the tokens that are verified.
         seq_lens = self.prefixes if mode == "TARGET_VERIFY" else self.lengths
         batch = forward_batch(mode, self.slots, self.prefixes, seq_lens, self.rows)
         fresh = [n - p for n, p in zip(self.lengths, self.prefixes, strict=True)]
@@ -227,7 +227,7 @@ class HybridCase:
             batch.extend_seq_lens = torch.tensor(fresh)
             batch.extend_start_loc = torch.tensor([0, *np.cumsum(fresh)[:-1]])
         if self.on_cuda and mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
-            batch.seq_lens_cpu = None  # not needed, so that it cannot be waited for
+            batch.seq_lens_cpu = None  # not needed: reading it would fail
         return batch
 
     def run(self, mode, *, split=False):
@@ -246,23 +246,23 @@ class HybridCase:
         self.q[layer] = q
         k, extra = keys, {}
         if split:
-            # As the absorbed core gives them: the latent part of a batched product, transposed.
+            # As the absorbed core passes them: the latent part is a transposed batched product.
             extra = {"q_rope": q[..., RANK:], "k_rope": keys[..., RANK:]}
             q, k = q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1), keys[..., :RANK]
         else:
             q = q.reshape(tokens, -1)
         return self.backend.forward(q, k, k[..., :RANK], self.layers[layer], batch, **extra)
 
-    # ---------------------------------------------------------------- what is right
+    # ---------------------------------------------------------------- expected results
 
     def encoded(self, layer, keys):
-        """Rows of some keys in a layer, by the oracle: with the scale of that layer of the model."""
+        """The oracle's rows of `keys` in a layer, with the k_scale of that model layer."""
         nope, roped = keys[:, 0, :RANK], keys[:, 0, RANK:] if self.rope else None
         row_bytes, scale = self.pool.row_format.row_bytes, K_SCALES.get(layer, 0.75)
         return oracle.encode(nope, roped, self.layout, RANK, self.rope, row_bytes, scale)
 
     def wanted(self, layer, *, fresh_as_computed):
-        """In float64 over decoded rows of a layer; `fresh_as_computed` for all requests, or for each."""
+        """Expected float64 output over decoded rows; `fresh_as_computed`: bool, or one per request."""
         if isinstance(fresh_as_computed, bool):
             fresh_as_computed = [fresh_as_computed] * len(self.prefixes)
         out, start = [], 0
@@ -284,7 +284,7 @@ class HybridCase:
             np.testing.assert_allclose(out.float().numpy(), wanted, err_msg=f"layer {layer}", **exact)
 
     def assert_stored(self):
-        """Each layer holds the rows of its own keys; not one byte else was touched. Ends the case."""
+        """Each layer holds exactly the rows of its keys, every other byte is untouched. Ends the case."""
         slots = torch.cat(self.slots)
         for layer in self.mla_layers:
             rows = self.pool.get_row_buffer(layer).squeeze(1)

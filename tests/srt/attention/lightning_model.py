@@ -1,6 +1,6 @@
-"""The model of `random_hybrid`'s lightning shape in plain torch: what its logits are, and what rows change.
+"""The model of `random_hybrid`'s lightning shape in plain torch: its logits, and how stored rows change them.
 
-Written from the formulas; no kernel of SGLang's for it runs on a CPU.
+Written from the formulas, because SGLang's kernels for this model do not run on a CPU.
 """
 
 import math
@@ -18,7 +18,7 @@ def logits(
 ) -> torch.Tensor:
     """Logits `[tokens, vocabulary]` of one sequence in float32.
 
-    `stored` is what is read of the rows `[tokens, R + P]` of a layer's MLA that were written.
+    `stored` maps written MLA rows `[tokens, R + P]` of a layer to the rows that are read back.
     """
     model = _Model({name: weight.float() for name, weight in weights.items()}, config, stored)
     x = model.weights["model.word_embeddings.weight"][tokens]
@@ -102,7 +102,7 @@ class _Model:
         return self.apply(normed * self.weights[prefix + "g_norm.weight"] * gate, prefix + "dense")
 
     def rotate(self, x, *, interleaved):
-        """Rotate pairs of values of `[tokens, heads, values]`, neighbours or halves, by their positions."""
+        """Rotate pairs of values of `[tokens, heads, values]` by position; pairs are neighbours or halves."""
         half = x.shape[-1] // 2
         rates = self.config["rope_theta"] ** (-torch.arange(half) / half)
         angles = torch.arange(x.shape[0])[:, None, None] * rates

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-#: Where SGLang has the classes; its registry would import all models.
+#: Modules of SGLang's classes; the registry would import every model.
 MODULES = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "DeepseekV32ForCausalLM": "deepseek_v2",
@@ -27,15 +27,18 @@ def config_of(folder, draft=False):
 
 
 def loaded(folder, monkeypatch, draft=False):
-    """SGLang's model, all NaN, then loaded from the file; and the NaN that are left."""
+    """The parameters of SGLang's model after loading, and the names of parameters that still hold NaN.
+
+    All parameters are filled with NaN before they are loaded.
+    """
     from safetensors.torch import load_file
     from sglang.srt.layers.rotary_embedding import base, factory, rope_variant
     from sglang.srt.runtime_context import get_parallel
 
-    # Without a GPU, SGLang looks for vLLM's rotary kernel, and for none but DeepSeek's long contexts.
+    # Without a GPU, SGLang's RoPE looks for vLLM's kernel, and get_rope_cpu has only DeepSeek's scaled RoPE.
     monkeypatch.setattr(base, "_is_cpu", True)
     monkeypatch.setattr(factory, "get_rope_cpu", lambda *arguments: factory.get_rope(*arguments[:-1]))
-    # Bailing's rotate as DeepSeek's long contexts, by a factor of one.
+    # Bailing uses DeepSeek's scaled RoPE with a factor of one.
     monkeypatch.setattr(rope_variant, "get_device", lambda: "cpu")
     config = config_of(folder, draft).hf_config
     [name] = config.architectures

@@ -1,4 +1,4 @@
-"""kvpool_mla over token-major and page-major pools: neighbours poisoned, nothing copied."""
+"""kvpool_mla over token-major and page-major pools: other layers' bytes are poison, nothing is copied."""
 
 import itertools
 
@@ -17,9 +17,9 @@ PLACED = list(itertools.product(["token_major", "page_major"], [1, 8]))
 @pytest.mark.parametrize("reads_rows", [False, True])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a4_b5_scattered_rows_among_poison(layout, reads_rows, arrangement, page_size, monkeypatch):
-    """A4, B5: slots are a random permutation; all else in the buffer is 0xFF, a NaN where there is one.
+    """A4, B5: slots are a random permutation; all other bytes are 0xFF, NaN where an encoding has one.
 
-    Finite, equal to the oracle, and bit for bit what a layer-major pool gives.
+    The output is finite, equal to the oracle's, and bit for bit that of a layer-major pool.
     """
     shapes = {"EXTEND": ([9, 40, 5, 33], [0, 30, 4, 0]), "DECODE": ([1, 40, 7, 65], [0, 39, 6, 64])}
     for mode, lengths in shapes.items():
@@ -35,7 +35,7 @@ def test_a4_b5_scattered_rows_among_poison(layout, reads_rows, arrangement, page
 
 
 def test_slots_that_sglang_fills_in_anew_between_two_steps(monkeypatch):
-    """One tensor for `out_cache_loc` in all steps, as under a CUDA graph: rows are found again every step."""
+    """All steps use one `out_cache_loc` tensor, as under a CUDA graph; every step computes its rows anew."""
     case = Case("bf16", [5, 9], [4, 8], monkeypatch, arrangement="page_major", page_size=8)
     batch = case.batch("DECODE")
     nope = torch.cat([keys[-1:, :, :128] for keys in case.keys])
@@ -79,13 +79,13 @@ def _tensors(tree):
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_b2_no_forward_allocates_as_much_as_a_cache(layout, mode, arrangement, page_size, monkeypatch):
-    """B2: the smallest part of the cache anybody could copy is one layer's rows."""
+    """B2: the smallest part of the cache that a backend could copy is one layer's rows."""
     monkeypatch.setattr("test_backend.SLOTS", 16000)
     case = Case(layout, [5, 9], [4, 8], monkeypatch, arrangement=arrangement, page_size=page_size)
     layer_bytes = case.pool.get_kv_size_bytes() // case.pool.layer_num
     with LargestAllocation() as largest:
         case.run(mode)
     assert 0 < largest.bytes < layer_bytes / 8
-    with LargestAllocation() as control:  # the measure sees a copy of one layer
+    with LargestAllocation() as control:  # a copy of one layer is detected
         case.pool.get_row_buffer(case.layer.layer_id).contiguous().clone()
     assert control.bytes >= layer_bytes

@@ -30,7 +30,7 @@ def radix_attention(**changes):
 
 
 def runner(pool, *layers, device="cpu"):
-    """What a backend's constructor looks at of SGLang's ModelRunner."""
+    """The attributes of SGLang's ModelRunner that a backend's constructor reads."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     return SimpleNamespace(
@@ -50,9 +50,9 @@ def make_pool(layout, k_scales=None, arrangement="layer_major", page_size=1):
         SLOTS, page_size, dtype, RANK, ROPE, 2, "cpu", False, LAYER - 1, LAYER
     )
     for tensor in pool.kv_buffer:
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: nobody may read it
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN where an encoding has one: must not be read
     if pool.cross_layer is not None:
-        pool.cross_layer.group.tensor.fill_(-1)  # the same, in the neighbour layer too
+        pool.cross_layer.group.tensor.fill_(-1)  # 0xFF in the other layers and the padding too
     return pool
 
 
@@ -72,7 +72,7 @@ class Case:
         slots = torch.randperm(SLOTS - 1, generator=generator)[: sum(lengths)] + 1
         self.slots = list(slots.split(lengths)) if lengths else []
         self.keys = [torch.randn(n, 1, RANK + ROPE, generator=generator).bfloat16() for n in lengths]
-        self.rows = [5, 2, 7, 1][: len(lengths)]  # of the request table
+        self.rows = [5, 2, 7, 1][: len(lengths)]  # in the request table
         for row, own in zip(self.rows, self.slots, strict=True):
             self.runner.req_to_token_pool.req_to_token[row, : len(own)] = own.int()
         for own, keys, prefix in zip(self.slots, self.keys, prefixes, strict=True):
@@ -97,14 +97,14 @@ class Case:
         return self.backend.forward(q, k, k[..., :RANK], self.layer, batch, **extra)
 
     def stored(self, keys):
-        """Values of keys after a trip through the pool, by the oracle; float64 [tokens, R + P]."""
+        """Values of keys after the oracle's encoding and decoding; float64 [tokens, R + P]."""
         row_bytes = self.pool.row_format.row_bytes
         nope, rope = keys[:, 0, :RANK], keys[:, 0, RANK:]
         rows = oracle.encode(nope, rope, self.layout, RANK, ROPE, row_bytes, self.k_scale)
         return oracle.decode(rows, self.layout, RANK, ROPE, self.k_scale).astype(np.float64)
 
     def wanted(self, *, fresh_as_computed):
-        """In float64; `fresh_as_computed` for all requests, or for each."""
+        """Expected output in float64; `fresh_as_computed`: one bool for all requests, or one per request."""
         if isinstance(fresh_as_computed, bool):
             fresh_as_computed = [fresh_as_computed] * len(self.keys)
         out, start = [], 0
@@ -209,7 +209,7 @@ def test_servers_it_cannot_serve_are_refused():
         KVPoolMLABackend(runner(pool, radix_attention(sliding_window_size=128)))
     with pytest.raises(ValueError, match=r"caps its logits at 30\.0"):
         KVPoolMLABackend(runner(pool, radix_attention(logit_cap=30.0)))
-    # As in SGLang's own DeepSeek classes, where attn_mha stands beside attn_mqa.
+    # As in SGLang's own DeepSeek classes, which hold attn_mha and attn_mqa.
     with pytest.raises(ValueError, match="layer 1 of ModuleList attends keys 128 wide and not rows of 192"):
         KVPoolMLABackend(runner(pool, radix_attention(), radix_attention(head_dim=128)))
     without = runner(pool)

@@ -1,7 +1,7 @@
-"""kvpool_mla's class for CUDA, driven on the CPU: real pools, request tables, batches and constructors.
+"""The CUDA backend of kvpool_mla, run on the CPU: real pools, request tables, batches and constructors.
 
-FlashInfer's wrappers, which need a GPU, are replaced by `Wrapper`, and memory is not pinned. Everything that
-reads or writes the pool runs: `mla_decode` as torch, SGLang's prefill kernels interpreted. Queries are
+`Wrapper` replaces FlashInfer's wrappers, which need a GPU, and memory is not pinned. All code that reads or
+writes the pool runs: `mla_decode` in torch, SGLang's prefill kernels in Triton's interpreter. Queries are
 float32, see test_cuda_extend.py.
 """
 
@@ -19,11 +19,11 @@ from test_backend import HEADS, LAYER, RANK, ROPE, SCALE, Case
 
 pytestmark = pytest.mark.usefixtures("published")
 
-CONTEXT = 128  # of the request table
+CONTEXT = 128  # length of a row of the request table
 
 
 class Wrapper:
-    """A wrapper of FlashInfer's that keeps what its methods were called with, by FlashInfer's signatures."""
+    """Replaces a wrapper of FlashInfer: records the arguments of its methods by FlashInfer's signatures."""
 
     def __init__(self, kind, *args, **kwargs):
         inspect.signature(kind.__init__).bind(self, *args, **kwargs)
@@ -39,7 +39,7 @@ class Wrapper:
 
 
 def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
-    """The backend by its constructor, for the runner of a case."""
+    """The backend from its own constructor, for the runner of a case."""
     import flashinfer
     from sglang.srt.layers.attention import flashinfer_mla_backend as base
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
@@ -48,9 +48,9 @@ def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
 
     for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
         make = functools.partial(Wrapper, getattr(flashinfer, name))
-        monkeypatch.setattr(base, name, make, raising=False)  # SGLang has none of them without a GPU
+        monkeypatch.setattr(base, name, make, raising=False)  # absent from SGLang without a GPU
     for owner in (base, module):
-        monkeypatch.setattr(owner, "get_buffer", lambda name, make: make())  # workspaces per test
+        monkeypatch.setattr(owner, "get_buffer", lambda name, make: make())  # each test has its own
     monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: most_queries)
     vars(case.runner).update(
         model_config=SimpleNamespace(
@@ -73,7 +73,7 @@ def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
 
 
 class CudaCase(Case):
-    """`lengths` of whole sequences; what is beyond `prefixes` is stored by the call, or drafted."""
+    """`lengths` are those of whole sequences; the call itself stores or drafts tokens beyond `prefixes`."""
 
     def __init__(self, layout, lengths, prefixes, monkeypatch, *, draft_step=0, **more):
         super().__init__(layout, lengths, prefixes, monkeypatch, **more)
@@ -85,7 +85,7 @@ class CudaCase(Case):
         if mode == "EXTEND":
             batch.kv_loc_plan = self.runner.kv_index_translator.own_plan(batch)
         if mode == "TARGET_VERIFY":
-            # SGLang's lengths do not count what is verified, and it sets nothing else.
+            # In a verification SGLang sets seq_lens without the verified tokens, and no other lengths.
             batch.seq_lens = torch.tensor(self.prefixes)
             batch.extend_prefix_lens_cpu = batch.extend_seq_lens_cpu = batch.extend_prefix_lens = None
         if mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
@@ -103,7 +103,7 @@ class CudaCase(Case):
         self.q = torch.randn(tokens, HEADS, RANK + ROPE, generator=torch.Generator().manual_seed(8))
         q, k, extra = self.q.reshape(tokens, -1), keys, {}
         if split:
-            # As absorbed cores give them: the latent part of a batched matrix product, transposed.
+            # As absorbed cores pass them: the latent part is a transposed batched matrix product.
             q = self.q[..., :rank].transpose(0, 1).contiguous().transpose(0, 1)
             extra = {"q_rope": self.q[..., rank:], "k_rope": keys[..., rank:]}
             k = keys[..., :rank]
@@ -130,7 +130,7 @@ def test_decode(layout, placed, split, monkeypatch):
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 @pytest.mark.parametrize("split", [False, True])
 def test_decode_and_verify(layout, mode, split, monkeypatch):
-    """Four each; the first sequence is not longer than that."""
+    """Four queries per request; the first sequence has exactly four tokens."""
     case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))
 
@@ -148,9 +148,9 @@ def test_absorbed_prefill(layout, reads_rows, placed, monkeypatch):
 def test_prefill_in_other_modes_and_chunks(mode, split, monkeypatch):
     case = CudaCase("fp4", [50, 61, 3], [43, 20, 2], monkeypatch)
     case.backend._reader.workspace_tokens = 16
-    # The last request has one new token and is decoded, from the row that was just stored.
+    # The last request has one new token, so the decode kernel attends it, over the row just stored.
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=[True, True, False]))
-    assert case.backend.kv_indptr[:4].tolist() == [0, 50, 111, 114]  # what one-shot MHA would read
+    assert case.backend.kv_indptr[:4].tolist() == [0, 50, 111, 114]  # read by the one-shot MHA form
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
@@ -173,7 +173,7 @@ def test_models_without_rope(mode, monkeypatch):
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("split", [False, True])
 def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypatch):
-    """What SGLang makes of a decode while another data-parallel rank prefills; no prefix is gathered."""
+    """SGLang turns a decode into this extend while another DP rank prefills; no prefix is gathered."""
     from sgl_kvpool.srt.attention.extend import ExtendReader
 
     lengths, prefixes = [1, 40, 7, 65], [0, 39, 6, 64]
@@ -189,7 +189,7 @@ def test_an_extend_of_one_token_each_is_a_decode(layout, placed, split, monkeypa
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunks", [16, None])
 def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split, chunks, monkeypatch):
-    """MIXED: the prefill's requests, one of them with a single token too, in front of two of a decode."""
+    """MIXED: two prefill requests, one of them with a single new token, then two decode requests."""
     case = CudaCase(layout, [40, 33, 70, 5], [39, 20, 69, 4], monkeypatch, reads_rows=reads_rows)
     if chunks:
         case.backend._reader.workspace_tokens = chunks
@@ -199,7 +199,7 @@ def test_running_requests_behind_a_prefill_are_decoded(layout, reads_rows, split
 
 
 def test_more_single_tokens_than_there_is_room_for(monkeypatch):
-    """The first of them go the way of a prefill."""
+    """Only the last two of the single-token requests fit; the first goes through prefill."""
     case = CudaCase("fp4", [9, 40, 7, 65], [3, 39, 6, 64], monkeypatch)
     case.backend._lse = case.backend._lse[:2]
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=[True, True, False, False]))
@@ -207,7 +207,7 @@ def test_more_single_tokens_than_there_is_room_for(monkeypatch):
 
 
 def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monkeypatch):
-    """SGLang picks the form per batch, after metadata; absorbed without a prefix is what its graphs run."""
+    """SGLang picks the form per batch, after metadata; its graphs run the absorbed form without a prefix."""
     case = CudaCase("fp4", [9, 5], [0, 0], monkeypatch)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=True))
     planned = case.backend.prefill_wrapper_ragged.calls
@@ -225,7 +225,7 @@ def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monke
 
 
 def test_the_mha_form_is_sglangs(monkeypatch):
-    """A layer that attends keys 192 wide goes to the base class with all it was given, and stores nothing."""
+    """A layer with 192-wide keys is passed to the base class with all arguments, and nothing is stored."""
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
 
     case = CudaCase("fp4", [9], [3], monkeypatch)
@@ -247,7 +247,7 @@ def test_lse_of_the_mha_form_is_natural(monkeypatch):
 
     runner = CudaCase("fp4", [9], [3], monkeypatch).backend.mha_chunk_kv_cache
     assert type(runner) is NaturalLSEChunkRunner
-    base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8), and of a request without rows
+    base2 = torch.tensor([[3.0, float("-inf")]])  # log2(8); a request without rows
     for given in ("out", ("out", base2)):
         monkeypatch.setattr(FlashInferMhaChunkKVRunner, "forward", lambda self, *a, given=given: given)
         found = runner.forward("q", "k", "v", None, None)
@@ -276,7 +276,7 @@ class TestDraftSteps:
 
     @pytest.mark.parametrize("layout", oracle.LAYOUTS)
     def test_each_step_sees_one_token_more(self, layout, monkeypatch):
-        """Step i stores the token at position `seq_lens + i` and attends it too; all are planned at once."""
+        """Step i stores the token at `seq_lens + i` and attends it; all steps are planned at once."""
         stored = [5, 33]
         cases = [
             CudaCase(layout, [n + i + 1 for n in stored], [n + i for n in stored], monkeypatch)
@@ -310,7 +310,7 @@ class TestDraftSteps:
 
 
 def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
-    """Lengths, requests and slots are filled in anew between replays; a replay runs what a graph records."""
+    """Lengths, requests and slots change in place between replays; a replay runs what the graph recorded."""
     case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
     batch = case.batch("TARGET_VERIFY")
     case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -323,7 +323,7 @@ def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
         assert counts.data_ptr() == address
     first = case.backend._rows_to_write.of(batch)
     assert case.backend._rows_to_write.of(batch) is first
-    # Between graphs of prefill every layer has another view of the same slots.
+    # In breakable prefill graphs, every layer sees a different view of the same slots.
     batch.out_cache_loc = batch.out_cache_loc.view(-1)
     assert case.backend._rows_to_write.of(batch) is first
     batch.out_cache_loc = batch.out_cache_loc[:3]
@@ -333,7 +333,7 @@ def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
 
 
 def test_prefill_does_not_wait_for_what_a_step_needs_not(monkeypatch):
-    """needs_cpu_seq_lens is False: no batch with few queries may look at lengths on the host."""
+    """needs_cpu_seq_lens is False: decode and verify batches must not read lengths on the host."""
     case = CudaCase("bf16", [4, 40, 7], [0, 36, 3], monkeypatch)
     assert case.backend.needs_cpu_seq_lens is False
     for mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
@@ -348,8 +348,8 @@ def test_prefill_does_not_wait_for_what_a_step_needs_not(monkeypatch):
     ("requests", "bucket", "width"), [(5, 8, 4), (3, 4, 4), (3, 4, 2), (7, 8, 2), (1, 8, 3)]
 )
 def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
-    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:639): a
-    padded number of requests, buffers as they are, slots of real tokens alone."""
+    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:639): the
+    number of requests is padded, the buffers are reused, slots are those of real tokens only."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     case = CudaCase("bf16", [4], [0], monkeypatch)
@@ -369,7 +369,7 @@ def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
 @pytest.mark.parametrize("split", [False, True])
 def test_tokens_padded_after_planning(mode, split, monkeypatch):
-    """Data-parallel attention: more queries than were planned. The rest gives zeros and reads nothing."""
+    """Data-parallel attention passes more queries than planned: the padding gives zeros and reads nothing."""
     lengths = ([30, 7], [29, 6]) if mode == "DECODE" else ([30, 7], [26, 3])
     case = CudaCase("fp4", *lengths, monkeypatch)
     wanted = case.run(mode, split=split)
@@ -391,7 +391,7 @@ def test_tokens_padded_after_planning(mode, split, monkeypatch):
 
 
 def test_an_idle_rank(monkeypatch):
-    """Without requests, and with those that data-parallel attention pads it with."""
+    """A batch without requests, and one with the requests that data-parallel attention pads it with."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     case = CudaCase("bf16", [4], [0], monkeypatch)

@@ -1,7 +1,7 @@
-"""Absorbed prefill over stored rows, SGLang's Triton kernels interpreted: prefix chunks, merges, plans.
+"""Absorbed prefill over stored rows: prefix chunks, merges, plans; SGLang's Triton kernels are interpreted.
 
 The oracle is float64 attention over rows decoded by `codec_oracle`. Values are float32: Triton's interpreter
-stores bf16 results of SGLang's kernels wrongly, and so a wrong row cannot hide behind rounding.
+stores bf16 results of SGLang's kernels wrongly, and float32 leaves no rounding for a wrong row to hide in.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def close(out, wanted):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("workspace_tokens", [7, 16, 100])
 def test_prefix_chunks_and_the_new_tokens(layout, workspace_tokens):
-    """Pieces of 7: a request over several of them, several in one, requests without a prefix between."""
+    """Chunks of 7 rows: requests over several chunks, several requests per chunk, empty prefixes."""
     batch = Batch(layout, [0, 23, 2, 0, 3, 31, 0], [4, 3, 1, 2, 5, 9, 1])
     close(
         batch.attend(reader_of(batch, workspace_tokens)),
@@ -110,8 +110,8 @@ def test_k_scale_and_no_rope():
 
 
 class Paged:
-    """FlashInfer's MLA wrapper, whose kernel needs a GPU: what its documentation says of plan and run, in
-    float64. Takes the arguments it takes, by name."""
+    """Replaces FlashInfer's MLA wrapper, whose kernel needs a GPU: plan and run as documented, in float64,
+    with FlashInfer's argument names."""
 
     def plan(self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
              page_size, causal, sm_scale, q_data_type, kv_data_type):  # fmt: skip
@@ -119,7 +119,7 @@ class Paged:
         assert (page_size, causal, sm_scale) == (1, True, SCALE)
         assert (num_heads, head_dim_ckv, head_dim_kpe) == (HEADS, RANK, ROPE)
         assert q_data_type == kv_data_type == torch.float32
-        # What FlashInfer itself looks at before a batch goes to the GPU.
+        # FlashInfer's own check of a batch before it goes to the GPU.
         from flashinfer.mla._batch_mla._planning import _validate_csr_metadata
 
         _validate_csr_metadata(
@@ -153,7 +153,7 @@ def test_what_fits_is_one_call(layout, monkeypatch):
 
 
 class Refusing(Paged):
-    """What FlashInfer 0.7.2 does for some lengths, where 12, 20 or 40 heads do not divide its tile."""
+    """FlashInfer 0.7.2 refuses some lengths if the number of heads (12, 20, 40) does not divide its tile."""
 
     def plan(self, **arguments):
         raise ValueError("causal tile bound")
@@ -203,7 +203,7 @@ def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
         assert chunk.last_query == queries[chunk.last_request]
     assert seen == [(r, row) for r, count in enumerate(prefix) for row in range(count)]
     assert (chunks[-1].first_request, chunks[-1].last_request) == (0, len(prefix))
-    # What is merged into a chunk's first request: exactly those that earlier chunks had rows of.
+    # Merged into a chunk's first request: exactly the queries of which earlier chunks had rows.
     for earlier, chunk in enumerate(chunks[:-1]):
         first = chunk.first_request
         began = any(p.first_request <= first < p.last_request for p in chunks[:earlier])

@@ -1,4 +1,4 @@
-"""SGLang's real DSA backend with our hooks: consumers of the top-k transform, and readers of every layout."""
+"""SGLang's real DSA backend with our hooks: consumers of the top-k transform, and readers of all layouts."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from dsa_case import DRAFTS, RANK, TOP_K, Case, SparseKernel, in_forward, make_b
 pytestmark = pytest.mark.usefixtures("published", "hooked")
 
 EXTENDS = ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
-#: Implementations by layout, as SGLang knows them, of which FlashMLA's 16-bit kernel or ours attends.
+#: Prefill and decode implementations per layout: FlashMLA's 16-bit kernel, or ours under SGLang's names.
 PAIRS = {
     "bf16": ("flashmla_sparse", "flashmla_sparse"),
     "fp8_block_scale": ("flashmla_sparse", "flashmla_kv"),
@@ -24,7 +24,7 @@ LENGTHS = [9, 40, 7]
 
 @pytest.fixture
 def hooked(monkeypatch):
-    """Our hooks in this process, `torch.cat` uncompiled, and in torch what asserts that it is on a GPU."""
+    """Our hooks in this process, `torch.cat` uncompiled, torch in place of a kernel that asserts a GPU."""
     from sglang.srt.layers.attention import dsa_backend
 
     from sgl_kvpool.sglang_plugin.hooks import dsa
@@ -35,7 +35,7 @@ def hooked(monkeypatch):
 
 
 def seen_lengths(extend_seq_lens, seq_lens, total_len, max_q_len):
-    """How much of its request each new token sees."""
+    """Number of tokens that each new token sees."""
     pairs = zip(extend_seq_lens.tolist(), seq_lens.tolist(), strict=True)
     seen = torch.cat([torch.arange(n - new + 1, n + 1, dtype=torch.int32) for new, n in pairs])
     assert len(seen) == total_len
@@ -57,7 +57,7 @@ def run(case, mode, **more):
 
 
 def unhook(monkeypatch):
-    """SGLang's own choice of the transform."""
+    """Restore SGLang's own choice of the transform."""
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
     own = inspect.unwrap(DeepseekSparseAttnBackend.get_topk_transform_method)
@@ -65,7 +65,7 @@ def unhook(monkeypatch):
 
 
 def close(found, wanted):
-    """Queries and keys are bfloat16, and Triton's interpreter cuts off SGLang's decoded ones."""
+    """Queries and keys are bfloat16, and Triton's interpreter truncates the keys that SGLang decodes."""
     assert torch.isfinite(found).all()
     np.testing.assert_allclose(found.double().numpy(), wanted.numpy(), rtol=0.03, atol=0.012)
 
@@ -74,7 +74,7 @@ def close(found, wanted):
 @pytest.mark.parametrize("mode", EXTENDS)
 @pytest.mark.parametrize("prefixes", PREFIXES)
 def test_extends(layout, mode, prefixes, kernel):
-    """Without a prefix keys are attended as they were computed, with any they are read back."""
+    """Without a prefix, keys are attended as computed; with a prefix, they are read back from the pool."""
     case = case_of(layout, prefixes)
     found = run(case, mode)
     close(found, case.wanted(fresh_as_computed=prefixes == "none" and layout in RAGGED))
@@ -94,7 +94,7 @@ def test_consumers_agree(layout, mode, prefixes, kernel):
     assert (metadata.topk_indices_offset is not None) == ragged
     assert (metadata.page_table_1_flattened is not None) == (ragged and prefixes != "none")
     if ragged:
-        # Where each token's request begins among all keys of the batch.
+        # The index of each token's request start among all keys of the batch.
         starts = np.cumsum([0, *LENGTHS[:-1]])
         fresh = [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]
         assert metadata.topk_indices_offset.tolist() == np.repeat(starts, fresh).tolist()
@@ -106,7 +106,7 @@ def test_consumers_agree(layout, mode, prefixes, kernel):
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("mode", EXTENDS)
 def test_seeds_of_drafts_are_slots(layout, prefixes, mode, kernel):
-    """Whatever prefill selected, a draft's decode is given places in the pool."""
+    """Whatever transform prefill used, a draft's decode receives slots of the pool."""
     case = case_of(layout, prefixes, use_fused_topk=True)
     case.backend.init_forward_metadata(case.batch(mode))
     method = case.backend.get_topk_transform_method(case.batch(mode).forward_mode).name
@@ -146,7 +146,7 @@ def test_what_drafts_add(layout, mode, kernel):
 @pytest.mark.parametrize("stock", [True, False])
 @pytest.mark.parametrize("mode", EXTENDS[1:])
 def test_unhooked_sglang_hands_packed_rows_to_a_16_bit_kernel(mode, stock, kernel, monkeypatch):
-    """The defect of 0.5.23, and that the hook mends it, over SGLang's own pool too."""
+    """The defect of 0.5.23, over our pool and SGLang's; the hook repairs both."""
     case = case_of("fp8_block_scale", "some", stock=stock)
     close(run(case, mode), case.wanted(from_pool=stock))
     unhook(monkeypatch)
@@ -156,19 +156,19 @@ def test_unhooked_sglang_hands_packed_rows_to_a_16_bit_kernel(mode, stock, kerne
 
 @pytest.mark.parametrize("layout", PAIRS)
 def test_unhooked_sglang_plans_a_mixed_batch_for_another_mode(layout, kernel, monkeypatch):
-    """As its prefill graphs do: metadata of MIXED, attended as EXTEND (prefill_cuda_graph_runner.py:1953)."""
+    """SGLang's prefill graphs plan MIXED and attend EXTEND (prefill_cuda_graph_runner.py:1953)."""
     case = case_of(layout, "some")
     close(run(case, "EXTEND", planned_as="MIXED"), case.wanted())
     unhook(monkeypatch)
     if layout == "fp8_block_scale":
-        with pytest.raises(AssertionError):  # of topk_indices_offset, which PAGED metadata has not
+        with pytest.raises(AssertionError):  # PAGED metadata has no topk_indices_offset
             run(case, "EXTEND", planned_as="MIXED")
     elif layout == "bf16":
         close(run(case, "EXTEND", planned_as="MIXED"), case.wanted())
 
 
 def test_a_batch_without_keys_reads_nothing(kernel):
-    """An idle rank's; its tokens have empty lists."""
+    """An idle rank's batch: its tokens have empty index lists."""
     case = Case("fp4", [1, 1], [0, 0], *PAIRS["fp4"])
     q = torch.randn(2, 4, 576).bfloat16()
     rows = case.pool.get_key_buffer(6)
@@ -180,12 +180,12 @@ def test_a_batch_without_keys_reads_nothing(kernel):
     assert out.shape == (2, 4, RANK)
 
 
-# -------------------------------------------------------------------- a choice per batch
+# -------------------------------------------------------------------- choices per batch
 
 
 @pytest.mark.parametrize("blackwell", [False, True])
 def test_a_choice_does_not_leak_into_the_next_batch(blackwell, kernel):
-    """SGLang leaves the last batch's where the next takes dense attention, which then transforms by it."""
+    """SGLang keeps the previous implementation for a batch with dense attention, and transforms by it."""
     dense = [False]
     case = Case(
         "fp8_block_scale", LENGTHS, PREFIXES["some"], "flashmla_auto", "flashmla_kv",
@@ -217,13 +217,13 @@ def test_a_choice_does_not_leak_into_the_next_batch(blackwell, kernel):
     ],
 )
 def test_a_backend_that_cannot_read_its_pool(layout, pair):
-    for stock in (True, False) if layout != "fp4" else (False,):  # SGLang has no such pool
+    for stock in (True, False) if layout != "fp4" else (False,):  # SGLang has no fp4 pool
         with pytest.raises(ValueError, match="cannot read rows of KV cache layout"):
             make_backend(make_pool(layout, stock=stock), *pair)
 
 
 def test_names_of_other_hardware_do_not_leave_our_pool_without_a_reader():
-    """Over SGLang's own pool they are its own affair."""
+    """Over SGLang's own pool such names are accepted."""
     for layout in ("fp4", "fp8_block_scale"):
         with pytest.raises(ValueError, match="'aiter' is unknown"):
             make_backend(make_pool(layout), "flashmla_sparse", "aiter")
@@ -241,7 +241,7 @@ def test_what_has_no_reader_of_ours(kernel):
 
 
 def test_the_workspace_is_shared(kernel):
-    """Backends of target, draft and steps run one after the other."""
+    """The backends of target, draft and draft steps run one after the other."""
     pool = make_pool("fp4")
     one, other = (make_backend(pool, *PAIRS["fp4"]) for _ in range(2))
     assert one._kvpool_sparse_reader._workspace is other._kvpool_sparse_reader._workspace

@@ -1,4 +1,4 @@
-"""kvpool_mla over the pool of a hybrid model: rows of the right layer, by the layer's number in the model."""
+"""kvpool_mla over the pool of a hybrid model: the model's layer number selects the rows."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def test_decode_and_verify(layout, placed, mode, monkeypatch):
 def test_prefill_in_chunks(mode, monkeypatch):
     case = HybridCase("fp8", [50, 61, 3], [43, 20, 2], monkeypatch, on_cuda=True, **PLACED[3])
     case.full._reader.workspace_tokens = 16
-    # The last request has one new token and is decoded.
+    # The last request has one new token and goes through the decode kernel.
     case.assert_right(case.run(mode), fresh_as_computed=[True, True, False])
     case.assert_stored()
 
@@ -54,7 +54,7 @@ def test_prefill_in_chunks(mode, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
 def test_models_without_rotary_values(layout, mode, on_cuda, monkeypatch):
-    """NoPE with `qk_rope_head_dim` 0, which Bailing's third version may have."""
+    """NoPE with `qk_rope_head_dim` 0, as Bailing's third version allows."""
     prefixes = [8, 29] if mode == "DECODE" else [6, 21]
     case = HybridCase(layout, [9, 30], prefixes, monkeypatch, on_cuda=on_cuda, rope=0, **PLACED[1])
     assert case.pool.row_format.rope is None
@@ -65,7 +65,7 @@ def test_models_without_rotary_values(layout, mode, on_cuda, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED)
 def test_prefixes_read_back_for_the_multi_head_form(layout, placed, monkeypatch):
-    """What SGLang's chunked and one-shot prefills read before they compute keys and values."""
+    """SGLang's chunked and one-shot prefills read these rows before they compute keys and values."""
     case = HybridCase(layout, [40, 7], [33, 6], monkeypatch, on_cuda=True, **placed)
     slots = torch.cat([own[:n] for own, n in zip(case.slots, case.prefixes, strict=True)])
     for layer, module in case.layers.items():
@@ -78,7 +78,7 @@ def test_prefixes_read_back_for_the_multi_head_form(layout, placed, monkeypatch)
 
 @pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
 def test_each_layer_waits_for_its_own_load(mode, monkeypatch):
-    """The fence counts layers of the model, from the stage's first one on."""
+    """The fence counts layers of the model, starting with the stage's first layer."""
     case = HybridCase("fp4", [9, 40], [5, 36], monkeypatch, on_cuda=True)
     waited = []
     case.pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
@@ -89,7 +89,7 @@ def test_each_layer_waits_for_its_own_load(mode, monkeypatch):
 
 
 def test_row_numbers_are_worked_out_once_per_step(on_cuda, monkeypatch):
-    """And anew in the next one: SGLang fills the same tensor of slots again."""
+    """And again in the next step: SGLang refills the same tensor of slots."""
     case = HybridCase("fp4", [30, 9], [29, 8], monkeypatch, on_cuda=on_cuda, **PLACED[4])
     rows = case.pool.full_kv_pool
     asked = []
@@ -100,7 +100,7 @@ def test_row_numbers_are_worked_out_once_per_step(on_cuda, monkeypatch):
         case.backend.init_forward_metadata(batch)
         for layer in MLA_LAYERS:
             case.layer_step(batch, layer)
-    # On a CPU the lists that are read, once per step too.
+    # On a CPU, the kv indices are converted once per step too.
     assert len(asked) == 2 * (1 if on_cuda else 2)
 
 

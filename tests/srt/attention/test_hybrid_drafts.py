@@ -1,4 +1,4 @@
-"""Drafts of hybrid models: one layer of MLA, number 0, in a pool that is wrapped as the target's is."""
+"""Drafts of hybrid models: one MLA layer, number 0, in a pool that is wrapped like the target's pool."""
 
 import inspect
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def draft_case(layout, lengths, prefixes, monkeypatch, *, kind="kda-v3", **place
 
 @pytest.fixture
 def factory(monkeypatch):
-    """`factory(case, steps)`: SGLang's, with our hook, for a server of ours."""
+    """`factory(case, steps)`: SGLang's factory of draft backends, hooked, for a server with our pool."""
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
     from sglang.srt.speculative import draft_utils
 
@@ -54,7 +54,7 @@ def factory(monkeypatch):
 
 
 def flashinfer_part(self, runner, skip_prefill=False, kv_indptr_buf=None, q_indptr_decode_buf=None):
-    """What SGLang's constructor, which needs a GPU, would leave for ours."""
+    """Set the attributes that SGLang's constructor, which needs a GPU, would set."""
     self.device, self.skip_prefill, self.enable_chunk_kv = runner.device, skip_prefill, False
     self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
     self.kv_index_translator = runner.kv_index_translator
@@ -66,7 +66,7 @@ def flashinfer_part(self, runner, skip_prefill=False, kv_indptr_buf=None, q_indp
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED[:1] + PLACED[3:4])
 def test_the_drafts_own_backend_is_wrapped(layout, kind, placed, monkeypatch):
-    """For a draft's prefill, and with layer 0 alone, whatever the target's layers are."""
+    """A draft's prefill goes through the wrapper with layer 0 only, whatever the target's MLA layers are."""
     case = draft_case(layout, [9, 40], [3, 30], monkeypatch, kind=kind, **placed)
     outer = case.wrap()
     assert outer.full_attn_layers == [LAYER]
@@ -78,7 +78,7 @@ def test_the_drafts_own_backend_is_wrapped(layout, kind, placed, monkeypatch):
 @pytest.mark.parametrize("in_wrapper", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_extending(layout, in_wrapper, factory, monkeypatch):
-    """SGLang's backend for it is ours without the wrapper; the wrapper would plan ours alone in that mode."""
+    """SGLang uses our backend without the wrapper here; with the wrapper it would plan only our backend."""
     case = draft_case(layout, [4, 40, 7], [0, 36, 3], monkeypatch, **PLACED[4])
     if in_wrapper:
         case.wrap()
@@ -94,7 +94,7 @@ def test_extending(layout, in_wrapper, factory, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED[:1] + PLACED[3:4])
 def test_steps(layout, placed, factory, monkeypatch):
-    """Step i stores the token at `seq_lens + i` and attends it; all are planned at once."""
+    """Step i stores the token at `seq_lens + i` and attends it; all steps are planned at once."""
     stored, steps = [5, 33], 3
     case = draft_case(layout, [n + steps for n in stored], stored, monkeypatch, **placed)
     container = factory(case, steps + 1).create_decode_backend()
@@ -120,7 +120,7 @@ def test_steps(layout, placed, factory, monkeypatch):
 
 
 def test_its_scale_is_that_of_layer_0(monkeypatch):
-    """Of the draft's own module, whatever the target's first layer of MLA has."""
+    """The k_scale of the draft's own module, whatever the target's first MLA layer has."""
     case = draft_case("fp8", [9], [8], monkeypatch)
     assert case.pool.k_scale(LAYER) == 0.75
     with pytest.raises(ValueError, match="layer_id=1 not in full attention layers"):

@@ -1,6 +1,6 @@
-"""SGLang's own hybrid models: which of their layers our backend attends, and how they choose the form.
+"""SGLang's own hybrid models: which layers our backend attends, and how the models choose the form.
 
-Models are real and on the meta device: their modules are what is looked at.
+The models are real and on the meta device; tests look at their modules.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from hybrid_case import LAYERS, MLA_LAYERS, model_configuration
 pytestmark = pytest.mark.usefixtures("published")
 
 WIDTH = 576
-#: Names of models, the kind of their linear layers, and their layers of MLA.
+#: Model name, kind of its linear layers, its MLA layers.
 TARGETS = [
     ("KimiLinear", "kda", MLA_LAYERS),
     ("BailingMoeV2_5", "lightning", (3, 7)),
@@ -24,7 +24,7 @@ TARGETS = [
 
 @pytest.fixture
 def build(monkeypatch):
-    """`build(name, kind, **config)`: a model of SGLang's with no memory behind it."""
+    """`build(name, kind, **config)`: a model of SGLang on the meta device."""
     from sglang.srt.layers.rotary_embedding import base as rotary
     from sglang.srt.models import bailing_moe_linear, bailing_moe_nextn, bailing_moe_v3, kimi_linear
     from sglang.srt.runtime_context import get_parallel
@@ -35,15 +35,15 @@ def build(monkeypatch):
         "BailingMoeV3": bailing_moe_v3.BailingMoeV3ForCausalLM,
         "NextN": bailing_moe_nextn.BailingMoeForCausalLMNextN,
     }
-    monkeypatch.setattr(rotary, "_is_cpu", True)  # else it looks for vLLM's kernel
-    # Of linear layers; on a CPU there is one for MLA alone.
+    monkeypatch.setattr(rotary, "_is_cpu", True)  # otherwise it looks for vLLM's kernel
+    # The RoPE of linear layers; on a CPU, SGLang has only MLA's.
     monkeypatch.setattr(bailing_moe_linear, "get_rope_wrapper", lambda *a, **named: None)
     stages = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
 
     def run(name, kind, **changes):
         config = model_configuration(kind)
         if name == "BailingMoeV2_5":
-            config.layer_group_size = 4  # every fourth layer; this model takes no list
+            config.layer_group_size = 4  # every fourth layer; this model takes no list of layers
         for field, value in changes.items():
             setattr(config, field, value)
         with torch.device("meta"), get_parallel().override(pp_group=stages, tp_group=None):
@@ -80,7 +80,7 @@ def test_targets(build, name, kind, layers):
     assert absorbed == set(layers) == set(model.config.full_attention_layer_ids)
     check(model, pool_of(layers))
     others = {m.layer_id for m in attentions(model).values()} - absorbed
-    # Linear layers of lightning attention are modules of the same class.
+    # Lightning attention layers are modules of the same class.
     assert others == (set(range(LAYERS)) - absorbed if kind == "lightning" else set())
     if others:
         with pytest.raises(ValueError, match="keys 32 wide and not rows of 576"):
@@ -91,7 +91,7 @@ def test_targets(build, name, kind, layers):
 
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
 def test_drafts_in_the_same_checkpoint(build, kind):
-    """Their one layer is number 0, whatever it is called in the checkpoint: as SGLang builds their pool."""
+    """Their only layer has number 0 in SGLang's pool, whatever its number in the checkpoint."""
     from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
 
     model = build("NextN", kind)
@@ -104,7 +104,7 @@ def test_drafts_in_the_same_checkpoint(build, kind):
 
 
 def test_scales_of_linear_layers_are_not_those_of_rows(build):
-    """SGLang's loader gives one to every module of the class, and the pool refuses layers it has not."""
+    """SGLang's loader sets a k_scale on every module of the class; the pool refuses layers without rows."""
     from sgl_kvpool.sglang_plugin.hooks.pools import collect_k_scales
 
     model = build("BailingMoeV2_5", "lightning")
@@ -114,7 +114,7 @@ def test_scales_of_linear_layers_are_not_those_of_rows(build):
 
 
 def test_rows_without_rotary_values_and_a_model_with_them(build):
-    """Bailing's third version with `use_mla_nope` and a `qk_rope_head_dim`: SGLang's pool leaves them out."""
+    """Bailing's third version with `use_mla_nope` and `qk_rope_head_dim`: SGLang's pool omits rope."""
     model = build("BailingMoeV3", "kda-v3", use_mla_nope=True)
     with pytest.raises(ValueError, match="attn_mqa .*keys 576 wide and not rows of 512 values"):
         check(model, pool_of(MLA_LAYERS, width=512))
@@ -127,7 +127,7 @@ def test_full_attention_that_is_not_mla(build):
 
 
 def test_a_stage_without_mla():
-    """A stage of a pipeline whose layers all keep states has a pool of no layers, and nothing to attend."""
+    """A pipeline stage whose layers all keep states has a pool of no layers, and nothing to attend."""
     stage = torch.nn.Linear(1, 1)
     check(stage, pool_of([]))
     with pytest.raises(ValueError, match="has no attention layer"):
@@ -135,7 +135,7 @@ def test_a_stage_without_mla():
 
 
 def test_kimi_k3():
-    """The same class with a gate around `o_proj`, behind the backend; split weights of GGUF are absorbed."""
+    """The same class with a gate before `o_proj`, after the backend; GGUF's split weights are absorbed."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
 
@@ -148,11 +148,11 @@ def test_kimi_k3():
         check(torch.nn.ModuleList([KimiK3MLAAttention(config, 6)]), pool_of(MLA_LAYERS))
 
 
-# -------------------------------------------------------------------- the form, inside the wrapper
+# -------------------------------------------------------------------- the form inside the wrapper
 
 
 class HybridServer(Server):
-    """As `Server`, of layer 3 in a hybrid model: pool and backend are inside of SGLang's wrappers."""
+    """Like `Server`, for layer 3 of a hybrid model: SGLang's wrappers hold the pool and the backend."""
 
     def __init__(self, layout="bf16", k_scale=1.0):
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -170,7 +170,7 @@ class HybridServer(Server):
         for tensor in self.pool.full_kv_pool.kv_buffer:
             tensor.view(torch.uint8).fill_(0xFF)
         ours = deepseek_layer.recorder(self.pool, self.attention)
-        # SGLang stamps the names on the outermost backend alone.
+        # SGLang sets the names on the outermost backend only.
         del ours.prefill_attention_backend_str, ours.decode_attention_backend_str
         states = SimpleNamespace(
             needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False, forward_extend=None
@@ -216,7 +216,7 @@ def named(monkeypatch):
     ],
 )
 def test_forms(named, layout, mode, prefixes, capacity, method, monkeypatch):
-    """The model looks for the name of the outer backend, and reads the pool that the outer one has."""
+    """The model reads the name of the outer backend, and the pool of the outer backend."""
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", str(capacity))
     lengths, k_scale = [16, 9], 0.5
     found = []
@@ -237,7 +237,7 @@ def test_forms(named, layout, mode, prefixes, capacity, method, monkeypatch):
 
 
 def test_without_rotation(named):
-    """NoPE as in Kimi-Linear: there are values in the rotary part of a row, and nothing turns them."""
+    """NoPE as in Kimi-Linear: rows have rope values, and nothing rotates them."""
     server = HybridServer("bf16")
     server.attention.rotary_emb = None
     server.attention.skip_rope = True

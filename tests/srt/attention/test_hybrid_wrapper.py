@@ -1,4 +1,4 @@
-"""kvpool_mla inside SGLang's `HybridLinearAttnBackend`: what reaches it, and what SGLang asks the wrapper."""
+"""kvpool_mla inside SGLang's `HybridLinearAttnBackend`: calls that reach it, attributes that SGLang reads."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, monkeypatch):
     assert type(case.linear).__name__ == names[kind]
     fresh = [mode != "DECODE"] * len(lengths)
     if mode == "EXTEND":
-        fresh[-1] = not on_cuda  # one new token at the end is decoded there
+        fresh[-1] = not on_cuda  # on CUDA, one new token at the end goes through decode
     case.assert_right(case.run(mode, split=True), fresh_as_computed=fresh)
     case.assert_stored()
 
@@ -39,7 +39,7 @@ def test_steps(layout, mode, lengths, prefixes, on_cuda, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_verification(kind, monkeypatch):
     case = wrapped("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, kind=kind, **PLACED[4])
-    case.linear.init_forward_metadata = lambda batch: None  # of its own tables of drafts
+    case.linear.init_forward_metadata = lambda batch: None  # would plan its own tables of drafts
     case.assert_right(case.run("TARGET_VERIFY", split=True), fresh_as_computed=False)
     case.assert_stored()
 
@@ -73,7 +73,7 @@ def test_an_idle_rank_does_not_reach_it(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_sglang_asks_the_wrapper(kind, monkeypatch):
-    """Model runner, graph runners, speculative workers and models see the wrapper, and never ours."""
+    """Model runner, graph runners, speculative workers and models see the wrapper, never our backend."""
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -83,7 +83,7 @@ def test_what_sglang_asks_the_wrapper(kind, monkeypatch):
     assert outer.token_to_kv_pool is case.pool
     assert outer.req_to_token_pool is case.table
     assert outer.kv_index_translator is case.runner.kv_index_translator
-    # Counts are found on the device; it is lightning attention that wants lengths on the host.
+    # kvpool_mla counts on the device; only lightning attention needs lengths on the host.
     assert ours.needs_cpu_seq_lens is False
     assert outer.needs_cpu_seq_lens is (kind == "lightning")
     for name in ("max_context_len", "extend_dummy_seqs_capped_by_req_pool", "data_type", "verify_mask"):
@@ -91,7 +91,7 @@ def test_what_sglang_asks_the_wrapper(kind, monkeypatch):
     assert outer.max_context_len == case.runner.model_config.context_len
     assert outer.use_mha is outer.supports_ragged_verify_graph is False
     assert outer.get_cuda_graph_seq_len_fill_value() == 1
-    # Every layer of ours reads the request table, until the last one is done.
+    # Each of our layers reads the request table, so the reads end with the last layer.
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
         assert outer.shared_read_ends(mode).value >= SharedReadEnds.POST_REPLAY.value
     assert outer.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
@@ -106,11 +106,11 @@ def test_on_a_cpu(monkeypatch):
     assert case.backend.get_cpu_graph_seq_len_fill_value() == 1
     assert case.backend.get_cuda_graph_seq_len_fill_value() == 1
     assert case.backend.verify_mask is None
-    case.backend.init_mha_chunk_metadata(None)  # no such form there
+    case.backend.init_mha_chunk_metadata(None)  # no MHA form on a CPU
 
 
 def test_chunks_of_the_multi_head_form_are_planned(monkeypatch):
-    """SGLang calls it with both arguments by position, whether or not the second was given."""
+    """SGLang passes both arguments by position, whether or not the caller gave the second."""
     case = wrapped("fp4", [9], [8], monkeypatch)
     planned = []
     case.full.mha_chunk_kv_cache = SimpleNamespace(update_wrapper=lambda *a: planned.append(a))
@@ -129,14 +129,14 @@ def test_graphs(kind, mode, monkeypatch):
     outer.init_cuda_graph_state(4, 16)
     batch = case.batch(mode)
     batch.num_padding = 0
-    batch.seq_lens_cpu = batch.seq_lens.clone()  # what lightning attention asks for
+    batch.seq_lens_cpu = batch.seq_lens.clone()  # lightning attention needs it
     outer.init_forward_metadata_out_graph(batch, in_capture=True)
     outer.init_forward_metadata_in_graph(batch)
     address = case.full.forward_metadata.kv_lens.data_ptr()
     for layer in MLA_LAYERS:
         case.layer_step(batch, layer)
     rows = case.full._rows_to_write.of(batch)
-    # SGLang fills the tensors anew.
+    # SGLang refills the tensors.
     order = [2, 0, 1]
     for name in ("slots", "lengths", "prefixes", "rows"):
         setattr(case, name, [getattr(case, name)[i] for i in order])
@@ -155,7 +155,7 @@ def test_graphs(kind, mode, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_breakable_graphs_of_prefill(kind, monkeypatch):
-    """With KDA the wrapper keeps tables of states from capture on; ours is planned anew for every batch."""
+    """With KDA, the wrapper keeps state tables from capture; our backend is planned anew for every batch."""
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
 
     monkeypatch.setattr(module, "check_cuda_graph_backend", lambda *a: True)
@@ -165,7 +165,7 @@ def test_breakable_graphs_of_prefill(kind, monkeypatch):
     if kind == "lightning":
         return
     assert outer.prefill_cuda_graph_max_batch_size == case.linear.prefill_graph_max_seqs
-    # Its tables are in pinned memory.
+    # The tables are in pinned memory.
     monkeypatch.setattr(case.linear, "init_prefill_graph_metadata", lambda batch: "tables")
     monkeypatch.setattr(case.linear, "refresh_prefill_graph_metadata", lambda tables, batch: None)
     captured = case.batch("EXTEND")
@@ -185,7 +185,7 @@ def test_breakable_graphs_of_prefill(kind, monkeypatch):
 
 
 def test_one_of_two_backends(monkeypatch):
-    """Another backend for prefill: SGLang's `HybridAttnBackend` stands between the wrapper and ours."""
+    """Another backend for prefill: SGLang's `HybridAttnBackend` is between the wrapper and our backend."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
     case = HybridCase("bf16", [9, 40], [8, 39], monkeypatch, on_cuda=True, **PLACED[2])
@@ -210,7 +210,7 @@ def test_one_of_two_backends(monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
-    """Its float32 queries, and with them its results, would be cast to it in decodes."""
+    """That dtype would be applied to its float32 queries, and so to the results, in decodes."""
     from sglang.srt.layers.attention.linear import lightning_backend
 
     dtypes = []
@@ -221,7 +221,7 @@ def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
 
     monkeypatch.setattr(lightning_backend, "seg_la_fwd", kernel)
     case = wrapped(layout, [9, 40], [8, 39], monkeypatch, kind="lightning")
-    # Stand-ins for what extra buffers of states need.
+    # Stubs for code that needs the states' extra buffers.
     monkeypatch.setattr(case.linear, "_track_mamba_state_decode", lambda *a: None)
     batch = case.batch("DECODE")
     case.backend.init_forward_metadata(batch)
@@ -230,7 +230,7 @@ def test_lightning_attention_is_not_told_the_dtype_of_rows(layout, monkeypatch):
     found = case.backend.forward(q, q, q, module, batch)
     assert dtypes == [torch.float32]
     assert torch.equal(found, q.flatten(1))
-    assert case.runner.kv_cache_dtype_str != "auto"  # what other servers are told stays
+    assert case.runner.kv_cache_dtype_str != "auto"  # the runner's own value is unchanged
 
 
 def test_lightning_attention_beside_another_pool_is_left_alone():

@@ -1,4 +1,4 @@
-"""Models that our backend is not used with, on a CPU and on CUDA."""
+"""Models that kvpool_mla refuses, on a CPU and on CUDA."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def attention(**changes):
 
 
 def multi_head(**changes):
-    """The form of the same layer that is not absorbed."""
+    """The same layer in the multi-head (not absorbed) form."""
     shape = {"head_dim": NOPE + ROPE, "num_kv_heads": HEADS, "v_head_dim": V_DIM}
     return attention(**{**shape, **changes})
 

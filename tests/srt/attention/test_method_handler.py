@@ -1,6 +1,6 @@
-"""What SGLang's DeepSeek attention asks of a backend named kvpool_mla: which method, and which tensors.
+"""How SGLang's DeepSeek attention calls a backend named kvpool_mla: which method, and which tensors.
 
-The evidence that the CUDA backend is written against; see deepseek_layer.py for what is real in it.
+The CUDA backend is written against these calls; deepseek_layer.py says which parts are real.
 """
 
 import codec_oracle as oracle
@@ -15,13 +15,13 @@ MODES = [
     *("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"),
     *("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "PREBUILT"),
 ]
-#: Of two requests: tokens, and how many of them are stored.
+#: Sequence lengths and prefix lengths of two requests.
 BATCHES = {
     "no prefix": ([5, 9], [0, 0]),
     "short prefix": ([5, 9], [3, 4]),
     "long prefix": ([16, 9], [11, 6]),
 }
-#: For these tests; SGLang's are 8192 tokens of prefix and 131072 tokens in one piece.
+#: Values for these tests; SGLang's defaults are 8192 prefix tokens and 131072 tokens per chunk.
 THRESHOLD, CAPACITY = 10, 25
 
 
@@ -51,14 +51,14 @@ def named(monkeypatch):
 
 @pytest.fixture(scope="module")
 def layers(published):
-    """Of DeepSeek-V3 and of models that do not compress queries."""
+    """Layers of DeepSeek-V3 and of a model that does not compress queries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD", str(THRESHOLD))
         return {rank: Server("bf16", q_lora_rank=rank) for rank in (Q_RANK, None)}
 
 
 def run(server, mode, batch, **graph):
-    """One forward after one that stored the prefixes."""
+    """One forward, after another forward that stored the prefixes."""
     lengths, prefixes = BATCHES[batch]
     if mode == "DECODE":
         prefixes = [length - 1 for length in lengths]
@@ -73,7 +73,7 @@ def run(server, mode, batch, **graph):
 
 _EXTEND = {"no prefix": "MHA_ONE_SHOT", "short prefix": "MLA", "long prefix": "MHA_ONE_SHOT"}
 _ABSORBED = {"no prefix": "MLA", "short prefix": "MLA", "long prefix": "MLA"}
-#: What is chosen outside of prefill graphs.
+#: The method outside of prefill graphs, by mode and batch.
 METHODS = {
     "EXTEND": _EXTEND,
     "MIXED": _EXTEND,
@@ -100,7 +100,7 @@ def test_method(layers, mode, batch):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_prefill_that_reads_rows_is_absorbed(layers, monkeypatch, mode, batch):
-    """The multi-head form would attend keys of the chunk that were never rounded."""
+    """The multi-head form would attend keys of the chunk before they are encoded."""
     from sgl_kvpool.sglang_plugin.hooks import attention
 
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
@@ -135,7 +135,7 @@ def test_more_than_one_piece(layers, monkeypatch, batch):
     ("field", "batches"),
     [
         ("disable_chunked_prefix_cache", ["long prefix"]),
-        ("flashinfer_mla_disable_ragged", ["no prefix", "long prefix"]),  # as without rope
+        ("flashinfer_mla_disable_ragged", ["no prefix", "long prefix"]),  # as for a model without rope
     ],
 )
 def test_arguments_that_leave_the_absorbed_method_alone(layers, monkeypatch, field, batches):
@@ -179,13 +179,13 @@ def test_absorbed_calls(layers, mode, batch, tokens, graph):
         assert call.method == ("decode" if mode == "DECODE" else "extend")
         assert call.dtypes == {torch.bfloat16}
         assert (call.attend_prefix_cache, call.return_lse) == (None, None)
-        # A product of all heads at once: q has the heads outside, so it cannot be viewed as [T, H * R].
+        # q is one batched product with the heads outermost, so it cannot be viewed as [T, H * R].
         assert call.tensors["q"].stride() == (RANK, tokens * RANK, 1)
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
 def test_absorbed_calls_of_models_that_do_not_know_our_name(layers, named, mode):
-    """Joined for every layer, as SGLang does for names that are not in its list; Sarvam's model does too."""
+    """SGLang then concatenates nope and rope for every layer, as Sarvam's model always does."""
     server = layers[Q_RANK]
     separate = run(server, mode, "short prefix")
     absorbed = named[1]
@@ -211,17 +211,17 @@ def test_multi_head_calls_in_one_piece(layers, batch, tokens, rows):
     (call,) = server.backend.calls
     assert call.shapes == {
         "q": (tokens, HEADS, NOPE + ROPE),
-        "k": (rows, HEADS, NOPE + ROPE),  # with a prefix: whole sequences, one after the other
+        "k": (rows, HEADS, NOPE + ROPE),  # with a prefix, whole sequences back to back
         "v": (rows, HEADS, V_DIM),
     }
     assert (call.method, call.layer, call.save_kv_cache) == ("extend", "attn_mha", False)
     assert (call.attend_prefix_cache, call.return_lse) == (False, False)
     assert server.backend.chunk_metadata - before == (batch == "long prefix")
-    assert not call.tensors["v"].is_contiguous()  # a part of what kv_b_proj returns
+    assert not call.tensors["v"].is_contiguous()  # a slice of kv_b_proj's result
 
 
 def test_multi_head_calls_in_pieces(layers, monkeypatch):
-    """The chunk itself, then the prefixes by pieces of 4 tokens of each request; natural LSE of each."""
+    """The new tokens, then the prefixes in chunks of 4 tokens per request; each call returns natural LSE."""
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "8")
     server = layers[Q_RANK]
     before = server.backend.chunk_metadata
@@ -246,12 +246,12 @@ def test_padded_graphs_show_the_backend_real_tokens_alone(layers):
     assert not padded[7:].any()
 
 
-# -------------------------------------------------------------------- what comes of it
+# -------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_all_methods_compute_the_same(layers, monkeypatch, batch):
-    """That the tensors above mean what they are taken for: the layer's output is one, whatever the method."""
+    """The layer's output does not depend on the method, so the tests above read the tensors correctly."""
     for server in layers.values():
         absorbed = run(server, "EXTEND", batch, graph="breakable").float()
         monkeypatch.setattr(server.attention, "chunked_prefix_cache_threshold", 1)
@@ -294,7 +294,7 @@ def test_all_methods_store_the_same_rows(layers, monkeypatch, layout):
 
 @pytest.mark.parametrize("layout", ["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_prefixes_are_read_back_decoded(layout, monkeypatch):
-    """One piece and absorbed attend the same stored rows; pieces attend their own chunk unrounded."""
+    """One-shot MHA and absorbed attend the same stored rows; chunked MHA attends its own tokens unrounded."""
     server = Server(layout, k_scale=0.5)
     absorbed = run(server, "EXTEND", "long prefix", graph="breakable").float()
     one_shot = run(server, "EXTEND", "long prefix").float()

@@ -1,7 +1,7 @@
 """The checkpoints that servers on a GPU are tested with, loaded into SGLang's own classes on the CPU.
 
-Every parameter is NaN before and none after, so each is in the file, under the name that SGLang looks for;
-another shape its loader refuses.
+Every parameter is NaN before loading and none after, so the file has each under the name that SGLang looks
+for; SGLang's loader refuses a wrong shape.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import random_deepseek
 import torch
 from loaded_checkpoints import config_of, loaded
 
-#: The draft takes these from its target.
+#: Weights that the draft takes from its target.
 SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
 
 
@@ -40,7 +40,7 @@ def test_every_parameter_of_the_draft_is_loaded(shape, checkpoints, monkeypatch)
 
 
 def test_the_fused_indexer_is_loaded(checkpoints, monkeypatch):
-    """On CUDA, an indexer that rotates interleaved pairs has one parameter for two of the file."""
+    """On CUDA, an indexer that rotates interleaved pairs has one parameter for two weights of the file."""
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
     monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
@@ -67,6 +67,6 @@ def test_what_sglang_makes_of_the_configuration(shape, checkpoints):
 
 
 def test_the_only_number_of_selected_tokens(published):
-    """Why `INDEX_TOPK` is what it is: SGLang's kernel for lists of slots in prefills takes no other."""
+    """The reason for `INDEX_TOPK`: SGLang's kernel for slot lists in prefills takes no other number."""
     [folder] = importlib.util.find_spec("sgl_kernel").submodule_search_locations
     assert f"assert topk == {random_deepseek.INDEX_TOPK}" in (Path(folder) / "top_k.py").read_text()

@@ -1,6 +1,6 @@
 """The hybrids that servers on a GPU are tested with, loaded into SGLang's own classes on the CPU.
 
-As in `test_random_checkpoints`: every parameter is NaN before and none after.
+As in `test_random_checkpoints`, every parameter is NaN before loading and none after.
 """
 
 import lightning_model
@@ -11,7 +11,7 @@ from loaded_checkpoints import config_of, loaded
 from safetensors.torch import load_file
 
 BAILING = [shape for shape in random_hybrid.CONFIGS if shape != "kimi_linear"]
-#: The draft takes these from its target.
+#: Weights that the draft takes from its target.
 SHARED = {"model.word_embeddings.weight", "lm_head.weight"}
 
 
@@ -28,7 +28,7 @@ def values(tensors):
 
 @pytest.mark.parametrize("shape", random_hybrid.CONFIGS)
 def test_every_parameter_is_loaded(shape, checkpoints, monkeypatch):
-    """And nothing else is in the file: Bailing's loaders pass over names they do not know."""
+    """The file holds nothing else: Bailing's loaders skip names they do not know."""
     parameters, missing = loaded(checkpoints[shape], monkeypatch)
     assert not missing
     stored = load_file(checkpoints[shape] / "model.safetensors")
@@ -78,7 +78,7 @@ def test_lightning_says_something_and_rows_matter(checkpoints):
 
 @torch.no_grad()
 def test_kimi_says_something_and_rows_matter(checkpoints, monkeypatch):
-    """With what transformers' class reads of the file, so that it has the published names."""
+    """Loads the file into transformers' class, so the weights have the published names."""
     from transformers.models.kimi_linear import KimiLinearForCausalLM, modeling_kimi_linear
 
     model = KimiLinearForCausalLM.from_pretrained(checkpoints["kimi_linear"]).eval()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-#: --hicache-storage-backend-extra-config of stores in a folder; a prefix of one token is worth fetching.
+#: --hicache-storage-backend-extra-config of stores in a folder; prefixes of one token are fetched too.
 STORE_CONFIGURATIONS = {
     "file": '{"prefetch_threshold": 1}',
     "nixl": '{"prefetch_threshold": 1, "plugin": {"posix": {"active": true}}, "use_direct_io": false}',
@@ -27,8 +27,8 @@ def process_group():
 def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
     """`controller_of(pool, label=, store=)`: SGLang's controller for a pool, built by SGLang with our hooks.
 
-    `store` is the folder of the `file` backend; another controller over the same folder is a restart, or with
-    `rank` another process of a server with `tp_size` or `pp_size`.
+    `store` is the folder of the `file` backend. Another controller over the same folder represents a
+    restarted server or, with `rank`, another process of a server with `tp_size` or `pp_size`.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
@@ -54,7 +54,7 @@ def controller_of(no_reserve, published, process_group, tmp_path, monkeypatch):
             page_size=pool.page_size, hicache_mem_layout=label, hicache_io_backend=io_backend,
             hicache_storage_backend=store and "file", served_model_name=model_name, **sizes,
         )  # fmt: skip
-        get_parallel().clear_stamp()  # of the process that was built before
+        get_parallel().clear_stamp()  # set for the previous controller
         publish(args, role="scheduler", ranks=SpawnRanks(rank, None, 0))
         if store:
             monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
@@ -105,7 +105,7 @@ def direct(controller_of):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """SGLang's CUDA kernels that its pool of index keys calls, by memmove; the names of those that were."""
+    """Replaces CUDA kernels of SGLang's index-key pool by memmove; a list of the kernels that were called."""
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host import dsa as pool_host
 
@@ -151,7 +151,7 @@ def kernels(monkeypatch):
         transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf,
     ):  # fmt: skip
         monkeypatch.setattr(pool_host, kernel.__name__, kernel, raising=False)
-    # It pins its memory whatever the device.
+    # SGLang's pool of index keys pins its memory whatever the device.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *args: None)
     return called
 

@@ -1,4 +1,4 @@
-"""A small dense model over one pool of rows: what each prefix has been given, and what comes back."""
+"""A small dense model over one pool of rows: records the rows of each prefix, checks what is read back."""
 
 import numpy as np
 import torch
@@ -7,9 +7,9 @@ from tree_model import Request, TreeModel
 
 
 class DenseModel(TreeModel):
-    """A tree with a host tier over rows alone, of values that a narrower layout rounds.
+    """A tree with a host tier of rows only; row values change when a narrower layout rounds them.
 
-    Layers of packed drafts, whose pools have one each, follow the target's.
+    The layers of packed drafts, one per draft pool, follow the target's layers.
     """
 
     def __init__(self, cache, pool, page_size, drafts=()):
@@ -24,9 +24,9 @@ class DenseModel(TreeModel):
         return self.controller.mem_pool_host.anchor_entry.host_pool
 
     def row_bytes_of(self, tokens):
-        """Rows of a prompt, `[layers, tokens, row_bytes]`: as a model's, they depend on all tokens before.
+        """Rows of a prompt, `[layers, tokens, row_bytes]`; each row depends on all tokens before it.
 
-        Encoded from values, so that a narrower host layout has something to round.
+        Encoded from values, so that a narrower host layout rounds them.
         """
         from sgl_kvpool.codec import encode_rows
 
@@ -46,7 +46,7 @@ class DenseModel(TreeModel):
         return np.stack(found)
 
     def put(self, tokens):
-        """Compute a prompt: new rows behind what the tree has."""
+        """Compute a prompt: new rows behind the prefix that the tree holds."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         slots, had = self.put_rows(tokens)
@@ -54,7 +54,7 @@ class DenseModel(TreeModel):
         self.settle()
 
     def evict(self):
-        """Push all rows off the device, and put guard bytes in their places."""
+        """Evict all rows from the device, and fill their slots with guard bytes."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         self.cache.evict(EvictParams(num_tokens=1000))
@@ -63,12 +63,12 @@ class DenseModel(TreeModel):
             layer[free] = GUARD
 
     def forget(self):
-        """Push all pages off the host."""
+        """Evict all pages from the host."""
         while self.cache.evict_host(1000):
             pass
 
     def check(self, tokens):
-        """Tokens found: with the bytes that were computed or, from a narrower host, with their rounding."""
+        """Number of tokens found; their bytes must be as computed or, from a narrower host, rounded."""
         slots = self.go_on(tokens, Request())
         found, length = self.row_bytes(slots), len(slots)
         self.settle()
@@ -80,7 +80,7 @@ class DenseModel(TreeModel):
         return length
 
     def rounded(self, made):
-        """What rows are once they were on a host with a narrower layout."""
+        """Rows after a round trip through a host tier with a narrower layout."""
         from sgl_kvpool.codec import decode_rows, encode_rows
 
         wide, narrow = self.pool.row_format, self.tier.row_format

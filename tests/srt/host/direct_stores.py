@@ -1,4 +1,4 @@
-"""A store that reads and writes the tier's memory, and what SGLang's controller asks such stores for."""
+"""A store that reads and writes the tier's memory, called as SGLang's controller calls such stores."""
 
 import ctypes
 
@@ -17,7 +17,7 @@ class Operation:
 
 
 class MemoryStore:
-    """A store without copies in this process: `pages` by key; `broken` are keys whose reads fail."""
+    """A store without copies: `pages` by key; `broken` are keys whose reads fail."""
 
     def __init__(self, tier, whole_batches=False):
         self.tier, self.whole_batches = tier, whole_batches
@@ -47,7 +47,7 @@ def tier_of(controller):
 
 
 def filled(tier, seed=3):
-    """Other bytes in every row, guard bytes behind them; returns the pages' memory."""
+    """Fill every row with random bytes and the rest with guard bytes; returns the pages' memory."""
     whole = page_memory(tier)
     whole[...] = GUARD
     shape = (tier.page_num, tier.page_bytes)
@@ -60,7 +60,7 @@ def put(controller, pages=PUT):
 
 
 def get(controller, pages=GOT, keys=KEYS):
-    """Fetch pages as SGLang's prefetch thread does; how many came, and all of the tier's memory then."""
+    """Fetch pages as SGLang's prefetch thread does; returns the number of pages and the tier's memory."""
     memory = page_memory(tier_of(controller))
     memory[...] = GUARD
     hits = controller._page_get_zero_copy(Operation(), keys, slots(pages, controller.page_size))

@@ -1,4 +1,4 @@
-"""Host tiers of small real pools, and the bytes of both by numpy alone."""
+"""Host tiers of small real pools; the bytes of pool and tier are found with numpy alone."""
 
 import itertools
 import math
@@ -6,13 +6,13 @@ import math
 import numpy as np
 import torch
 
-LAYERS, START, PAGES = 3, 5, 5  # one of the pages takes the writes of padded tokens
+LAYERS, START, PAGES = 3, 5, 5  # page 0 takes the writes of padded tokens
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYOUTS = list(ROW_BYTES)
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
 LABELS = ["page_first", "page_first_direct"]
 CASES = list(itertools.product(LAYOUTS, ARRANGEMENTS, [1, 2, 61, 64, 128]))
-#: Axes in memory, from the outermost.
+#: Axes in memory, outermost first.
 ORDER = {"layer_major": "LBNC", "token_major": "BNLC", "page_major": "BLNC"}
 GUARD = 0xEE
 
@@ -48,7 +48,7 @@ def memory(pool):
 
 
 def rows(pool):
-    """The rows of a pool as `[layers, pages, tokens, row_bytes]`, writable where torch is not asked."""
+    """The rows of a pool as `[layers, pages, tokens, row_bytes]`, writable views made without torch."""
     order, row = ORDER[pool.kv_cache_arrangement.value], ROW_BYTES[pool.kv_cache_layout.value]
     flat = memory(pool)
     sizes = {"L": pool.layer_num, "N": pool.page_size, "C": row}
@@ -60,19 +60,19 @@ def rows(pool):
 
 
 def host_bytes(tier):
-    """`[pages, layers, page_size, row_bytes]` of a host tier, through no view of ours."""
+    """`[pages, layers, page_size, row_bytes]` of a host tier, without our own views."""
     whole, rows_bytes = page_memory(tier), tier.layer_num * tier.page_size * tier.row_format.row_bytes
     return whole[:, :rows_bytes].reshape(tier.page_num, tier.layer_num, tier.page_size, -1)
 
 
 def page_memory(tier):
-    """`[pages, bytes]` of a host tier, all that lies between the beginnings of two pages."""
+    """`[pages, bytes]` of a host tier, padding and checksums included."""
     raw = tier.kv_buffer.view(-1).view(torch.uint8).numpy()
     return raw.reshape(tier.page_num, -1)
 
 
 def stride_bytes(layers, page_size, row_bytes):
-    """From one page to the next, as docs/transfer.md says: 4096 where that costs 3 % at most."""
+    """Bytes from one page to the next by docs/transfer.md: a multiple of 4096 if that adds at most 3 %."""
     rows_bytes = layers * page_size * row_bytes
 
     def up(multiple):
@@ -83,14 +83,14 @@ def stride_bytes(layers, page_size, row_bytes):
 
 
 def fill(pool, seed=0):
-    """Other bytes in every row of every layer."""
+    """Different bytes in every row of every layer."""
     generator = np.random.default_rng(seed)
     for layer in rows(pool):
         layer[...] = generator.integers(0, 256, layer.shape, dtype=np.uint8)
 
 
 def slots(pages, page_size):
-    """The slots of some pages, as SGLang lists them."""
+    """The slots of pages, in SGLang's order."""
     pages = torch.tensor(pages, dtype=torch.int64)
     return (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
 

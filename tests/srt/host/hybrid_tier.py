@@ -1,7 +1,7 @@
 """Small hybrid models: real pools of rows and states, SGLang's tree and controller over them, on the CPU.
 
-With sparse attention there are index keys too, and a packed draft (MTP) has rows of its own. Bytes are found
-by numpy in SGLang's own tensors, without any view of ours.
+With sparse attention there are index keys too, and a packed draft (MTP) has its own rows. numpy finds all
+bytes in SGLang's own tensors, without our views.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import torch
 from host_tier import GUARD, device_pool, rows
 from tree_model import Request, TreeModel
 
-#: MLA layers 1 and 4, linear ones 0, 2, 3 of a model with five.
+#: A model of five layers: 1 and 4 are MLA layers, 0, 2 and 3 are linear layers.
 ROW_LAYERS, STATE_LAYERS = [1, 4], [0, 2, 3]
-#: (conv shapes, ssm shape, conv dtype, ssm dtype); the second has no multiple of 16 bytes anywhere.
+#: (conv shapes, ssm shape, conv dtype, ssm dtype); no part of the second has a multiple of 16 bytes.
 STATES = {
     "kda": ([(3, 96)], (2, 16, 16), torch.bfloat16, torch.float32),
     "odd": ([(3, 7), (2, 5)], (3, 5, 7), torch.bfloat16, torch.float32),
@@ -55,7 +55,7 @@ def state_tensors(pool):
 
 
 def state_bytes(pool, slot):
-    """What SGLang's stores would get of a slot: ssm of all layers, then each convolution's."""
+    """Bytes of a slot in the order of SGLang's stores: ssm of all layers, then each convolution."""
     return np.concatenate([part[:, slot].ravel() for part in state_tensors(pool)])
 
 
@@ -98,8 +98,8 @@ def hybrid_pool(
 
 
 def draft_pool(kind, layout, states, page_size, tokens, sparse=False):
-    """Pool of one layer of a draft that is packed: SGLang gives a hybrid model's in its hybrid pool."""
-    if kind == "hybrid":  # the states are the target's, of which it has no layer
+    """Pool of a packed draft with one layer; for hybrid models SGLang wraps it in a hybrid pool."""
+    if kind == "hybrid":  # its states are the target's, and it has no layer of them
         return hybrid_pool(layout, states, page_size=page_size, tokens=tokens, sparse=sparse, layers=[0])
     assert kind == "plain"
     if sparse:
@@ -123,43 +123,43 @@ def _bytes(of, size):
 
 
 class Served:
-    """Rows, index keys and state that a request goes on from."""
+    """Rows, index keys and state of the prefix that a request continues."""
 
     def __init__(self, tokens, row_bytes, index, state):
         self.tokens, self.rows, self.index, self.state = tokens, row_bytes, index, state
 
 
 class Model(TreeModel):
-    """A tree with a host tier over hybrid pools, and what each prefix has been given."""
+    """A tree with a host tier over hybrid pools; records the rows, index keys and state of each prefix."""
 
     def __init__(self, cache, pool, requests, page_size, drafts=()):
         super().__init__(cache, pool, page_size)
         self.requests = requests
         self.rows, self.states = pool.row_pool, requests.mamba_pool
-        # SGLang's name for what a hybrid pool holds; the target's layers first.
+        # `full_kv_pool` is SGLang's name for the row pool in a hybrid pool; the target's layers come first.
         self.row_pools = [self.rows, *(getattr(draft, "full_kv_pool", draft) for draft in drafts)]
 
     @property
     def tiers(self):
-        """Of rows, and of states."""
+        """Host tiers of rows and of states."""
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
         entries = self.controller.mem_pool_host.entry_map
         return [entries[name].host_pool for name in (PoolName.KV, PoolName.MAMBA)]
 
     def row_layers(self):
-        """Rows of all layers, those of drafts last."""
+        """Rows of all layers, drafts last."""
         return [layer for pool in self.row_pools for layer in rows(pool)]
 
     def index_layers(self):
-        """`[pages, bytes]` of the index keys of all layers, if there are any, those of drafts last."""
+        """Index keys `[pages, bytes]` of all layers, drafts last; empty without sparse attention."""
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
         sparse = [pool for pool in self.row_pools if isinstance(pool, DSATokenToKVPool)]
         return [layer for pool in sparse for layer in dsa_pools.index_pages(pool)]
 
     def row_bytes_of(self, tokens):
-        """Rows of a prompt, `[layers, tokens, row_bytes]`: as a model's, they depend on all tokens before."""
+        """Rows of a prompt, `[layers, tokens, row_bytes]`; each row depends on all tokens before it."""
         layers = self.row_layers()
         size = len(layers) * layers[0].shape[-1]
         made = [_bytes(array("q", tokens[: i + 1]).tobytes(), size) for i in range(len(tokens))]
@@ -179,12 +179,12 @@ class Model(TreeModel):
         ]
 
     def state_of(self, tokens):
-        """The state behind a prompt, as `state_bytes`."""
+        """The state after a prompt, as `state_bytes`."""
         size = sum(part[:, 0].size for part in state_tensors(self.states))
         return _bytes(b"state" + array("q", tokens).tobytes(), size)
 
     def put(self, tokens):
-        """Compute a prompt: new rows behind what the tree has, and a state at its end."""
+        """Compute a prompt: new rows behind the prefix that the tree holds, and a state at its end."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         slots, had = self.put_rows(tokens)
@@ -207,14 +207,14 @@ class Model(TreeModel):
         return slots.numpy()[:: self.page_size] // self.page_size
 
     def evict(self, tokens=1000, states=0):
-        """Push rows (with the states of their ends), or states alone, off the device; what stays is kept."""
+        """Evict rows (with the states of their ends) or states from the device; guard the free slots."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         self.cache.evict(EvictParams(num_tokens=tokens, mamba_num=states))
         self.poison()
 
     def poison(self):
-        """Guard bytes in every slot of the device that is free."""
+        """Guard bytes in every free slot of the device."""
         free = self.cache.token_to_kv_pool_allocator.free_pages.numpy()
         for layer in (*self.row_layers(), *self.index_layers()):
             layer[free] = GUARD
@@ -222,7 +222,7 @@ class Model(TreeModel):
             part[:, self.requests.mamba_allocator.free_slots.numpy()] = GUARD
 
     def serve(self, tokens):
-        """What a request for these tokens would go on from."""
+        """Rows, index keys and state that a request for these tokens would continue."""
         request = Request()
         slots = self.go_on(tokens, request, cow_mamba=True, req=request)
         kv, state = request.kv, None
@@ -238,7 +238,7 @@ class Model(TreeModel):
         return served
 
     def check(self, tokens, length=None):
-        """The request gets rows, index keys and state of one computed prefix, or none of them: its length."""
+        """Length of the prefix found: rows, index keys and state must be that prefix's, or absent."""
         served = self.serve(tokens)
         if served.tokens == 0:
             assert served.state is None
@@ -257,14 +257,14 @@ class Model(TreeModel):
 def make_model(
     args, process_group, pool, requests, page_size, monkeypatch, tree=None, drafts=(), **ranks
 ):  # fmt: skip
-    """SGLang's tree with its host tier, built by SGLang with our hooks; `ranks` are further groups."""
+    """SGLang's tree with its host tier, built by SGLang with our hooks; `ranks` are process groups."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    # Of the model's kernels, whose config there is none of here.
+    # The chunk size of the model's kernels; there is no model config to derive it from.
     monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda args: page_size)
     allocator = PagedTokenToKVPoolAllocator(
         pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False

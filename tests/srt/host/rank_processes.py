@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a server, each of which goes through the same cases."""
+"""Runs processes that are the ranks of a server; each goes through the same cases."""
 
 import json
 import os
@@ -10,9 +10,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def run(script, ranks, folder, cases):
-    """`found[case]`: what each rank saw, in order.
+    """`found[case]`: the results of the ranks, in order.
 
-    Starts `python script RANK FOLDER` once for each rank; see `go_through`.
+    Starts `python script RANK FOLDER` once per rank; see `go_through`.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = []
@@ -37,14 +37,14 @@ def run(script, ranks, folder, cases):
 
 
 def go_through(make_rank, cases):
-    """Run cases in this process, whose rank and folder the command line has.
+    """Run cases in this process; rank and folder come from the command line.
 
     Parameters
     ----------
     make_rank : callable
-        Takes rank and folder; what it makes has `run(case)`, whose answer is written.
+        Takes rank and folder, and returns an object whose `run(case)` result is written to the folder.
     cases : iterable of str
-        All there are; further arguments of the command line choose some of them.
+        All cases; further command-line arguments select some of them.
     """
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
@@ -57,6 +57,6 @@ def go_through(make_rank, cases):
     this = make_rank(rank, folder)
     for case in sys.argv[3:] or cases:
         (folder / f"{case}-{rank}.json").write_text(json.dumps(this.run(case)))
-    # A rank that ends while others still talk to it makes gloo abort them.
+    # If a rank ends while others still communicate with it, gloo aborts them.
     dist.barrier()
     dist.destroy_process_group()

@@ -9,18 +9,18 @@ from sharing_ranks import RANKS, Rank
 
 
 def everything(model):
-    """Bytes of both tiers, free slots of both, and what the ranks' allocators have in common."""
+    """Bytes of the pool and of the host tier, and the number of free slots of both."""
     tier, allocator = model.tier, model.controller.mem_pool_device_allocator
     parts = [part.tobytes() for part in memory(model.pool)]
     return parts, page_memory(tier).tobytes(), tier.available_size(), allocator.available_size()
 
 
 def check(ranks, model):
-    """What the self-check says on this rank, and whether everything is as it was."""
+    """The result of the self-check on this rank, and whether pool and tier are unchanged."""
     from sgl_kvpool.sglang_plugin.hooks.ranks import everywhere
     from sgl_kvpool.srt.self_check import Difference, check_tier
 
-    # Every rank sees the same bytes, as its own pool's are the same on all.
+    # Ranks read the same bytes from the shared tier, so their pools must hold the same rows, as in a server.
     fill(model.pool)
     if ranks.rank == 0:
         page_memory(model.tier)[...] = 0xEE
@@ -39,7 +39,7 @@ def passes(layout, arrangement, host="same", page_size=4):
 
 
 def other_byte(broken):
-    """One rank stores another byte in the page that it stores; all load from the one copy."""
+    """One rank changes a byte of each page that it stores; all ranks load from the one copy."""
 
     def case(ranks):
         model = ranks.model()
@@ -58,7 +58,7 @@ def other_byte(broken):
 
 
 def not_loaded(broken):
-    """One rank leaves out a layer of its load."""
+    """One rank omits a layer of its load."""
 
     def case(ranks):
         model = ranks.model()
@@ -89,7 +89,7 @@ def main():
     from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
     sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
-    # `Rank.run` finds its cases there.
+    # `Rank.run` looks cases up in sharing_ranks.
     sharing_ranks.CASES = CASES
     go_through(Rank, CASES)
 

@@ -1,7 +1,7 @@
 """One of three processes whose ranks share a host tier: SGLang's tree, controller and store in each.
 
 `python sharing_ranks.py RANK FOLDER CASE ...`, with pytest's path, goes through cases together with the other
-ranks, over gloo, and writes what it saw. A rank that waits for others in vain ends after a minute.
+ranks, over gloo, and writes the results. A rank that waits for others in vain ends after a minute.
 """
 
 import threading
@@ -25,9 +25,9 @@ from sgl_kvpool.transfer.host_options import HostTierOptions
 
 RANKS, PAGE_SIZE, TOKENS = 3, 4, 128
 SHORT, LONGER, OTHER = prompt(8), prompt(28), prompt(20, 500)
-#: Of mixtures, and their length.
+#: Seeds and number of steps of the mixtures.
 SEEDS, STEPS = range(3), 150
-#: Seconds that a slow rank takes longer for a transfer.
+#: Seconds that a slow rank adds to each transfer.
 SLOW = 0.2
 
 
@@ -39,7 +39,7 @@ def draft_pool(layout, page_size, host_tier, layers=1):
 
 
 class Rank:
-    """This process."""
+    """This process, one rank of the server."""
 
     def __init__(self, rank, folder):
         self.rank, self.folder, self.failures, self.details = rank, folder, Counter(), {}
@@ -48,7 +48,7 @@ class Rank:
             "gloo", store=meet, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
         )
         alone = [dist.new_group([one]) for one in range(RANKS)][rank]
-        #: What SGLang gives a tree for its ranks (`kv_cache_builder.py:402`), with --tp-size 3.
+        #: Process groups that SGLang passes to a tree (`kv_cache_builder.py:402`), with --tp-size 3.
         self.groups = {
             "tp_cache_group": dist.group.WORLD, "attn_tp_cache_group": dist.group.WORLD,
             "attn_cp_cache_group": alone, "pp_cache_group": alone,
@@ -87,7 +87,7 @@ class Rank:
             layout, arrangement, page_size=page_size, pages=TOKENS // page_size + 1,
             start_layer=0, host_tier=HostTierOptions(host, sharing="node"),
         )  # fmt: skip
-        # Drafts keep layer_major, whatever their target has.
+        # Drafts keep layer_major, whatever the target's arrangement.
         packed = tuple(draft_pool(layout, page_size, pool.host_tier) for _ in range(drafts))
         allocator = PagedTokenToKVPoolAllocator(
             pool.size, page_size=page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
@@ -104,7 +104,7 @@ class Rank:
         return DenseModel(cache, pool, page_size, packed)
 
     def run(self, case):
-        """What a case returns on this rank, and what was counted."""
+        """The result of a case on this rank, with the failures that were counted."""
         from sgl_kvpool import metrics
 
         self.failures.clear()
@@ -119,7 +119,7 @@ class Rank:
         self.details[kind] = detail
 
     def is_slow_at(self, model, direction):
-        """Transfers of this rank take longer."""
+        """Delay this rank's transfers in one direction."""
         for channel in getattr(model.tier._channels, direction):
             run = channel.run
 
@@ -130,7 +130,7 @@ class Rank:
             self.patch.setattr(channel, "run", slow)
 
     def counts_stored_pages(self, model):
-        """For target and drafts, a list that gets the host pages of each backup of this rank."""
+        """Lists, for the target and each draft, that collect the host pages of this rank's backups."""
         kept = []
         for channel in model.tier._channels.to_host:
             run, own = channel.run, []
@@ -180,7 +180,7 @@ def slow(rank, direction):
 
 
 def lost(rank, drafts=0):
-    """One rank cannot store pages; with drafts, only their layers of these."""
+    """One rank cannot store pages or, with drafts, only the drafts' layers of the pages."""
 
     def case(ranks):
         model = ranks.model(drafts=drafts)
@@ -195,7 +195,7 @@ def lost(rank, drafts=0):
         lengths = [model.check(LONGER), model.check(SHORT)]
         model.put(LONGER)  # computed again
         lengths.append(model.check(LONGER))
-        # Its pages given to others, and stored well by all.
+        # The pages go to another prompt, and all ranks store it.
         model.evict()
         model.forget()
         model.put(OTHER)
@@ -207,7 +207,7 @@ def lost(rank, drafts=0):
 
 
 def refused_backup(rank):
-    """One rank finds bad device slots in a list that all are to store."""
+    """One rank finds bad device slots in a list that all ranks are to store."""
 
     def case(ranks):
         model = ranks.model()
@@ -223,7 +223,7 @@ def refused_backup(rank):
 
 
 def moved(rank):
-    """One rank's allocator gives out other pages."""
+    """One rank's allocator returns different pages."""
 
     def case(ranks):
         model = ranks.model()
@@ -241,7 +241,7 @@ def moved(rank):
 
 
 def other_list(rank):
-    """One rank is about to load other pages, which are all good: its tree has gone astray."""
+    """One rank is about to load different pages, all of them valid, because its tree differs."""
 
     def case(ranks):
         model = ranks.model()
@@ -260,7 +260,7 @@ def other_list(rank):
             if ranks.rank == rank:
                 patched.setattr(model.controller, "load", astray)
             lengths = [len(queued), model.check(LONGER)]
-        # Queued before, and begun behind the end of the tier.
+        # Queued before the disagreement and started after the tier ended.
         assert np.array_equal(model.row_bytes(queued), model.row_bytes_of(OTHER))
         model.evict()
         lengths.append(model.check(OTHER))
@@ -270,7 +270,7 @@ def other_list(rank):
 
 
 def write_back_later(ranks):
-    """What SGLang does for a request to attach a store, which may name another write policy."""
+    """A request to attach a store, which may name another write policy."""
     model = ranks.model()
     store = ranks.folder / "store-later"
     ranks.patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(store))
@@ -291,7 +291,7 @@ def write_back_later(ranks):
 
 
 def aborted(ranks):
-    """A request is aborted while the first rank reads the store for it; its pages go to others."""
+    """A request is aborted while the first rank reads the store for it; its pages go to other requests."""
     store = ranks.folder / "store-aborted"
     stored(ranks.model(store=store), LONGER)
     dist.barrier()
@@ -333,7 +333,7 @@ def aborted(ranks):
 
 
 def on_machines(case):
-    """The last rank is on a machine of its own."""
+    """Runs a case with the last rank on a machine of its own."""
 
     def run(ranks):
         from sgl_kvpool.srt.host import node_ranks
@@ -355,7 +355,7 @@ def flushed(ranks):
 
 
 def from_store(rank, drafts=0):
-    """Two servers, one after the other; only the first rank of the second reads the store."""
+    """Two servers, one after the other; in the second, only the first rank reads the store."""
 
     def case(ranks):
         store = ranks.folder / f"store-{rank}-{drafts}"
@@ -381,7 +381,7 @@ def from_store(rank, drafts=0):
 
 
 def mixture(seed):
-    """Many prompts in a small host tier, faults of any rank now and then, in the same order on every rank."""
+    """Many prompts in a small host tier with occasional faults, in the same order on every rank."""
 
     def case(ranks):
         model = ranks.model("fp4", "token_major", ratio=0.25)
@@ -412,7 +412,7 @@ def mixture(seed):
 
 
 def no_memory(rank):
-    """One rank of the machine has not the memory for its part."""
+    """One rank of the machine cannot get the memory for its part."""
 
     def case(ranks):
         from sglang.srt.mem_cache.pool_host import base
@@ -427,7 +427,7 @@ def no_memory(rank):
 
 
 def own_draft(pool_of):
-    """SGLang is about to give a draft a host pool of its own."""
+    """SGLang is about to give a draft its own host pool."""
 
     def case(ranks):
         from sglang.srt.mem_cache.kv_cache_builder import maybe_register_hicache_draft
@@ -495,7 +495,7 @@ def main():
     from sgl_kvpool.sglang_plugin.hooks import sharing
     from sgl_kvpool.srt.host.node_ranks import NodeRanks
 
-    # Of a server's attention-TP group, which a process without a model does not have.
+    # The attention-TP group of a server, which a process without a model does not have.
     sharing.sharing_ranks = lambda options: NodeRanks.of(dist.group.WORLD)
     go_through(Rank, CASES)
 

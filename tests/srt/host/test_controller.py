@@ -1,4 +1,4 @@
-"""SGLang's own HiCache controller over our host tier, in this process: transfers, and what may go wrong."""
+"""SGLang's own HiCache controller over our host tier, in this process: transfers and their failures."""
 
 import itertools
 from types import MethodType
@@ -76,7 +76,7 @@ def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
         built.append(type(self))
         raise Built
 
-    # SGLang's own needs a CUDA driver from here on.
+    # From here on SGLang's own pool needs a CUDA driver.
     monkeypatch.setattr(MLATokenToKVPoolHost, "init_kv_buffer", stop)
     stock = MLATokenToKVPool(
         8, 4, torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=1, device="cpu",
@@ -89,7 +89,7 @@ def test_pools_without_a_layout_keep_sglangs_tier(controller_of, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
-    """On CUDA it serves these two, and its file store takes the beginning of a longer file for a page."""
+    """On CUDA, SGLang's tier serves these two layouts; its file store reads the start of a longer file."""
     from sglang.srt.managers.cache_controller import storage_model_name
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -97,7 +97,7 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     monkeypatch.setattr(HierarchicalMLAHostPool, "takes", staticmethod(lambda pool: False))
-    # There is no CUDA driver to register memory with.
+    # Registering memory needs a CUDA driver.
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_, **__: None)
     names = []
     for k_scales in ({}, {START + layer: 0.5 for layer in range(LAYERS)}):
@@ -106,7 +106,7 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
         assert type(group.anchor_entry.host_pool) is MLATokenToKVPoolHost
         names.append(storage_model_name("model", group.anchor_entry.host_pool))
     if layout == "bf16":
-        assert names == ["model", "model"]  # as servers without the plugin
+        assert names == ["model", "model"]  # as on servers without the plugin
         return
     assert names[0].startswith("model-sglang-fp8-r512-p64-b576-v1")
     assert names[1].startswith(f"{names[0]}-k")
@@ -115,7 +115,7 @@ def test_rows_in_sglangs_own_tier_are_named(controller_of, monkeypatch, layout):
         controller.attach_storage_backend("file", model_name="m" * 150)
 
 
-# ------------------------------------------------------------------ lists, before anything is queued
+# ------------------------------------------------------------------ checks of lists before queueing
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_bad_host_lists_are_a_miss(controller_of, failures, caplog, bad, reason)
     [([5, 5], "listed twice"), ([3, 9], "pages 3 to 9"), ([0, 3], "pages 0 to 3")],
 )
 def test_bad_device_lists_of_the_allocator_are_a_miss(controller_of, failures, caplog, given, reason):
-    """Page 0 is where padded tokens are written."""
+    """Page 0 takes the writes of padded tokens."""
     pool = device_pool("fp8", pages=9)
     controller = controller_of(pool)
     allocator = controller.mem_pool_device_allocator
@@ -227,7 +227,7 @@ def test_torch_carries_out_what_an_engine_could_not(controller_of, failures, cap
 
 
 def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failures, monkeypatch):
-    """SGLang's tree takes the pages for backed up: loads of them are misses, stores do not get them."""
+    """SGLang's tree treats the pages as backed up: loads of them are misses, stores do not receive them."""
     pool = device_pool("fp4", pages=9)
     fill(pool)
     controller = controller_of(pool)
@@ -247,17 +247,17 @@ def test_a_backup_that_fails_twice_is_lost_and_nothing_else(controller_of, failu
     assert controller.load(good, node_id=1) is not None
     with pytest.raises(ValueError, match="lost in its backup"):
         tier.get_data_page(int(lost[4]))
-    # Stores that fetch without a copy are shown where to write to.
+    # Stores without copies get the addresses, because they fetch into them.
     assert len(tier.get_page_buffer_meta(lost)[0]) == 2
     assert tier.get_page_buffer_element_size() == tier.page_format.size_bytes
-    # A load that did not ask the controller (SGLang restores retracted requests so) stops the server.
+    # A load that bypasses the controller, as when SGLang restores retracted requests, stops the server.
     with pytest.raises(RuntimeError, match="cannot load a host page that was lost in its backup"):
         tier.load_to_device_per_layer(None, lost, slots([3, 5], 4), 0, "kernel")
-    # Written once more, they are as good as any.
+    # After another backup, the pages are valid again.
     backup(tier, pages(lost), [2, 6])
     assert tier.slots_problem(lost) is None
     tier._lost.set(pages(lost), True)
-    # Whoever gets the pages next writes them anew.
+    # The next owner of the pages writes them again.
     tier.free(lost)
     everything = tier.alloc(tier.available_size())
     assert set(lost.tolist()) <= set(everything.tolist())
@@ -300,14 +300,14 @@ def test_a_draft_whose_backup_was_lost_is_a_miss(controller_of, failures, monkey
 
 
 def test_a_load_that_fails_twice_stops_the_server(controller_of, failures, monkeypatch, caplog):
-    """The pages are in the tree already, so there is nobody left who could compute them."""
+    """The pages are already in the tree, so no request would compute them again."""
     pool = device_pool("fp4", pages=9)
     controller = controller_of(pool)
     kept = controller.write(controller.mem_pool_device_allocator.alloc(8), node_id=1)
     broken(tier_of(controller)._channels.to_device)
     torch_too(tier_of(controller)._channels.to_device, monkeypatch)
     assert controller.load(kept, node_id=1) is not None
-    # SGLang waits for its stream on the way out, which torch.cpu's cannot be: that error comes on top.
+    # SGLang then waits for its stream, which torch.cpu's stream does not support: a second error.
     with pytest.raises((OSError, AttributeError)) as stopped:
         controller.start_loading()
     assert "broken on purpose" in f"{stopped.value} {stopped.value.__context__}"

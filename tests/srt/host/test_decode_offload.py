@@ -1,4 +1,4 @@
-"""Decode servers that offload: SGLang's manager with our tier, and who finds its pages."""
+"""Decode servers that offload through SGLang's manager to our tier; a prefill server finds the pages."""
 
 import time
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ PAGE_SIZE = 4
 
 
 class Request:
-    """The fields of SGLang's request that the manager looks at; it keeps weak references."""
+    """The fields of SGLang's request that the manager reads; a class because it keeps weak references."""
 
     rid, extra_key, cache_salt = "r", None, None
 
@@ -67,7 +67,7 @@ def test_a_prefill_server_finds_what_a_decode_server_offloaded(
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
 
     fill(pool := device_pool(layout, arrangement, pages=9))
-    # 5 tokens of a prompt and 8 of its answer: pages 6 and 2 are offloaded, the prompt's first is not.
+    # 5 prompt tokens and 8 output tokens: pages 6 and 2 are offloaded, the prompt's first page is not.
     table = torch.zeros(2, 16, dtype=torch.int32)
     table[1] = slots([3, 6, 2, 7], PAGE_SIZE)
     manager = manager_of(pool, table)
@@ -96,7 +96,7 @@ def test_a_prefill_server_finds_what_a_decode_server_offloaded(
 
 
 def test_names_too_long_for_files(manager_of):
-    """SGLang's plain controller is asked too, not only the one of a hierarchical cache."""
+    """The names of SGLang's plain controller are checked too, not only those of a hierarchical cache."""
     table = torch.zeros(2, 16, dtype=torch.int32)
     with pytest.raises(ValueError, match="--hicache-storage-backend file .* a shorter --served-model-name"):
         manager_of(device_pool("fp4", pages=9), table, model_name="m" * 200)

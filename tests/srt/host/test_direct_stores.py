@@ -7,7 +7,7 @@ import pytest
 from direct_stores import GOT, KEYS, PUT, Operation, filled, get, put, tier_of
 from host_tier import GUARD, LAYERS, LAYOUTS, ROW_BYTES, page_memory, slots, stride_bytes
 
-#: Layouts with rows of unlike sizes, and page sizes of which 61 divides nothing.
+#: Layouts with different row sizes; page sizes include 61, a prime.
 CASES = list(itertools.product(["bf16", "fp4"], [1, 2, 61, 64]))
 
 
@@ -16,7 +16,7 @@ CASES = list(itertools.product(["bf16", "fp4"], [1, 2, 61, 64]))
 
 @pytest.mark.parametrize(("layout", "page_size"), CASES)
 def test_round_trip(direct, layout, page_size):
-    """A checksum at the end of what is stored; no other byte of the tier changes on either way."""
+    """Stored pages end with a checksum; no other byte of the tier changes in either direction."""
     first = direct(layout, page_size)
     was = filled(tier_of(first))
     assert put(first)
@@ -52,7 +52,7 @@ def test_what_stores_register(direct, layout):
 
 
 def test_padding_holds_nothing_of_others(direct, monkeypatch):
-    """Stores get it, so it must not be what the memory held before."""
+    """Stores read the padding, so it must not keep what the memory held before."""
     from sglang.srt.mem_cache.pool_host.common import HostTensorAllocator
 
     allocate = HostTensorAllocator.allocate
@@ -62,7 +62,7 @@ def test_padding_holds_nothing_of_others(direct, monkeypatch):
     assert not page_memory(tier)[:, tier.page_bytes : -16].any()
 
 
-# -------------------------------------------------------------------- pages that are not what was stored
+# -------------------------------------------------------------------- damaged and foreign pages
 
 
 def cut_and_filled_up(page):
@@ -114,7 +114,7 @@ def test_a_page_under_another_key(direct, failures, page_size):
 
 
 def test_a_page_of_another_format(direct, failures):
-    """Rows of the same size with other k_scales: nothing but the tag says so."""
+    """Rows of the same size with other k_scales: only the tag tells them apart."""
     first = direct("fp8", 64)
     filled(tier_of(first))
     assert put(first)
@@ -124,7 +124,7 @@ def test_a_page_of_another_format(direct, failures):
 
 
 def test_a_store_that_writes_nothing(direct, failures):
-    """It says that all is well; what a page held before was sealed under another key, or not at all."""
+    """It reports success; the page still has a checksum of another key, or none."""
     controller = direct("fp4", 64)
     filled(tier_of(controller))
     assert put(controller)
@@ -150,12 +150,12 @@ def test_a_failed_read_is_counted(direct, failures, caplog, whole_batches):
     assert np.array_equal(memory[[0, 5]], sealed[[3, 1]])
     assert failures() == {"page_read": 1}
     assert f"page {KEYS[2]} of the store, host slot {2 * 64}" in caplog.text
-    # All at once, and where that fails as a whole one by one, up to the bad page.
+    # One batch; if it fails as a whole, page by page up to the bad page.
     assert controller.storage_backend.calls == (4 if whole_batches else 1)
 
 
 def test_a_store_that_is_gone(direct, failures):
-    """Two attempts, however long the list."""
+    """Two attempts, whatever the length of the list."""
     controller = direct("fp4", 64)
     filled(tier_of(controller))
     assert put(controller)

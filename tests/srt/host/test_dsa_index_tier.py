@@ -1,8 +1,8 @@
-"""Index keys of models with sparse attention in a host tier: SGLang's own pool of them beside ours of rows.
+"""Index keys of models with sparse attention in a host tier: SGLang's own index-key pool beside our rows.
 
-SGLang's takes capacity, page size and label from ours, and moves pages by CUDA kernels that its branches
-choose by label and io backend. Here those kernels are played by memmove over the addresses that they are
-given (`kernels` of conftest.py), so what is chosen, and what it would move, is SGLang's.
+SGLang's pool takes capacity, page size and label from ours, and moves pages with CUDA kernels that it selects
+by label and io backend. memmove over the kernels' own addresses replaces them (`kernels` of conftest.py), so
+the tests cover SGLang's selection and the pages it would move.
 """
 
 import threading
@@ -68,7 +68,7 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
     guard(pool)
     for index in range(LAYERS):
         indexer.load_to_device_per_layer(pool, *lists, index, IO_BACKENDS[label])
-    assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]  # none for the layer without
+    assert kernels == [EXPECTED[label][0], *[EXPECTED[label][1]] * 2]  # none for layer 3, without index keys
     for index in (0, 2):
         assert np.array_equal(index_pages(pool)[index][[4, 1]], was[index][[4, 1]])
         assert (index_pages(pool)[index][[0, 2, 3]] == GUARD).all()
@@ -78,7 +78,7 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
 
 @pytest.mark.parametrize(("label", "io_backend"), [("page_first", "direct"), ("page_first_direct", "kernel")])
 def test_other_pairs_are_unknown_to_it(kernels, label, io_backend):
-    """Why the tier keeps the requested label: SGLang allows none of these pairs at start."""
+    """The reason why the tier keeps the requested label: SGLang refuses all of these pairs at start."""
     from sglang.srt.mem_cache.pool_host.dsa import make_dsa_indexer_pool_decl
 
     pool = dsa_pool("fp4", **BIG)
@@ -93,12 +93,12 @@ def test_other_pairs_are_unknown_to_it(kernels, label, io_backend):
         indexer.load_to_device_per_layer(pool, *lists, 0, io_backend)
 
 
-# -------------------------------------------------------------------- both, as SGLang assembles them
+# -------------------------------------------------------------------- rows and index keys together
 
 
 @pytest.fixture
 def stack_of(kernels, published, process_group):
-    """`stack_of(pool, label, drafts)`: what SGLang's own strategy for such pools builds, with our hooks."""
+    """`stack_of(pool, label, drafts)`: the pools that SGLang's strategy for DSA builds, with our hooks."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -148,7 +148,7 @@ def stack_of(kernels, published, process_group):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
-    """Through SGLang's queues, its lists for each pool and its submission, onto other pages."""
+    """Through SGLang's queues, its lists for each pool and its submission, to other pages."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
@@ -166,7 +166,7 @@ def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
     assert (sidecar.pool_name, sidecar.indices_from_pool) == (PoolName.INDEXER, PoolName.KV)
 
     def beside():
-        """As the tree passes it: SGLang fills in the lists of the rows."""
+        """The transfer of index keys as the tree passes it; SGLang fills in the lists of the rows."""
         return [PoolTransfer(name=PoolName.INDEXER, indices_from_pool=PoolName.KV)]
 
     controller = result.cache_controller
@@ -194,7 +194,7 @@ def test_rows_and_index_keys_travel_together(stack_of, kernels, layout, label):
 
 @pytest.mark.parametrize(("layout", "host"), [("bf16", "fp4"), ("fp8_block_scale", "fp4")])
 def test_index_keys_beside_a_narrower_tier(stack_of, layout, host):
-    """It holds more tokens in the same bytes, and so do the index keys."""
+    """A narrower tier holds more tokens in the same bytes, and the index-key pool follows."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     from sgl_kvpool.transfer.host_options import HostTierOptions

@@ -1,4 +1,4 @@
-"""The host tier of models with sparse attention: rows. Index keys beside them: test_dsa_index_tier.py."""
+"""Host tier rows of models with sparse attention; test_dsa_index_tier.py has the index keys."""
 
 import codec_oracle as oracle
 import numpy as np
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_reserve")
 
 PAGES = 5
 BIG = {"size": (PAGES - 1) * PAGE}
-#: The second layer takes over the top-k of the first, and has no index keys.
+#: The second layer reuses the first layer's top-k, and has no index keys.
 SHARED = {**BIG, "skip_topk_layers": [False, True, False]}
 IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct"}
 
@@ -48,7 +48,7 @@ def move(tier, name, host_pages, device_pages, layers=range(LAYERS)):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize(("layout", "rank", "rope"), CASES)
 def test_rows_there_and_back(layout, rank, rope, label):
-    """Bit for bit, of any content; index keys, other pages and the source stay as they are."""
+    """Bit for bit, whatever the content; index keys, other pages and the source stay unchanged."""
     pool = dsa_pool(layout, rank, rope, **SHARED)
     was, index_was = fill(pool)
     tier = host_pool(pool, label)
@@ -84,7 +84,7 @@ NARROWER = [
 
 @pytest.mark.parametrize(("layout", "host", "rank", "rope"), NARROWER)
 def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
-    """Each is what the codec makes of the other, through bf16; the oracle knows both."""
+    """Each row is the codec's conversion of the other one, through bf16; the oracle computes both."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     pool = dsa_pool(layout, rank, rope, options={"host_tier": HostTierOptions(layout=host)}, **BIG)
@@ -112,7 +112,7 @@ def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
 @pytest.mark.parametrize(
     ("layout", "host", "message"),
     [
-        # Where rope is missing, scaled rows are longer than raw ones.
+        # Without rope, scaled rows are longer than raw rows.
         (
             "fp8",
             "fp8_block_scale",
@@ -127,7 +127,7 @@ def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
     ],
 )
 def test_host_tiers_that_are_refused(layout, host, message):
-    """By the arguments' check too, which asks the same function."""
+    """The argument check refuses them too, with the same function."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     pool = dsa_pool(layout, 256, 0, options={"host_tier": HostTierOptions(layout=host)})
@@ -136,7 +136,7 @@ def test_host_tiers_that_are_refused(layout, host, message):
 
 
 def test_stored_pages_are_named_after_their_bytes():
-    """Dense pools pad 264 bytes to 272, and to no other page; equal rows have equal names."""
+    """Dense pools pad only rows of 264 bytes, to 272; equal rows have equal names."""
     from host_tier import device_pool
 
     def tag(pool):
@@ -151,7 +151,7 @@ def test_stored_pages_are_named_after_their_bytes():
 
 
 def test_checksums_tell_pages_apart():
-    """Of stores that copy: a page of a dense pool's rows is none of ours."""
+    """For stores with copies: a page of a dense pool's padded rows is refused."""
     from host_tier import device_pool
 
     from sgl_kvpool.srt.host.page_checksum import DamagedPage

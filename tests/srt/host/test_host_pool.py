@@ -1,4 +1,4 @@
-"""HierarchicalMLAHostPool: bytes there and back, SGLang's allocator, sizes, what stores see."""
+"""HierarchicalMLAHostPool: round trips, SGLang's slot allocator, sizes, the view of stores and peers."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def margins(monkeypatch):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize(("layout", "arrangement", "page_size"), CASES)
 def test_round_trip(margins, layout, arrangement, page_size, label):
-    """There and back, bit for bit; the source and every byte of other pages stay as they are."""
+    """Bit for bit; the source and every byte of other pages stay unchanged."""
     pool = device_pool(layout, arrangement, page_size)
     fill(pool)
     tier = host_pool(pool, label)
@@ -74,7 +74,7 @@ def test_round_trip(margins, layout, arrangement, page_size, label):
         back[[4, 1]] = before[layer][[1, 2]]
         assert np.array_equal(rows(pool)[layer], back)
     assert np.array_equal(host_bytes(tier), expected)
-    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # padding and the checksum's place
+    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # padding and the place of the checksum
     assert margins()
 
 
@@ -91,7 +91,7 @@ def test_layers_arrive_one_by_one(arrangement):
     assert (rows(pool)[0] == GUARD).all()
     assert np.array_equal(rows(pool)[1][[3, 1]], wanted[1][[3, 1]])
     assert (rows(pool)[2] == GUARD).all()
-    # A layer of another pipeline stage is nobody's here, as in SGLang's pool; a draft's has to be somebody's.
+    # Layers of another pipeline stage are ignored, as in SGLang's pool; draft layers must exist.
     load(tier, [1, 2], [3, 1], layers=[LAYERS])
     with pytest.raises(KeyError):
         tier.load_to_device_per_layer(
@@ -114,7 +114,7 @@ def test_lists_that_are_not_contiguous_in_memory():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_packed_drafts_travel_with_the_target(layout, arrangement):
-    """SGLang numbers their layers behind the target's, and keeps their rows behind its rows."""
+    """SGLang numbers draft layers behind the target's layers, and stores their rows behind its rows."""
     pool = device_pool(layout, arrangement)
     drafts = [device_pool(layout, layers=1, start_layer=0) for _ in range(2)]
     for seed, each in enumerate((pool, *drafts)):
@@ -210,7 +210,7 @@ def test_ratio_and_size_count_the_layouts_bytes(layout):
 
 
 def test_a_capacity_that_is_given_is_kept():
-    """As a draft's tier has as many slots as its target's."""
+    """A draft's tier is built with the capacity of its target's tier."""
     tier = host_pool(device_pool("fp8", layers=1), ratio=9, host_token_capacity=20, pool_label="draft")
     assert (tier.size, tier.page_num) == (20, 5)
 
@@ -223,7 +223,7 @@ def test_memory_is_plain_without_a_gpu():
     assert tier.kv_buffer is None
 
 
-# ------------------------------------------------------------------ what stores and peers see
+# ------------------------------------------------------------------ the view of stores and peers
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -261,7 +261,7 @@ def test_data_pages_are_the_pages_bytes(layout, page_size):
     assert np.array_equal(raw[: size_bytes - 16], page_memory(tier)[3, :-16])
     assert np.array_equal(raw[: tier.page_bytes], host_bytes(tier)[3].ravel())
     assert not raw[size_bytes:].any()
-    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # the checksum is the copy's alone
+    assert (page_memory(tier)[:, tier.page_bytes :] == GUARD).all()  # only the copy has a checksum
     into = tier.get_dummy_flat_data_page()
     assert (into.dtype, into.shape) == (page.dtype, page.shape)
 
@@ -271,7 +271,7 @@ def test_data_pages_are_the_pages_bytes(layout, page_size):
     tier.set_from_flat_data_page(page_size, into)
     assert np.array_equal(host_bytes(tier), expected)
 
-    # Stores that copy nothing read and write through a view.
+    # Stores without copies read and write through a view.
     view = tier.get_data_page(torch.tensor(2 * page_size), flat=False)
     assert view.nbytes == size_bytes
     view.view(torch.uint8).fill_(7)

@@ -21,13 +21,13 @@ def test_a_lost_backup_is_a_miss_of_both(hybrid_of, failures, monkeypatch, which
     model.check(longer, 0)
     assert failures()["load_pages"] == 1
     model.check(short, 4)
-    # Now the short prefix is on the device. The longer one is still a miss, and the request goes on from the
-    # short one: with that one's state, not with an empty one.
+    # Now the short prefix is on the device. The longer prefix is still a miss, and the request continues the
+    # short prefix with its state, not with an empty state.
     model.check(longer, 4)
     free = model.requests.mamba_allocator.available_size()
     model.check(longer, 4)
     assert model.requests.mamba_allocator.available_size() == free
-    # Computed again it is served from the device, until it leaves it.
+    # After recomputation the device serves it until it is evicted.
     model.put(longer)
     model.check(longer, 9)
     model.evict()
@@ -71,7 +71,7 @@ def test_host_slots_that_are_nobodys_are_a_miss_of_both(hybrid_of, failures, whi
 
 
 def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
-    """SGLang gives the rows' slots back; the request has the state of where it goes on from."""
+    """SGLang returns the rows' slots; the request has the state of the prefix that it continues."""
     model = hybrid_of()
     model.put(prompt(4))
     model.put(prompt(9))
@@ -86,7 +86,7 @@ def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
 
 @pytest.mark.parametrize("given", [[5, 5], [0], [7]])
 def test_device_slots_of_states_that_are_none(hybrid_of, failures, given):
-    """Of SGLang's allocator: slot 0 takes writes of padded tokens, a slot twice would get two owners."""
+    """Lists of SGLang's allocator: slot 0 takes writes of padded tokens, a repeated slot has two owners."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     model = hybrid_of()
@@ -107,7 +107,7 @@ def test_device_slots_of_states_that_are_none(hybrid_of, failures, given):
 
 
 def test_a_full_host_pool_of_states_backs_up_neither(hybrid_of):
-    """SGLang evicts other states of the host first; if none can go, the rows are not backed up either."""
+    """SGLang evicts other states of the host first; if it cannot, the rows are not backed up either."""
     model = hybrid_of(slots=8, tokens=64)
     rows, states = model.tiers
     taken = states.alloc(states.available_size())
@@ -181,7 +181,7 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
             model.evict(tokens=int(random.integers(0, 30)) * page_size, states=int(random.integers(0, 4)))
         for tokens in (prompts[random.integers(len(prompts))] for _ in range(3)):
             make_room(model, len(tokens))
-            model.check(shorter[tuple(tokens)] or tokens)  # which is on the device then, with its state
+            model.check(shorter[tuple(tokens)] or tokens)  # now on the device, with its state
             lengths.append(model.check(tokens))
             served += lengths[-1] > 0
     assert served > 20
@@ -190,7 +190,7 @@ def test_whatever_fails_in_whatever_order(hybrid_of, monkeypatch, page_size, tre
 
 
 def make_room(model, tokens):
-    """As SGLang before it computes or loads: what does not fit is pushed out, and no more."""
+    """Evict only what does not fit, as SGLang does before it computes or loads."""
     rows = tokens - model.cache.token_to_kv_pool_allocator.available_size()
     states = 3 - model.requests.mamba_allocator.available_size()
     if rows > 0 or states > 0:

@@ -1,4 +1,4 @@
-"""SGLang's `file` store under rows and states: a prefix comes back with its state, or is computed."""
+"""SGLang's `file` store under rows and states: a prefix is read with its state, or computed again."""
 
 import os
 import time
@@ -16,7 +16,7 @@ def store(tmp_path):
 
 
 def begin_fetch(model, tokens):
-    """Ask the store as the scheduler does for a waiting request; its handle."""
+    """Ask the store as the scheduler does for a waiting request; returns the request's handle."""
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 
     found = model.cache.match_prefix(MatchPrefixParams(key=model.key(tokens)))
@@ -30,7 +30,7 @@ def begin_fetch(model, tokens):
 
 
 def fetch(model, tokens):
-    """Ask the store, and wait for what it has."""
+    """Fetch a prompt from the store, and wait until the fetch ends."""
     handle = begin_fetch(model, tokens)
     until = time.monotonic() + 30
     while model.cache.has_ongoing_prefetch(handle) and time.monotonic() < until:
@@ -43,7 +43,7 @@ def fetch(model, tokens):
 
 
 def stored(model, *prompts):
-    """Compute prompts, and wait until the store has what it gets of them."""
+    """Compute prompts, and wait until their backups to the store end."""
     for tokens in prompts:
         model.put(tokens)
     until = time.monotonic() + 30
@@ -71,7 +71,7 @@ def test_a_restarted_server_finds_prefixes(hybrid_of, store, layout, kind, tree)
     fetch(again, longer)
     again.check(longer, 16)
     third = hybrid_of(layout, kind, page_size=4, store=store, tree=tree)
-    fetch(third, prompt(12))  # rows of twelve are there, a state of eight
+    fetch(third, prompt(12))  # the store has rows of 12 tokens, a state of 8
     third.check(prompt(12), 8)
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_state_is_a_miss_of_its_prefix(hybrid_of, store, failures, cha
 
 
 def test_a_state_that_is_not_there(hybrid_of, store, failures):
-    """SGLang looks for the longest prefix that has one."""
+    """SGLang looks for the longest prefix that has a state."""
     short, longer = prompt(8), prompt(16)
     stored(hybrid_of(page_size=4, store=store), short, longer)
     files(store, True)[-1].unlink()
@@ -164,7 +164,7 @@ def test_other_states_or_rows_are_other_pages(hybrid_of, store):
 
 
 def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
-    """Its rows are stored without it, and nobody finds them at that length."""
+    """Its rows are stored without the state, and never matched at that length."""
     model = hybrid_of(page_size=4, store=store)
 
     def full(key, value=None, *args):
@@ -183,7 +183,7 @@ def test_a_state_that_cannot_be_written(hybrid_of, store, failures):
 
 @pytest.mark.parametrize("name", ["_get_states", "_set_states"])
 def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
-    """SGLang brings as many of both. Others are refused: no state is moved under a key of another."""
+    """SGLang passes equally many keys and slots. Other lists are refused, so no state gets a wrong key."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     from sgl_kvpool.sglang_plugin.hooks import state_tier
@@ -201,14 +201,14 @@ def test_keys_and_slots_that_do_not_pair_up(hybrid_of, failures, name):
     assert sum(failures().values()) == 3
     given = PoolTransfer(PoolName.MAMBA, host_indices=tier.alloc(2), keys=["a", "b"])
     with tier.stored_under(dict(zip(given.host_indices.tolist(), given.keys, strict=True))):
-        tier.write_checksums(given.host_indices)  # as if the store had brought them
+        tier.write_checksums(given.host_indices)  # as if the store had written them
     assert io(tier, store, [given]) == {PoolName.MAMBA: [True, True]}
 
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 @pytest.mark.parametrize("part", ["_conv_", "_temporal"])
 def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failures, layout, part):
-    """NIXL keeps each part of a state in a file of its own; one checksum is over all of them."""
+    """NIXL keeps each part of a state in its own file; one checksum covers all parts."""
     pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
     short, longer = prompt(8), prompt(16)
 
@@ -234,7 +234,7 @@ def test_a_damaged_file_of_nixl_is_a_miss_of_its_state(hybrid_of, store, failure
 
 
 def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
-    """What Mooncake registers and reads: one buffer, and for each key of a component its address in it."""
+    """Mooncake registers and reads: one buffer, and an address in it per key and component."""
     model = hybrid_of("fp8", "three-convs")
     model.put(prompt(3))
     tier = model.tiers[1]
@@ -245,6 +245,6 @@ def test_stores_that_copy_nothing_are_shown_the_states(hybrid_of):
     read = np.concatenate([raw[a - begin : a - begin + n] for a, n in zip(addresses, sizes, strict=True)])
     state = model.state_of(prompt(3))
     assert np.array_equal(read[: len(state)], state)
-    # The last component takes padding and checksum with it.
+    # The last component includes the padding and the checksum.
     assert len(read) == tier.size_per_token == -(-(len(state) + 16) // 16) * 16
     assert int(used) * tier.size_per_token == addresses[0] - begin

@@ -1,6 +1,6 @@
 """SGLang's tree and controller over our rows and states: a request gets both of one prefix, or neither.
 
-Over both of SGLang's tree cores: the one in Rust is what servers have, the one in Python where it is absent.
+For both of SGLang's tree cores: servers use the Rust core, and the Python core where Rust is absent.
 """
 
 import itertools
@@ -20,7 +20,7 @@ def prompt(length, first=0):
 
 
 def break_backups(tier, patched):
-    """Engine and torch, for backups of one of the tiers."""
+    """Make backups of one tier fail, with the engine and with torch."""
     channels = tier._channels.to_host
     for channel in channels:
         patched.setattr(channel, "engine", Broken(channel.plan))
@@ -42,7 +42,7 @@ def test_prefixes_come_back_with_their_states(hybrid_of, layout, arrangement, tr
     for tokens in (longer, other, short):
         model.check(tokens, len(tokens))
     model.evict()
-    model.check(prompt(4) + prompt(3, 500), 4)  # a prompt that goes another way behind a prefix
+    model.check(prompt(4) + prompt(3, 500), 4)  # a prompt that diverges behind a prefix
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -61,7 +61,7 @@ def test_states_of_all_kinds_in_pages(hybrid_of, states, label):
 @pytest.mark.parametrize("drafts", [("hybrid",), ("plain",), ("hybrid", "hybrid")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_of_packed_drafts_come_back_too(hybrid_of, layout, drafts):
-    """Ring and Ling with MTP: SGLang lists the hybrid pool of a draft, whose states are the target's."""
+    """Ring and Ling with MTP: SGLang lists a draft's hybrid pool, which has the target's states."""
     model = hybrid_of(layout, drafts=drafts, arrangement="token_major")
     assert model.tiers[0].layer_num == len(model.row_layers()) == 2 + len(drafts)
     short, longer = prompt(4), prompt(9)
@@ -76,7 +76,7 @@ def test_rows_of_packed_drafts_come_back_too(hybrid_of, layout, drafts):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, label, drafts):
-    """Models with sparse attention, which SGLang serves in pages of 64."""
+    """Models with sparse attention, which SGLang serves with pages of 64 tokens."""
     model = hybrid_of(layout, page_size=64, label=label, sparse=True, drafts=drafts)
     assert len(model.index_layers()) == len(model.row_layers()) == 2 + len(drafts)
     short, longer, other = prompt(128), prompt(256), prompt(64, 900)
@@ -116,14 +116,14 @@ def test_states_alone_are_loaded_where_the_rows_never_left(hybrid_of):
     short, longer = prompt(4), prompt(9)
     model.put(short)
     model.put(longer)
-    model.evict(tokens=0, states=1)  # of the node that was used least recently; its rows have a child
+    model.evict(tokens=0, states=1)  # the state of the least recently used node, whose rows have a child
     model.check(short, 4)
     model.evict()
     model.check(longer, 9)
 
 
 def test_a_state_that_comes_after_its_rows_is_backed_up_alone(hybrid_of):
-    """Two prompts part in the middle of a node: the first half has rows on the host, and no state."""
+    """Two prompts part in the middle of a node: the first half has rows on the host, but no state."""
     model = hybrid_of()
     model.put(prompt(8))
     model.put(prompt(4) + prompt(4, 200))
@@ -135,7 +135,7 @@ def test_a_state_that_comes_after_its_rows_is_backed_up_alone(hybrid_of):
 
 
 def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
-    """The tree asks for two, interleaved by layers; engines would begin anew with each."""
+    """The tree lists both in one operation, so that engines do not start a transfer for each."""
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
     model = hybrid_of()
@@ -160,7 +160,7 @@ def test_one_transfer_of_states_for_the_node_and_the_request(hybrid_of):
 
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
-    """As many host slots per slot of the device, of rows and of states; together what was requested."""
+    """Rows and states get equally many host slots per device slot; together they take the requested bytes."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of("bf16", sizes={"hicache_size": 1}, host_tier=HostTierOptions(layout=host))
@@ -175,7 +175,7 @@ def test_gigabytes_are_split_by_the_bytes_of_the_host(hybrid_of, host):
 @pytest.mark.parametrize("host", ["same", "fp4"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse, host, drafts):
-    """All of it together is what was requested. An index key has 128 values of a byte and a float32."""
+    """All pools together take the requested bytes. An index key has 128 one-byte values and a float32."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     model = hybrid_of(
@@ -192,7 +192,7 @@ def test_gigabytes_are_for_index_keys_and_drafts_too(hybrid_of, kernels, sparse,
 
 @pytest.mark.parametrize("which", ["mla", "mamba"])
 def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
-    """Whichever of them does not fit."""
+    """The error names both, whichever does not fit."""
     from importlib import import_module
 
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
@@ -208,7 +208,7 @@ def test_too_little_memory_names_rows_and_states(hybrid_of, monkeypatch, which):
 
 
 def test_hybrids_whose_rows_are_sglangs_keep_its_host_pools(hybrid_of, monkeypatch):
-    """SGLang's pool of states, and its split of a size."""
+    """They keep SGLang's pool of states and its split of a size."""
     from hybrid_tier import state_pool
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

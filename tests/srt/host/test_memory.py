@@ -23,7 +23,7 @@ def test_a_ratio_that_does_not_fit(no_reserve):
 
 
 def test_sglangs_reserve_is_named(published, monkeypatch):
-    """Without the fixture that takes it away: a machine on which nothing else is free."""
+    """Without the fixture that removes the reserve: SGLang keeps all memory of this machine free."""
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 1 << 50)
@@ -32,7 +32,7 @@ def test_sglangs_reserve_is_named(published, monkeypatch):
 
 
 def test_what_sglang_keeps_free(published):
-    """The demo and the doctor ask without importing SGLang."""
+    """Our copy of SGLang's reserve, which the demo and the doctor read without importing SGLang."""
     from sglang.srt.mem_cache.pool_host import base
 
     from sgl_kvpool.transfer.host_options import KEPT_FREE_BYTES
@@ -80,12 +80,12 @@ def test_chunks_cover_everything_once_and_cut_no_page(pages, page_bytes, chunk_b
     assert all(size <= max(chunk_bytes, smallest) for _, size in chunks)
 
 
-#: What `torch.cuda.cudart()` returns where there is a driver; its enum and its texts need none.
+#: `torch.cuda.cudart()` returns this where there is a driver; its enum and messages need no driver.
 cudart_of_torch = torch._C._cudart
 
 
 class Cudart:
-    """Counts registrations as CUDA does, and fails at one it is told, or at all that are longer than told."""
+    """Counts registrations as CUDA does; fails at call `fail_at`, or if a chunk is longer than `longest`."""
 
     def __init__(self, fail_at=None, longest=None):
         self.fail_at, self.longest, self.registered, self.calls = fail_at, longest, {}, 0
@@ -125,7 +125,7 @@ def test_registered_in_chunks_and_unregistered_by_sglang(monkeypatch):
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 def test_a_chunk_that_fails_undoes_the_others(fail_at, failures, caplog):
-    """And shorter chunks are tried, whose boundaries no copy may cross."""
+    """Shorter chunks are tried then; no copy may cross a chunk boundary."""
     memory, page_bytes = buffer()
     cudart = Cudart(fail_at)
     chunks = pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes)
@@ -148,7 +148,7 @@ def test_no_chunk_is_short_enough(failures, caplog):
 
 
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
-    """And SGLang's `destroy` does not look for registrations."""
+    """SGLang's `destroy` then unregisters nothing."""
     cudart = Cudart(fail_at=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     tier = host_pool(device_pool("fp4"), pin_memory=True)

@@ -40,7 +40,7 @@ def files(folder):
     return {path.name[:1]: path for path in found if path.name[:64] in KEYS}
 
 
-#: Layers, too: 61 of fp4 are 396.5 times 4096 bytes, as DeepSeek-V3 has them.
+#: Includes DeepSeek-V3's 61 layers, whose fp4 page has 396.5 times 4096 bytes.
 NIXL_CASES = [
     *(pytest.param("fp4", io, 64, LAYERS, id=f"fp4-{io}") for io in (True, False)),
     *(pytest.param("fp8", io, 64, LAYERS, id=f"fp8-{io}") for io in (True, False)),
@@ -52,7 +52,7 @@ NIXL_CASES = [
 
 @pytest.mark.parametrize(("layout", "direct_io", "page_size", "layers"), NIXL_CASES)
 def test_nixl_round_trip(nixl_of, failures, layout, direct_io, page_size, layers):
-    """O_DIRECT is NIXL's default: pages of 3 layers of fp8 are copied by SGLang, those of fp4 are not."""
+    """O_DIRECT is NIXL's default: SGLang copies pages of 3 layers of fp8, but not pages of fp4."""
     build, folder = nixl_of
     first = build(layout, direct_io, page_size, layers)
     tier = tier_of(first)
@@ -99,7 +99,7 @@ def test_a_bad_nixl_file_is_a_miss(nixl_of, failures, layout, direct_io, damage)
 
 @pytest.mark.parametrize("ways", [(True, False), (False, True)])
 def test_nixl_files_of_the_other_mode(nixl_of, ways):
-    """With and without O_DIRECT a page of fp8 has other sizes under the same key: its bytes, or a miss."""
+    """With and without O_DIRECT, fp8 pages of a key have different sizes: a fetch gets the page or misses."""
     build, _ = nixl_of
     first = build("fp8", ways[0])
     was = filled(tier_of(first))

@@ -1,4 +1,4 @@
-"""Lists of slots against a search by hand, and checksums of pages."""
+"""Checks of slot lists against a brute-force search, and checksums of pages."""
 
 import math
 import threading
@@ -85,7 +85,7 @@ def test_nothing_else_is(page, data):
 
 
 def test_the_checksum_is_xxh3():
-    """Written down once more, so that stored pages stay readable by later releases."""
+    """A fixed value, so that later releases read pages that this one stored."""
     found = checksum(np.arange(200, dtype=np.uint8), "fp4", "k")
     seed = xxhash.xxh3_64_intdigest(b"3 1 fp4k")
     assert found == xxhash.xxh3_128(bytes(range(200)), seed=seed).digest()
@@ -94,7 +94,7 @@ def test_the_checksum_is_xxh3():
 
 @pytest.mark.parametrize("page_bytes", [600, 1 << 19])
 def test_the_first_damaged_of_several(page_bytes):
-    """On this thread and on several, which is decided by the size."""
+    """On one thread and on several; the size of the pages decides."""
     pages = np.random.default_rng(0).integers(0, 256, (9, page_bytes), dtype=np.uint8)
     keys = [str(n) for n in range(9)]
     write_checksums(list(pages), "tag", keys)
@@ -109,7 +109,7 @@ def test_the_first_damaged_of_several(page_bytes):
 
 
 def test_checksums_leave_the_interpreter_to_others():
-    """Another thread goes on while a page is read: SGLang's scheduler has the same interpreter."""
+    """Another thread runs while a page is read: SGLang's scheduler shares the interpreter."""
     page = np.zeros(1 << 30, dtype=np.uint8)
     turns, done = 0, threading.Event()
     thread = threading.Thread(target=lambda: (damage(page, "tag", "key"), done.set()))
@@ -144,10 +144,10 @@ def test_sizes_of_a_page(layers, page_size, row_bytes):
     ("layers", "row_bytes", "size_bytes"),
     [
         (3, 416, 81920),  # the demo's model: 2.6 %
-        (3, 576, 27 * 4096 + 64),  # 3.7 % would be too much
+        (3, 576, 27 * 4096 + 64),  # not aligned: 3.7 % is too much
         (61, 416, 397 * 4096),  # DeepSeek-V3: 396.5 times 4096
         (61, 656, 626 * 4096),
-        (61, 1152, 1099 * 4096),  # aligned without a checksum, so that it gains a whole 4096
+        (61, 1152, 1099 * 4096),  # already aligned, so the checksum adds a whole 4096
     ],
 )
 def test_sizes_of_known_models(layers, row_bytes, size_bytes):

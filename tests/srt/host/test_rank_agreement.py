@@ -1,4 +1,4 @@
-"""A fault of one rank is a miss on all that schedule the same requests: two processes, see two_ranks.py."""
+"""A fault of one rank is a miss on all ranks that schedule the same requests: two processes, two_ranks.py."""
 
 import pytest
 import rank_processes
@@ -9,12 +9,12 @@ LONG, LESS = len(LONGER), len(SHORT)
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """`seen[case]`: what each rank saw."""
+    """`seen[case]`: the results of both ranks."""
     return rank_processes.run("two_ranks.py", RANKS, tmp_path_factory.mktemp("ranks"), CASES)
 
 
 def agreed(ranks):
-    """What both found, and have left; what each of them counted."""
+    """Lengths that both ranks found and the failures that each counted; no load may be left in the queue."""
     one, other = ({k: v for k, v in rank.items() if k != "failures"} for rank in ranks)
     assert one == other
     assert one["queued"] == 0
@@ -25,7 +25,7 @@ def test_what_no_rank_lost_is_loaded_on_both(seen):
     assert agreed(seen["nothing"]) == ([LONG, LESS], {}, {})
 
 
-#: Lost: a miss, the shorter prefix, a miss beside that one on the device, and a hit on the device at last.
+#: Lengths after a loss: a miss, the shorter prefix, again only the shorter, a hit after recomputation.
 AFTER_A_LOSS = [0, LESS, LESS, LONG]
 ITS_OWN_LOSS = {"backup": 1, "backup_lost": 1, "load_pages": 2}
 
@@ -36,7 +36,7 @@ def test_a_backup_that_one_rank_lost_is_a_miss_on_both(seen, case):
 
 
 def test_ranks_with_other_requests_are_not_asked(seen):
-    """DP attention: what one of them loads is nothing to the other."""
+    """DP attention: ranks load independently."""
     one, other = seen["lost-rows-data"]
     assert (one["lengths"], one["failures"]) == ([LONG, LESS, LONG, LONG], {})
     assert (other["lengths"], other["failures"]) == (AFTER_A_LOSS, ITS_OWN_LOSS)
@@ -56,14 +56,14 @@ def test_slots_of_one_allocator_that_are_none_are_given_back_by_neither(seen):
 
 @pytest.mark.parametrize(("which", "kind"), [("rows", "page_read"), ("states", "page_checksum")])
 def test_what_one_rank_cannot_read_of_a_store_is_a_miss_on_both(seen, which, kind):
-    """SGLang agrees on what was fetched (`_reduce_prefetch_ack`), if our hooks count rightly on each."""
+    """SGLang agrees on the fetched pages (`_reduce_prefetch_ack`), if our hooks count right on each rank."""
     lengths, one, other = agreed(seen[f"unreadable-{which}"])
     assert lengths == [0, LESS]
     assert (one, other) == ({}, {kind: 1})
 
 
 def test_pipeline_stages_cannot_agree_and_end(seen):
-    """The first has loaded by the time that the second finds out."""
+    """The first stage has already loaded when the second stage finds the loss."""
     first, second = seen["lost-in-the-second-stage"]
     assert first["lengths"] == [LONG]
     (error,) = second["lengths"]

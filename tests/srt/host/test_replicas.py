@@ -1,6 +1,6 @@
-"""Ranks of one server: what SGLang shares between them because MLA rows are the same on every rank.
+"""Ranks of one server: SGLang shares pages between them because MLA rows are the same on every rank.
 
-SGLang's own controllers and its `file` store, one for each rank as its process would build them.
+Uses SGLang's own controllers and its `file` store, one per rank as its process would build them.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from host_tier import (
 
 KEYS = [f"{n}" * 64 for n in range(4)]
 PAGE_SIZE = 4
-CHUNK_TOKENS = 2  # of all layers, so 6 rows of one
+CHUNK_TOKENS = 2  # tokens of all layers: 6 rows of one layer
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def files(store):
 
 
 def stored(controller, keys, pages):
-    """Back up pages of the pool, then store them, on SGLang's threads; how many tokens it says are done."""
+    """Back up pages of the pool, then store them, on SGLang's threads; returns SGLang's completed tokens."""
     host_slots = controller.write(slots(pages, PAGE_SIZE))
     for ack in controller.ack_write_queue:
         ack.finish_event.synchronize()
@@ -95,7 +95,7 @@ def test_rank_0_writes_and_every_rank_reads(controller_of, store, layout, label)
 
 
 def test_host_pages_of_ranks_are_equal(controller_of, store):
-    """Each rank keeps its own copy on the host: `tp_size` times the memory of one."""
+    """Each rank keeps its own copy on the host, so the ranks use `tp_size` times the memory of one."""
     images = []
     for rank in (0, 1):
         fill(pool := device_pool("fp4", pages=9), seed=7)
@@ -117,7 +117,7 @@ def test_servers_of_other_tensor_parallel_sizes_share_a_store(controller_of, sto
 
 
 def test_stages_of_a_pipeline_have_names_of_their_own(controller_of, store):
-    """Other layers: both write, and neither reads the other's pages."""
+    """The stages have different layers: both write, and neither reads the other's pages."""
     stages = []
     for rank in (0, 1):
         fill(pool := device_pool("fp4", pages=9, start_layer=START + rank * LAYERS), seed=rank)
@@ -140,10 +140,10 @@ def test_stages_of_a_pipeline_have_names_of_their_own(controller_of, store):
 
 @pytest.fixture
 def broadcasters(process_group, published):
-    """`broadcasters(source, target)`: SGLang's class of two ranks, with what its constructor sets.
+    """`broadcasters(source, target)`: SGLang's class for two ranks, with the attributes of its constructor.
 
-    The constructor's NCCL group is a gloo group of this process, whose broadcast leaves the buffer as it is;
-    both ranks share the buffer.
+    A gloo group of this process replaces the NCCL group: its broadcast leaves the buffer unchanged, and both
+    ranks share the buffer.
     """
     from sglang.srt.mem_cache.mla_host_dedup import MLAHostDedupBroadcaster
 
@@ -164,14 +164,14 @@ def broadcasters(process_group, published):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sglangs_broadcast_of_loaded_rows(broadcasters, layout):
-    """It indexes a layer by slot: whole rows of any layout, for pools as SGLang arranges them."""
+    """It indexes a layer by slot, so it copies whole rows of any layout in layer-major pools."""
     source, target = (device_pool(layout, page_size=PAGE_SIZE) for _ in range(2))
     fill(source, seed=5)
     for buffer in memory(target):
         buffer[...] = GUARD
-    pages = [3, 1, 4], [2, 4, 1]  # each rank's own, of the same tokens
+    pages = [3, 1, 4], [2, 4, 1]  # pages of each rank for the same tokens
     ranks = list(broadcasters(source, target))
-    rows_at_once = LAYERS * CHUNK_TOKENS  # so that a chunk of the one rank is there when the other looks
+    rows_at_once = LAYERS * CHUNK_TOKENS  # one chunk: the target reads it right after the source
     for layer in range(LAYERS):
         for start in range(0, len(pages[0]) * PAGE_SIZE, rows_at_once):
             for rank, own in zip(ranks, pages, strict=True):
@@ -184,7 +184,7 @@ def test_sglangs_broadcast_of_loaded_rows(broadcasters, layout):
 
 
 def test_it_would_take_other_rows_of_a_page_major_pool():
-    """Which is why it is refused: SGLang reaches it with `--enable-linker-mla-dedup` alone."""
+    """Refused for this reason; SGLang uses it only with `--enable-linker-mla-dedup`."""
     from sglang.srt.mem_cache import mla_host_dedup
 
     from sgl_kvpool.sglang_plugin.rules.features import LAYOUT_FEATURES

@@ -8,17 +8,17 @@ from sharing_ranks import RANKS
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """`seen[case]`: what each rank saw, in order."""
+    """`seen[case]`: the results of the ranks, in order."""
     return rank_processes.run("self_check_ranks.py", RANKS, tmp_path_factory.mktemp("self-check"), CASES)
 
 
 @pytest.mark.parametrize("case", ["fp4", "narrower", "pages-of-1"])
 def test_all_ranks_pass_and_leave_the_tier_as_it_was(seen, case):
-    """A page more than there are ranks, so that each stores one."""
+    """The check uses one page more than there are ranks, so that each rank stores a page."""
     assert [rank["found"] for rank in seen[case]] == [f"{RANKS + 1} pages to the host tier and back"] * RANKS
     assert all(rank["same"] for rank in seen[case])
     assert all(rank["failures"] == {} for rank in seen[case])
-    assert len({rank["digest"] for rank in seen[case]}) == 1  # the allocators have done the same
+    assert len({rank["digest"] for rank in seen[case]}) == 1  # all allocators did the same operations
 
 
 @pytest.mark.parametrize("broken", range(RANKS))

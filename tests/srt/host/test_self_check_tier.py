@@ -21,12 +21,12 @@ def tier_of(controller):
 
 
 def alone(good):
-    """The agreement of a server of one rank."""
+    """The agreement among ranks on a server with one rank."""
     return good
 
 
 class Left:
-    """What a check has to leave as it was."""
+    """The state that a check must leave unchanged."""
 
     def __init__(self, controller, pool):
         self.controller, self.tier, self.pool = controller, tier_of(controller), pool
@@ -100,7 +100,7 @@ def difference(controller):
     left = Left(controller, controller.mem_pool_host.anchor_entry.device_pool)
     with pytest.raises(Difference) as found:
         check_tier(controller, alone)
-    assert left.now()[1] == left.before[1]  # slots are given back all the same
+    assert left.now()[1] == left.before[1]  # slots are returned nevertheless
     return str(found.value)
 
 
@@ -180,7 +180,7 @@ def test_a_conversion_with_k_scales_of_other_layers(controller_of, monkeypatch):
 
 
 def test_a_backup_that_fails(controller_of, monkeypatch, failures):
-    """It is no exception: SGLang goes on, and the pages count as lost."""
+    """There is no exception: SGLang goes on, and the pages count as lost."""
     controller = controller_of(device_pool("fp4", pages=9))
     for channel in tier_of(controller)._channels.to_host:
         monkeypatch.setattr(channel, "run", lambda *args: 1 / 0)
@@ -196,7 +196,7 @@ def test_a_controller_that_refuses(controller_of, monkeypatch):
 
 
 def test_an_sglang_whose_controller_takes_other_arguments(controller_of, monkeypatch):
-    """No difference, but no success either; slots and bytes are as they were."""
+    """The check reports neither a difference nor success; slots and bytes are unchanged."""
     from sgl_kvpool.srt.self_check import check_tier
 
     pool = device_pool("fp4", pages=9)
@@ -209,7 +209,7 @@ def test_an_sglang_whose_controller_takes_other_arguments(controller_of, monkeyp
 
 
 def test_another_rank_that_fails(controller_of):
-    """Ranks agree behind every step; this one has found nothing."""
+    """Ranks agree after every step; this rank has found no difference."""
     from sgl_kvpool.srt.self_check import Difference, check_tier
 
     pool = device_pool("fp4", pages=9)

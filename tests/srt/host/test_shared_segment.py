@@ -1,4 +1,4 @@
-"""Memory that processes share, who of them is lost pages' owner, and what their allocators have done."""
+"""Memory that processes share, flags of lost pages, and the log of the ranks' allocators."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks)
 from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.shared_segment import SharedSegment
 """
-#: A rank that ends while others still talk to it makes gloo abort them.
+#: If a rank ends while others still communicate with it, gloo aborts them.
 EPILOGUE = """
 dist.barrier()
 dist.destroy_process_group()
@@ -33,7 +33,7 @@ dist.destroy_process_group()
 
 
 def run(folder, code, ranks=RANKS):
-    """Statuses and outputs of that many processes with this code."""
+    """Statuses and outputs of `ranks` processes that run this code."""
     command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(code) + EPILOGUE]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -52,7 +52,7 @@ def run(folder, code, ranks=RANKS):
 
 
 def test_every_rank_sees_what_any_of_them_writes(tmp_path):
-    """Also with a size that no page of the system and no number of ranks divides."""
+    """Also with a size that is not a multiple of the system's page or of the number of ranks."""
     statuses, printed = run(
         tmp_path,
         """
@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
 
 
 def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
-    """Which else wait for it. Ranks 0 and 1 are on one machine, rank 2 on another."""
+    """They would wait for it otherwise. Ranks 0 and 1 are on one machine, rank 2 on another."""
     statuses, printed = run(
         tmp_path,
         """
@@ -119,7 +119,7 @@ def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
 
 
 def test_a_system_that_does_not_tell_its_machines_apart(monkeypatch, tmp_path):
-    """Some sandboxes have no such file in /proc."""
+    """Some sandboxes lack the file in /proc."""
     from sgl_kvpool.srt.host import node_ranks
 
     monkeypatch.setattr(node_ranks, "_BOOT_ID", tmp_path / "boot_id")
@@ -142,7 +142,7 @@ def test_no_memory_is_left_when_all_were_killed(tmp_path):
 
 
 def shared_bytes():
-    """Of the machine."""
+    """Bytes of shared memory of the whole machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
 
@@ -164,7 +164,7 @@ def test_a_rank_cannot_clear_what_another_one_lost():
         rank.close()
         assert rank.of(np.arange(10)).all()
         assert rank.any(1)
-        # What was to be loaded before.
+        # Flags of pages that were to be loaded before.
         assert [rank.any_flagged(page) for page in (1, 5)] == [False, True]
     ranks[0].set(slice(None), False)
     assert ranks[0].of(np.arange(10)).all()
@@ -172,7 +172,7 @@ def test_a_rank_cannot_clear_what_another_one_lost():
 
 @pytest.mark.parametrize("page_size", [1, 2, 61])
 def test_ranks_divide_a_backup(page_size):
-    """Pages of the host with their device pages, whose list may be on a GPU; each page to one rank."""
+    """Each host page goes to one rank with its device page; the device list may be on a GPU."""
     from sgl_kvpool.srt.host.node_ranks import NodeRanks
     from sgl_kvpool.srt.host.shared_tier import SharedTier
     from sgl_kvpool.transfer.slots import DevicePages

@@ -10,18 +10,18 @@ ALL = [len(SHORT), len(LONGER), len(OTHER)]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """`seen[case]`: what each rank saw, in order."""
+    """`seen[case]`: the results of the ranks, in order."""
     return rank_processes.run("sharing_ranks.py", RANKS, tmp_path_factory.mktemp("sharing"), CASES)
 
 
 def agreed(ranks):
-    """The lengths that all of them found, and what each of them counted."""
+    """The lengths, which must be equal on all ranks, and the failures that each rank counted."""
     lengths = [rank["lengths"] for rank in ranks]
     assert lengths == [lengths[0]] * RANKS
     return lengths[0], [rank["failures"] for rank in ranks]
 
 
-#: Cases of `there_and_back` -> bytes of a row on the device and on the host, and the page size.
+#: Cases of `there_and_back` -> row bytes on the device and on the host, and page size.
 THERE_AND_BACK = {
     **{case: (ROW_BYTES[case.rpartition("-")[0]],) * 2 + (PAGE_SIZE,) for case in CASES if "_major" in case},
     **{f"{wide}-on-{narrow}": (ROW_BYTES[wide], ROW_BYTES[narrow], PAGE_SIZE)
@@ -40,18 +40,18 @@ def drafts_of(case):
 
 @pytest.mark.parametrize("case", THERE_AND_BACK)
 def test_every_rank_stores_its_pages_and_all_load_from_the_one_copy(seen, case):
-    """The bytes are compared in each of the processes."""
+    """Each process compares the bytes."""
     wide, narrow, page_size = THERE_AND_BACK[case]
     lengths, failures = agreed(seen[case])
     assert lengths == [*ALL, *reversed(ALL)]
     assert failures == [{}] * RANKS
-    # LONGER goes on from SHORT, so that both have its pages.
+    # LONGER extends SHORT, so its pages include SHORT's.
     pages = (len(LONGER) + len(OTHER)) // page_size
-    # Rows of target and drafts alike.
+    # The target and each draft store the same pages.
     for rank, found in enumerate(seen[case]):
         assert found["kept"] == [list(range(rank, pages, RANKS))] * (1 + drafts_of(case))
-    # --hicache-ratio 1: each rank's part has the bytes of its pool. One page more is SGLang's padding.
-    # The ratio is that of the target's bytes, as in SGLang, whose drafts add theirs to each page.
+    # --hicache-ratio 1: each rank's part has the bytes of its pool; SGLang adds one page.
+    # As in SGLang, the ratio counts the target's bytes, and drafts add their rows to each page.
     in_bytes = RANKS * TOKENS * wide // narrow
     for rank in seen[case]:
         assert rank["alone"] == TOKENS
@@ -76,7 +76,7 @@ def test_what_one_rank_lost_is_a_miss_on_all(seen, rank):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_page_whose_drafts_rows_one_rank_lost_is_a_miss_on_all(seen, rank):
-    """The target's rows in it were stored well."""
+    """The target's rows of that page were stored."""
     lengths, failures = agreed(seen[f"lost-draft-{rank}"])
     assert lengths == [0, len(SHORT), len(LONGER), len(OTHER)]
     lost = {"backup": 1, "backup_lost": 1}
@@ -85,7 +85,7 @@ def test_a_page_whose_drafts_rows_one_rank_lost_is_a_miss_on_all(seen, rank):
 
 @pytest.mark.parametrize("kind", ["rows", "heads"])
 def test_a_draft_with_a_host_pool_of_its_own_is_refused(seen, kind):
-    """Before it takes memory; the launcher chooses sharing only where SGLang does not come here."""
+    """Refused before it allocates; the launcher chooses sharing only where SGLang builds no such pool."""
     case = f"own-draft-{kind}"
     assert agreed(seen[case]) == ([len(LONGER)], [{}] * RANKS)
     for found in seen[case]:
@@ -96,7 +96,7 @@ def test_a_draft_with_a_host_pool_of_its_own_is_refused(seen, kind):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
-    """So that all allocate alike: the tier goes on."""
+    """All ranks refuse it, so that their allocators stay equal, and the tier goes on."""
     lengths, failures = agreed(seen[f"refused-{rank}"])
     assert lengths == [0, len(OTHER)]
     assert failures == [{"backup_pages": 1}] * RANKS
@@ -106,7 +106,7 @@ def test_a_backup_that_one_rank_refuses_is_made_by_none(seen, rank):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
-    """Before a copy is submitted: no rank serves a byte of it afterwards, also of what was stored well."""
+    """The tier ends before a copy is submitted; then no rank serves any page, not even one stored before."""
     case = f"moved-{rank}"
     lengths, failures = agreed(seen[case])
     assert lengths == [0, 0, 0]
@@ -121,7 +121,7 @@ def test_ranks_that_give_out_other_pages_end_the_tier(seen, rank):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_would_load_other_pages_end_the_tier(seen, rank):
-    """All of which are allocated and were stored well, so that nothing but the lists tells."""
+    """All these pages are allocated and were stored, so only the lists differ."""
     case = f"other-list-{rank}"
     lengths, failures = agreed(seen[case])
     assert lengths == [len(OTHER), 0, 0]
@@ -132,7 +132,7 @@ def test_ranks_that_would_load_other_pages_end_the_tier(seen, rank):
 
 
 def test_no_request_changes_ranks_that_share_a_tier_to_write_back(seen):
-    """SGLang takes the policy with a request to attach a store, and where the store is attached already."""
+    """SGLang takes the policy from a request to attach a store, even if a store is already attached."""
     lengths, failures = agreed(seen["write-back-later"])
     assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
     for found in seen["write-back-later"]:
@@ -144,7 +144,7 @@ def test_no_request_changes_ranks_that_share_a_tier_to_write_back(seen):
 
 
 def test_pages_of_an_aborted_request_are_not_reused_while_the_first_rank_reads_into_them(seen):
-    """The others have long finished. Also: a store that is detached and attached again finds its pages."""
+    """The other ranks finished long before. A store that is detached and attached again finds its pages."""
     lengths, failures = agreed(seen["aborted"])
     assert lengths == [16] * 8 + [len(LONGER)]
     assert failures == [{}] * RANKS
@@ -153,7 +153,7 @@ def test_pages_of_an_aborted_request_are_not_reused_while_the_first_rank_reads_i
 
 
 def test_each_machine_has_a_copy(seen):
-    """Two ranks on one machine and one on another, whose own tier is as large."""
+    """Two ranks on one machine and one rank on another, whose own tier has the same size."""
     lengths, failures = agreed(seen["machines"])
     assert (lengths, failures) == ([*ALL, *reversed(ALL)], [{}] * RANKS)
     pages = range((len(LONGER) + len(OTHER)) // PAGE_SIZE)
@@ -170,7 +170,7 @@ def test_the_first_rank_of_each_machine_reads_the_store(seen):
 
 
 def test_ranks_of_another_machine_are_named(seen):
-    """Those of a machine may agree among themselves."""
+    """The two ranks of the other machine agree with each other."""
     _, failures = agreed(seen["machines-moved"])
     assert all(found["tier_disagreement"] == 1 for found in failures)
     details = {found["detail"] for found in seen["machines-moved"]}
@@ -180,7 +180,7 @@ def test_ranks_of_another_machine_are_named(seen):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_mixture_of_pressure_and_faults(seen, seed):
-    """Each of the processes compares the bytes of every hit; some are of the whole prompt, some of none."""
+    """Each process compares the bytes of every hit; some hits are whole prompts, some requests miss."""
     case = f"mixture-{seed}"
     lengths, failures = agreed(seen[case])
     assert lengths.count(0) < len(lengths)
@@ -194,7 +194,7 @@ def test_a_tier_that_was_flushed_goes_on(seen):
 
 
 def test_the_first_rank_reads_the_store_for_all(seen):
-    """A file that another one could not read costs nothing."""
+    """A file that another rank could not read does no harm."""
     lengths, failures = agreed(seen["store-2"])
     assert (lengths, failures) == ([len(LONGER)], [{}] * RANKS)
     pages = len(LONGER) // PAGE_SIZE
@@ -216,7 +216,7 @@ def test_what_the_first_rank_cannot_read_ends_the_prefix_on_all(seen):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_memory_that_one_rank_lacks_is_an_error_of_all(seen, rank):
-    """None of them allocates, so that none waits for the others."""
+    """No rank allocates, so no rank waits for the others."""
     errors = {found["error"] for found in seen[f"no-memory-{rank}"]}
     assert len(errors) == 1
     assert "a rank's part of the tier of 3 ranks needs" in errors.pop()

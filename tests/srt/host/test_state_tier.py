@@ -1,4 +1,4 @@
-"""HierarchicalStatePoolHost: bytes of states there and back, slots, what stores see, sizes, GPU engines."""
+"""HierarchicalStatePoolHost: round trips of states, slots, the view of stores, sizes, GPU engines."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("no_reserve")
 
 
 def stride_of(content_bytes):
-    """From a slot to the next: states, padding, 16 bytes of checksum; slots begin at multiples of 16."""
+    """Bytes from a slot to the next, a multiple of 16: states, padding, 16 bytes of checksum."""
     return -(-(content_bytes + 16) // 16) * 16
 
 
@@ -44,7 +44,7 @@ def move(tier, name, host, device, layers=3):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("kind", STATES)
 def test_states_there_and_back(kind, label):
-    """Bit for bit and slot by slot; other slots, padding and the source stay as they are."""
+    """Bit for bit and slot by slot; other slots, padding and the source stay unchanged."""
     pool = state_pool(kind)
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]
@@ -60,7 +60,7 @@ def test_states_there_and_back(kind, label):
     assert all(map(np.array_equal, state_tensors(pool), was))
 
     guard(pool)
-    move(tier, "load", [4, 7, 7], [1, 5, 2])  # one host slot for a node and for a request
+    move(tier, "load", [4, 7, 7], [1, 5, 2])  # host slot 7 goes to a node and to a request
     for part, before in zip(state_tensors(pool), was, strict=True):
         back = np.full_like(part, GUARD)
         back[:, [1, 5, 2]] = before[:, [3, 2, 2]]
@@ -69,7 +69,7 @@ def test_states_there_and_back(kind, label):
 
 
 def test_layer_by_layer():
-    """A layer's event says that its conv and ssm states are there; of later layers nothing was touched."""
+    """After a layer's event its conv and ssm states are loaded, and later layers are untouched."""
     pool = state_pool("three-convs")
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]
@@ -111,7 +111,7 @@ def test_rows_and_states_keep_out_of_each_other(layout):
 
 
 def test_convolutions_of_cpus_with_amx():
-    """SGLang keeps their axes in another order there: the same bytes of memory, under another name."""
+    """SGLang permutes their axes on such CPUs; the bytes of memory are stored under a different tag."""
     plain, pool = state_pool(), state_pool()
     conv = pool.mamba_cache.conv[0]
     conv.as_strided_(conv.size(), (conv.stride(0), conv.stride(1), 1, conv.size(2)))
@@ -131,7 +131,7 @@ def test_convolutions_of_cpus_with_amx():
 
 
 def test_packed_drafts_follow_the_target():
-    """As SGLang numbers them: behind the target's layers, in each part."""
+    """SGLang numbers their layers behind the target's, in each part."""
     pool, drafts = state_pool("odd"), [state_pool("odd", layers=[0]) for _ in range(2)]
     for seed, each in enumerate((pool, *drafts)):
         fill_states(each, seed)
@@ -195,7 +195,7 @@ def test_a_lost_slot_is_lost_until_it_is_written(failures, monkeypatch):
 
 
 def test_what_is_not_carried_is_refused(monkeypatch):
-    """Side states: no MLA model has them."""
+    """Side states, which no MLA model has."""
     from types import SimpleNamespace
 
     pool = state_pool()
@@ -227,9 +227,9 @@ def test_stores_get_the_order_of_sglang(kind):
     assert page.dtype == torch.uint8
     content = state_bytes(pool, 1)
     unpadded_bytes = stride_of(len(content))
-    assert len(page) == -(-unpadded_bytes // 4096) * 4096  # as stores with O_DIRECT want copies
+    assert len(page) == -(-unpadded_bytes // 4096) * 4096  # O_DIRECT needs multiples of 4096
     assert np.array_equal(page[: len(content)].numpy(), content)
-    assert (page[len(content) : unpadded_bytes - 16] == GUARD).all()  # as on the host, zeros in a server
+    assert (page[len(content) : unpadded_bytes - 16] == GUARD).all()  # from the host; zeros in a server
     assert not page[unpadded_bytes:].any()
     into = tier.get_dummy_flat_data_page()
     assert (into.dtype, into.shape) == (page.dtype, page.shape)
@@ -240,7 +240,7 @@ def test_stores_get_the_order_of_sglang(kind):
     addresses, sizes = tier.get_page_buffer_meta(torch.tensor([9, 2]))
     components = state_tensors(pool)
     assert len(addresses) == 2 * len(components)
-    # What Mooncake makes keys of: a temporal one unless there are no such states, then the convolutions'.
+    # Mooncake's keys: one for the temporal states if there are any, then one per convolution.
     assert len(components) == (tier.temporal_state_elem_size > 0) + len(tier.conv_buffer)
     wanted = [part[:, slot].tobytes() for slot in (1, 4) for part in components]
     found = [ctypes.string_at(a, size) for a, size in zip(addresses, sizes, strict=True)]
@@ -329,7 +329,7 @@ def test_sizes_by_ratio_and_by_gigabytes(monkeypatch, caplog):
 
 @pytest.mark.parametrize("host", ["same", "fp4"])
 def test_a_size_is_split_by_the_bytes_of_the_host(host):
-    """Not by those of the device, where rows of bf16 are 2.77 times as long."""
+    """Not by those of the device, whose bf16 rows are 2.77 times as long."""
     from sgl_kvpool.srt.host.tier_bytes import TierBytes
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
@@ -352,7 +352,7 @@ def test_a_size_is_split_by_the_bytes_of_the_host(host):
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("slot_bytes", [1 << 20, 4096])
 def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, nothing_left_out):
-    """Through page buffers that hold a slot of states, and through those that hold a few parts."""
+    """Through page buffers that hold a whole slot of states, and through smaller ones for a few parts."""
     from emulated import calls, tools
 
     from sgl_kvpool.transfer import page_buffer
@@ -368,7 +368,7 @@ def test_engines_of_gpus_move_states(engine, kind, slot_bytes, monkeypatch, noth
     staged = page_buffer.staged_state_bytes(tier.page_bytes, tier._view.largest_part_bytes)
     assert staged <= max(slot_bytes, tier._view.largest_part_bytes)
     there, here = np.array([7, 0, 4]), DevicePages(torch.tensor([2, 6, 3]), 1)
-    store = GPU_ENGINES[engine](channel.plan, tools(staged), True)  # kept: its steps are only enqueued
+    store = GPU_ENGINES[engine](channel.plan, tools(staged), True)  # keep it: its steps are only enqueued
     store.copy(here, there)
     calls().play(1)
     expected = np.full_like(host_bytes(tier), GUARD)

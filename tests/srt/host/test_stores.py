@@ -1,4 +1,4 @@
-"""SGLang's `file` store under our host tier: restarts, other layouts, and files that went bad."""
+"""SGLang's `file` store under our host tier: restarts, other layouts, and damaged files."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def tier_of(controller):
 
 
 def filled(controller, seed=3):
-    """Other bytes in every host page; returns them."""
+    """Fill every host page with random bytes; returns them."""
     pages = host_bytes(tier_of(controller))
     pages[...] = np.random.default_rng(seed).integers(0, 256, pages.shape, dtype=np.uint8)
     return pages.copy()
@@ -57,7 +57,7 @@ class Operation:
 
 
 def get(controller, pages=(0, 5, 2, 6), keys=None):
-    """Fetch pages as SGLang's prefetch thread does; how many came, and the host memory then."""
+    """Fetch pages as SGLang's prefetch thread does; returns the number of pages and the host memory."""
     host_bytes(tier_of(controller))[...] = GUARD
     hits = controller._generic_page_get(Operation(), keys or KEYS, slots(pages, PAGE_SIZE))
     return hits, host_bytes(tier_of(controller))
@@ -71,7 +71,7 @@ def files(store):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_restarted_server_finds_its_pages(controller_of, store, layout, label):
-    """Whatever the arrangement: the pages are the same."""
+    """Pages do not depend on the arrangement."""
     wanted = filled(first := controller_of(device_pool(layout, pages=9), label, store))
     assert put(first)
     for arrangement in ARRANGEMENTS:
@@ -95,7 +95,7 @@ def test_another_layout_misses(controller_of, store, layout):
 
 
 def test_the_threads_of_sglang_store_and_fetch(controller_of, store):
-    """Its queues, its threads: what a server does."""
+    """Through SGLang's own queues and threads, as in a server."""
     first = controller_of(device_pool("fp4", pages=9), store=store)
     wanted = filled(first)
     first.write_storage(slots([2, 7], PAGE_SIZE), list(range(8)), hash_value=KEYS[:2])
@@ -103,7 +103,7 @@ def test_the_threads_of_sglang_store_and_fetch(controller_of, store):
 
     again = controller_of(device_pool("fp4", pages=9), store=store)
     operation = again.prefetch(_handle(), list(range(100, 108)))
-    # The hashes that SGLang makes of the tokens are not KEYS: a miss, on its own thread.
+    # SGLang's hashes of the tokens are not KEYS, so its own thread finds nothing.
     assert again.prefetch_hit_queue.get(timeout=20).storage_hit_count == 0
     operation.hash_value, operation.host_indices = KEYS[:2], slots([1, 3], PAGE_SIZE)
     host_bytes(tier_of(again))[...] = GUARD
@@ -141,7 +141,7 @@ def flip_a_bit(path, others):
 
 
 def _size_bytes(path):
-    """Of the page in a file of LAYERS layers, whose copy is longer."""
+    """Bytes of the page in a file of LAYERS layers; the file is longer."""
     (layout,) = (name for name in ("bf16", "fp4") if f"-{name}-" in path.name)
     return stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout])
 
@@ -198,7 +198,7 @@ DAMAGE = {
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_a_bad_file_is_a_miss(controller_of, store, failures, caplog, damage, layout):
-    """Pages before it are served, nothing of it or behind it is, and the next fetch works."""
+    """Pages before it are served, the damaged page and later pages are not, and the next fetch works."""
     first = controller_of(device_pool(layout, pages=9), store=store)
     wanted = filled(first)
     assert put(first)
@@ -217,7 +217,7 @@ def test_a_bad_file_is_a_miss(controller_of, store, failures, caplog, damage, la
 
 
 def test_a_store_that_fails_once(controller_of, store, failures, caplog):
-    """Everything is served in the end, and whoever keeps the disk hears of it."""
+    """All pages are served, and the log reports the failure."""
     controller = controller_of(device_pool("fp8", pages=9), store=store)
     wanted, backend = filled(controller), controller.storage_backend
     assert put(controller)
@@ -238,7 +238,7 @@ def test_a_store_that_fails_once(controller_of, store, failures, caplog):
 
 
 def test_a_page_of_another_format_under_our_name(controller_of, store, failures):
-    """bf16's and fp8_block_scale's pages have other sizes; here somebody pads one to fit."""
+    """bf16 and fp8_block_scale pages have different sizes; here one is padded to fit."""
     first = controller_of(device_pool("fp8", pages=9), store=store)
     filled(first)
     assert put(first, [1])
@@ -255,7 +255,7 @@ def test_a_page_of_another_format_under_our_name(controller_of, store, failures)
 
 
 def test_a_full_disk(controller_of, store, failures):
-    """The limit of a file's size stands in for it: writing fails part of the way, with a real error."""
+    """A limit on the file size replaces the full disk: writing fails part of the way, with a real error."""
     controller = controller_of(device_pool("bf16", pages=9), store=store)
     filled(controller)
     page_bytes = tier_of(controller).page_bytes
@@ -273,8 +273,8 @@ def test_a_full_disk(controller_of, store, failures):
 
 
 def test_a_folder_that_may_not_be_written(controller_of, failures, caplog):
-    """By a user who is not root: root may write everywhere."""
-    with tempfile.TemporaryDirectory() as store:  # tmp_path lies in folders that only their owner may enter
+    """Run as a user other than root, because root may write everywhere."""
+    with tempfile.TemporaryDirectory() as store:  # tmp_path is inside folders that only their owner may enter
         controller = controller_of(device_pool("fp4", pages=9), store=store)
         filled(controller)
         os.chmod(store, 0o555)
@@ -294,7 +294,7 @@ def test_a_folder_that_may_not_be_written(controller_of, failures, caplog):
 
 
 def test_a_lost_page_and_what_follows_are_not_stored(controller_of, store, failures):
-    """By SGLang's backup thread, which goes on."""
+    """SGLang's backup thread stops there, and goes on with later operations."""
     controller = controller_of(device_pool("fp4", pages=9), store=store)
     filled(controller)
     tier_of(controller)._lost.set(1, True)
@@ -311,7 +311,7 @@ def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, stor
     filled(controller)
 
     class Direct:
-        """A store without copies: it is given keys and slots, and asks the tier for addresses."""
+        """A store without copies: it receives keys and slots, and asks the tier for addresses."""
 
         def batch_set_v1(self, keys, host_indices, extra_info=None):
             shown.append((keys, tier_of(controller).get_page_buffer_meta(host_indices)[0]))
@@ -335,7 +335,7 @@ def test_a_lost_page_is_not_shown_to_stores_that_read_memory(controller_of, stor
 
 
 def test_a_draft_that_is_not_packed(controller_of, store):
-    """SGLang builds its tier beside the target's, and stores it with keys that we are not told."""
+    """SGLang builds its tier beside the target's, and stores its pages under keys unknown to our hooks."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 
@@ -360,7 +360,7 @@ def test_a_draft_that_is_not_packed(controller_of, store):
         return [PoolTransfer(PoolName.DRAFT, host_indices=slots(numbers, PAGE_SIZE), keys=KEYS[:2])]
 
     assert backend.batch_set_v2(transfer(3, 1)) == {PoolName.DRAFT: [True, True]}
-    # In SGLang's sizes: its stores address the pages of drafts by them.
+    # Page sizes are SGLang's, because its stores compute addresses of draft pages from them.
     assert {path.stat().st_size for path in store.glob("*.draft_*")} == {tier.page_bytes}
     pages[...] = GUARD
     assert backend.batch_get_v2(transfer(0, 2)) == {PoolName.DRAFT: [True, True]}

@@ -1,4 +1,4 @@
-"""A model as SGLang's tree sees it: prompts that are computed, pushed out and gone on from."""
+"""A model as SGLang's tree sees it: prompts are computed, evicted and continued."""
 
 from array import array
 
@@ -8,7 +8,7 @@ from host_tier import rows
 
 
 class Request:
-    """What SGLang's tree asks of one."""
+    """The attributes of a request that SGLang's tree reads."""
 
     def __init__(self, rid="r"):
         from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -19,7 +19,7 @@ class Request:
 
 
 class TreeModel:
-    """A tree with a host tier over pools of rows, as the scheduler uses it."""
+    """A tree with a host tier over row pools, used as the scheduler uses it."""
 
     def __init__(self, cache, pool, page_size):
         self.cache, self.pool, self.page_size = cache, pool, page_size
@@ -38,7 +38,7 @@ class TreeModel:
         return RadixKey(array("q", tokens))
 
     def put_rows(self, tokens):
-        """Rows behind what the tree has of a prompt; slots of the whole prompt, and how many it had."""
+        """Write rows behind the cached prefix of a prompt; returns its slots and the prefix length."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
@@ -52,7 +52,7 @@ class TreeModel:
         return torch.cat([had, new]), len(had)
 
     def row_bytes(self, slots):
-        """Rows in some slots, `[layers, tokens, row_bytes]`."""
+        """Rows of slots, `[layers, tokens, row_bytes]`."""
         return np.stack(
             [np.array(layer).reshape(-1, layer.shape[-1])[slots.numpy()] for layer in self.row_layers()]
         )
@@ -63,7 +63,7 @@ class TreeModel:
         self.cache.check_hicache_events()
 
     def go_on(self, tokens, request, **asked):
-        """Slots of what a request for these tokens goes on from, loaded as the scheduler does."""
+        """Slots of the prefix that a request for these tokens continues, loaded as the scheduler does."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens), **asked))

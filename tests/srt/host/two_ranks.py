@@ -1,8 +1,8 @@
 """One of two processes that are the ranks of a server: SGLang's tree, controller and store in each.
 
 `python two_ranks.py RANK FOLDER`, with pytest's path, goes through the cases below together with the other
-rank, over gloo, and writes what it saw. Faults befall rank 1 alone. A rank that waits for the other in vain
-ends after a minute.
+rank, over gloo, and writes the results. Faults happen on rank 1 only. A rank that waits for the other in
+vain ends after a minute.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ RANKS = 2
 
 
 class Rank:
-    """This process."""
+    """This process, one rank of the server."""
 
     def __init__(self, rank, folder):
         self.rank, self.folder = rank, folder
@@ -33,7 +33,7 @@ class Rank:
         both = dist.group.WORLD
         alone = [dist.new_group([one]) for one in range(RANKS)][rank]
         names = ("tp_cache_group", "attn_tp_cache_group", "attn_cp_cache_group", "pp_cache_group")
-        #: What SGLang gives a tree for its ranks (`kv_cache_builder.py:402`).
+        #: Process groups that SGLang passes to a tree (`kv_cache_builder.py:402`).
         self.groups = {
             # --tp-size 2
             "tensor": dict(zip(names, (both, both, alone, alone), strict=True)),
@@ -45,7 +45,7 @@ class Rank:
             "pipeline": {
                 **dict(zip(names, (alone, alone, alone, both), strict=True)), "pp_rank": rank, "pp_size": 2,
             },
-            # A tree that is told of no groups for attention.
+            # A tree that gets no attention groups.
             "tensor-alone": {"tp_cache_group": both},
         }  # fmt: skip
 
@@ -78,7 +78,7 @@ class Rank:
             model.put(tokens)
 
     def run(self, case):
-        """What a case left behind on this rank."""
+        """The results of a case on this rank."""
         from sgl_kvpool import metrics
 
         failures = Counter()
@@ -96,8 +96,7 @@ class Rank:
         }  # fmt: skip
 
 
-# Each gives the lengths that were found of some prompts, one after the other, with the model. `Model.check`
-# compares the bytes.
+# For each prompt, a case yields the model and the length found; `Model.check` compares the bytes.
 
 
 def nothing(ranks):
@@ -132,7 +131,7 @@ def lost_in_the_second_stage(ranks):
         found = model.check(LONGER)
     except RuntimeError as error:
         found = str(error)
-        for _ in range(2):  # what the first stage goes on to send, of a load that is not there
+        for _ in range(2):  # receive what the first stage still sends about its load
             model.cache._sync_hicache_ready_counts()
     yield model, found
 
@@ -165,7 +164,7 @@ def bad_slots_of_the_allocator(ranks):
 
 def unreadable(which):
     def case(ranks):
-        """Two servers, one after the other; what one rank of the second cannot read of the store."""
+        """Two servers, one after the other; one rank of the second cannot read a page of the store."""
         store = ranks.folder / f"store-{which}"
         stored(ranks.model(store=store), SHORT, LONGER)
         dist.barrier()
@@ -182,7 +181,7 @@ def unreadable(which):
 
 
 def damage_what_rank_1_reads(backend, store, which):
-    """Its own file of the longer prompt's state; rows have one file for all ranks, so one of a copy of it."""
+    """Damage rank 1's file of the longer prompt's state, or make its reads of a shared row file fail."""
     if which == "states":
         flip([file for file in files(store, True) if "_1_2" in file.name][-1])
         return

@@ -1,4 +1,4 @@
-"""Small real pools of models with sparse attention on the CPU, and their bytes by numpy alone."""
+"""Small real pools of models with sparse attention on the CPU; their bytes are found with numpy alone."""
 
 from types import SimpleNamespace
 
@@ -11,12 +11,12 @@ LAYERS, START, PAGE, SIZE = (
     2,
     64,
     128,
-)  # layers, first model layer, tokens of a page, slots but for one page
+)  # layers, first model layer, tokens of a page, slots without the padded page
 SLOTS, PAGES = SIZE + PAGE, SIZE // PAGE + 1
 LAYOUTS = oracle.LAYOUTS
-#: Latent and rope of DeepSeek-V3.2 and GLM-5, of a model without rope, and of the 264-byte rows.
+#: (latent, rope): DeepSeek-V3.2 and GLM-5, a model without rope, a model with 264-byte rows.
 GEOMETRIES = [(512, 64), (512, 0), (256, 0)]
-#: Bytes of a row by layout, in the order of the geometries. None is padded.
+#: Bytes of an unpadded row by layout, in the order of the geometries.
 ROW_BYTES = {
     "bf16": (1152, 1024, 512),
     "fp8": (576, 512, 256),
@@ -25,7 +25,7 @@ ROW_BYTES = {
     "fp4_fp8_rope": (352, 288, 144),
 }
 CASES = [(layout, *geometry) for layout in LAYOUTS for geometry in GEOMETRIES]
-#: What SGLang is shown.
+#: Dtype that SGLang sees.
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
@@ -33,7 +33,7 @@ DTYPES = {
     "fp4": torch.bfloat16,
     "fp4_fp8_rope": torch.bfloat16,
 }
-#: 128 values of a byte and a float32, in pages of 64: 64 x 128 bytes, then 64 x 4.
+#: An index key has 128 one-byte values and a float32; a page of 64 has 64 x 128 bytes, then 64 x 4.
 INDEX_BYTES, INDEX_PAGE_BYTES = 132, 64 * 132
 GUARD = 0xEE
 
@@ -43,7 +43,7 @@ def row_bytes(layout, rank=512, rope=64):
 
 
 def arguments(layout, rank=512, rope=64, **extra):
-    """What SGLang passes to its own class: see `_build_dsa_kv_pool` and `calculate_mla_kv_cache_dim`."""
+    """Arguments of SGLang's own class: see `_build_dsa_kv_pool` and `calculate_mla_kv_cache_dim`."""
     values = {
         "size": SIZE, "page_size": PAGE, "dtype": DTYPES[layout], "kv_lora_rank": rank,
         "qk_rope_head_dim": rope, "layer_num": LAYERS, "start_layer": START, "index_head_dim": 128,
@@ -55,14 +55,14 @@ def arguments(layout, rank=512, rope=64, **extra):
 
 
 def dsa_pool(layout, rank=512, rope=64, options=None, **extra):
-    """Ours, as SGLang's builder makes it; `options` are those of `bind`."""
+    """Our pool, as SGLang's builder makes it; `options` are arguments of `bind`."""
     from sgl_kvpool.srt.pool import LayoutDSATokenToKVPool
 
     return LayoutDSATokenToKVPool.bind(layout, **(options or {}))(**arguments(layout, rank, rope, **extra))
 
 
 def stock_pool(layout, rank=512, rope=64, **extra):
-    """SGLang's own pool, which has no form with FP4 latents."""
+    """SGLang's own pool, which cannot hold FP4 latents."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     return DSATokenToKVPool(**arguments(layout, rank, rope, **extra))
@@ -73,14 +73,14 @@ def layer(layer_id):
 
 
 def values(tokens, rank, rope, seed=0):
-    """Latent and rope of some tokens, bf16 `[tokens, 1, width]`, not contiguous."""
+    """Latent and rope of `tokens` tokens, bf16 `[tokens, 1, width]`, not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(tokens, 1, rank + 3 + rope, generator=generator, dtype=torch.bfloat16)
     return wide[..., :rank], wide[..., rank + 3 :]
 
 
 def rows(pool, layer_id=None):
-    """Bytes of a layer (of all without one), `[slots, row_bytes]`, read past the pool."""
+    """Bytes of a layer (by default of all layers), `[slots, row_bytes]`, without the pool's methods."""
     if layer_id is None:
         return [rows(pool, START + index) for index in range(len(pool.kv_buffer))]
     tensor = pool.kv_buffer[layer_id - START]
@@ -93,7 +93,7 @@ def index_pages(pool):
 
 
 def fill(pool, seed=0, with_index=True):
-    """Other bytes in every row and every index page; copies of both."""
+    """Different bytes in every row and every index page; returns copies of both."""
     generator = np.random.default_rng(seed)
     for part in [*rows(pool), *(index_pages(pool) if with_index else [])]:
         part[...] = generator.integers(0, 256, part.shape, dtype=np.uint8)
@@ -101,6 +101,6 @@ def fill(pool, seed=0, with_index=True):
 
 
 def guard(pool):
-    """Guard bytes everywhere."""
+    """Fill all rows and index pages with guard bytes."""
     for part in (*rows(pool), *index_pages(pool)):
         part[...] = GUARD

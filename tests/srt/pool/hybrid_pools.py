@@ -1,4 +1,4 @@
-"""Small real hybrid pools on the CPU, ours and SGLang's, and the bytes of their rows by numpy alone."""
+"""Small real hybrid pools on the CPU, ours and SGLang's; the bytes of rows are found with numpy alone."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ MLA_LAYERS, LINEAR_LAYERS = [1, 3, 4], [0, 2, 5]
 PAGE, SIZE, SLOTS_OF_STATES = 4, 12, 6
 LAYOUTS = dsa_pools.LAYOUTS
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
-#: Bytes of a row of the usual geometry, and of one without rope.
+#: Bytes of a row with 512 latent and 64 rope values, and of a row without rope.
 ROW_BYTES = {
     "bf16": (1152, 1024),
     "fp8": (576, 512),
@@ -18,10 +18,10 @@ ROW_BYTES = {
     "fp4": (416, 288),
     "fp4_fp8_rope": (352, 288),
 }
-#: What SGLang is shown.
+#: Dtype that SGLang sees.
 DTYPES = {layout: torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16 for layout in LAYOUTS}
 
-#: What SGLang's builder passes for pooled index keys; a page of 256 tokens has 64 of them.
+#: Arguments of SGLang's builder for pooled index keys; a page of 256 tokens has 64 keys.
 POOLED = {
     "sparse": True, "page_size": 256, "size": 512, "index_kpool": 4, "index_kpool_compress": True,
     "tail_extra_slots": 2, "max_running_requests": 3,
@@ -29,7 +29,7 @@ POOLED = {
 
 
 def states(layer_ids=LINEAR_LAYERS, slots=SLOTS_OF_STATES):
-    """SGLang's pool of conv and ssm states, of KDA layers."""
+    """SGLang's pool of conv and ssm states of KDA layers."""
     from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
@@ -41,7 +41,7 @@ def states(layer_ids=LINEAR_LAYERS, slots=SLOTS_OF_STATES):
 
 
 def arguments(layout, rope=64, sparse=False, **extra):
-    """What SGLang's builder passes to its own class (`_build_hybrid_linear_kv_pool`)."""
+    """The arguments SGLang's builder passes to its own class (`_build_hybrid_linear_kv_pool`)."""
     values = {
         "size": SIZE, "page_size": PAGE, "dtype": DTYPES[layout], "head_num": 2, "head_dim": 72,
         "full_attention_layer_ids": MLA_LAYERS, "device": "cpu", "mamba_pool": states(), "use_mla": True,
@@ -60,7 +60,7 @@ def arguments(layout, rope=64, sparse=False, **extra):
 def hybrid_pool(
     layout, arrangement="layer_major", rope=64, sparse=False, k_scales=None, options=None, **extra
 ):
-    """Ours, as the plugin makes it; `options` are those of `bind`."""
+    """Our pool, as the plugin makes it; `options` are arguments of `bind`."""
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     bound = LayoutHybridLinearKVPool.bind(layout, k_scales, arrangement=arrangement, **(options or {}))
@@ -68,26 +68,26 @@ def hybrid_pool(
 
 
 def stock_pool(layout, **extra):
-    """SGLang's own, which has no packed rows."""
+    """SGLang's own pool, which has no packed rows."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     return HybridLinearKVPool(**arguments(layout, **extra))
 
 
 def place(layer_id):
-    """Of a model layer among those with rows, by which the pool inside knows it."""
+    """Index of a model layer among the MLA layers: its layer id in the inner pool."""
     return MLA_LAYERS.index(layer_id)
 
 
 def waits(pool):
-    """What readers wait for from now on."""
+    """A list that collects the layers that readers wait for from now on."""
     waited = []
     pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
     return waited
 
 
 def rows(pool, layer_id):
-    """Rows of a model layer by slot, `[slots, row_bytes]`, a view of the pool's bytes found without it."""
+    """Rows of a model layer by slot, `[slots, row_bytes]`: a view of the pool's bytes without its methods."""
     inner, place = pool.full_kv_pool, list(pool.full_attention_layer_id_mapping).index(layer_id)
     if inner.cross_layer is None:
         tensor = inner.kv_buffer[place]
@@ -101,7 +101,7 @@ def rows(pool, layer_id):
 
 
 class _Paged:
-    """Rows of a page-major layer with the slot as first index; numpy cannot merge the two as a view."""
+    """Rows of a page-major layer indexed by slot; numpy cannot merge page and token as a view."""
 
     def __init__(self, pages):
         self.pages = pages

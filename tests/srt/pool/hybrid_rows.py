@@ -1,4 +1,4 @@
-"""What tests of hybrid pools do with their rows: fill, guard, write and expect bytes."""
+"""Helpers for rows of hybrid pools: fill, guard and write rows, expected bytes."""
 
 import codec_oracle as oracle
 import numpy as np
@@ -20,7 +20,7 @@ from hybrid_pools import (
 PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
 GUARD = 0xEE
 everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-#: Size of the pool and some slots by tokens of a page: the last slot, and both sides of a page's end.
+#: Page size -> size of the pool, and slots: the last one, and both sides of a page boundary.
 PAGES = {
     1: (15, [15, 3, 6, 1]),
     2: (14, [15, 3, 6, 1]),
@@ -32,7 +32,7 @@ pages = pytest.mark.parametrize("page_size", PAGES)
 
 
 def paged(layout, arrangement, page_size):
-    """A pool with pages of so many tokens, and some of its slots."""
+    """A pool with pages of `page_size` tokens, and some of its slots."""
     size, slots = PAGES[page_size]
     return hybrid_pool(layout, arrangement, page_size=page_size, size=size), torch.tensor(slots)
 
@@ -45,7 +45,7 @@ def guard(pool):
 
 
 def fill(pool, seed=0):
-    """Other bytes in every row; copies by layer."""
+    """Different bytes in every row; returns copies by layer."""
     generator = np.random.default_rng(seed)
     for layer_id in MLA_LAYERS:
         found = rows(pool, layer_id)

@@ -1,4 +1,4 @@
-"""Real SGLang pools of each kind, small and on the CPU, and their tensors found by hand."""
+"""Real SGLang pools of each kind, small and on the CPU, and their tensors listed by hand."""
 
 import dsa_pools
 import hybrid_pools
@@ -85,7 +85,7 @@ def hybrid(use_mla=True, **extra):
 
 
 def leaf_tensors(pool):
-    """Every tensor that holds what a pool stores, by hand: (layer, part) to [pages or slots, ...]."""
+    """Every tensor in which a pool stores tokens, by hand: (layer, part) to [pages or slots, ...]."""
     kind = type(pool).__name__
     if kind == "SWAKVPool":
         full = {("full", [1, 3][i], p): t for (_, i, p), t in positions(pool.full_kv_pool).items()}
@@ -102,7 +102,7 @@ def leaf_tensors(pool):
 
 
 def positions(pool):
-    """As `leaf_tensors`, with positions instead of layer ids."""
+    """Like `leaf_tensors`, with positions instead of layer ids."""
     if hasattr(pool, "k_buffer"):
         found = {("kv", i, "k"): t for i, t in enumerate(pool.k_buffer)}
         return found | {("kv", i, "v"): t for i, t in enumerate(pool.v_buffer)}
@@ -121,7 +121,7 @@ POOLS = {
     "mha-page-1": lambda: mha(page_size=1, size=11),
     "mha-hnd": lambda: mha(),
     "mla-bf16": mla,
-    "draft": lambda: mla(layers=1),  # of an MTP layer
+    "draft": lambda: mla(layers=1),  # an MTP layer
     "mla-fp8": lambda: mla(torch.float8_e4m3fn),
     "mla-fp4-split": lambda: mla(torch.uint8, kind="MLATokenToKVPoolFP4"),
     **{f"ours-{name}": (lambda n=name: ours(n, "layer_major")) for name in LAYOUTS},
@@ -141,7 +141,7 @@ def as_bytes(tensor):
 
 
 def fill(tensors):
-    """Different bytes everywhere, as far as a byte goes; no two tensors alike."""
+    """Bytes with a period of 251, in a different order in every tensor."""
     for number, tensor in enumerate(tensors.values()):
         raw = np.arange(tensor.nbytes, dtype=np.int64)
         raw = ((raw * (2 * number + 3) + number) % 251).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""LayoutMLATokenToKVPool in every arrangement: the same rows, elsewhere, and nothing else touched."""
+"""LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes."""
 
 import itertools
 
@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("published")
 
 LAYOUTS = list(ROW_BYTES)
 CROSS = ["token_major", "page_major"]
-#: Axes in memory, from the outermost; written here once more, as the oracle.
+#: Axes in memory, outermost first; repeated here as an oracle.
 ORDER = {"token_major": "BNLC", "page_major": "BLNC"}
-PAGES = 5  # one of them the padded one
+PAGES = 5  # with the padded page
 
 
 def make_pool(layout, arrangement, page_size=4, pages=PAGES, size=None, **extra):
@@ -34,12 +34,12 @@ def make_pool(layout, arrangement, page_size=4, pages=PAGES, size=None, **extra)
 
 
 def raw(pool):
-    """The buffer's bytes as numpy, through no view of ours."""
+    """The buffer's bytes as numpy, without our own views."""
     return pool.cross_layer.group.tensor.view(-1).numpy().view(np.uint8)
 
 
 def places(pool, layer_id, slots):
-    """Addresses of the rows of some slots of a layer, [slots, row_bytes], by numpy alone."""
+    """Addresses of the rows of a layer's slots, [slots, row_bytes], by numpy alone."""
     name, page_size = pool.kv_cache_arrangement.value, pool.page_size
     row = ROW_BYTES[pool.kv_cache_layout.value]
     sizes = {"L": LAYERS, "B": len(raw(pool)) // (LAYERS * page_size * row), "N": page_size, "C": row}
@@ -55,7 +55,7 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 def test_b3_rows_lie_at_the_address_and_nowhere_else(layout, arrangement, page_size):
-    """B3, A5: both ways to write, one to read; every other byte stays 0xEE."""
+    """B3, A5: both write methods and a read; every other byte stays 0xEE."""
     pool = make_pool(layout, arrangement, page_size, k_scales={START + 1: 0.5})
     slots = torch.tensor([PAGES * page_size - 1, 1 if page_size > 1 else 2, 3 * page_size, 0])
     nope, rope = values(4, 512, 64)
@@ -75,7 +75,7 @@ def test_b3_rows_lie_at_the_address_and_nowhere_else(layout, arrangement, page_s
     got_nope, got_rope = pool.get_mla_kv_buffer(layer_object(START + 1), slots, torch.float32)
     reference = make_pool(layout, "layer_major", page_size, k_scales={START + 1: 0.5})
     reference.set_mla_kv_buffer(layer_object(START + 1), slots, nope, rope)
-    # SGLang's own bf16 writer leaves out slot 0, where padded tokens go; nobody reads it.
+    # SGLang's own bf16 writer skips slot 0, where padded tokens go; its row is never read.
     same = slots != 0
     expected = reference.get_mla_kv_buffer(layer_object(START + 1), slots, torch.float32)
     assert torch.equal(got_nope[same], expected[0][same])
@@ -93,7 +93,7 @@ def test_sizes_and_spans(layout, arrangement, page_size):
     assert pointers == [pool.cross_layer.group.tensor.data_ptr()]
     assert lengths == [total]
     assert items == [page_size * LAYERS * row]
-    # What a transfer engine reads for page 3 is the page of all layers.
+    # For page 3, a transfer engine reads the page of all layers.
     for layer_id in range(START, START + LAYERS):
         page = places(pool, layer_id, range(3 * page_size, 4 * page_size))
         assert page.min() >= 3 * items[0]
@@ -211,11 +211,11 @@ def test_tokens_without_a_slot_and_slots_outside(arrangement):
 
 @pytest.mark.parametrize(
     ("layout", "arrangement"),
-    # Not layer-major bf16, which SGLang's own writer stores.
+    # Layer-major bf16 rows are left out: SGLang's own writer stores them.
     [("fp4", "layer_major"), *itertools.product(["bf16", "fp4"], CROSS)],
 )
 def test_slots_far_outside_and_of_another_dtype(layout, arrangement):
-    """61 layers: int32 row numbers wrap around for the first, into another layer's rows of the pool."""
+    """61 layers: with the first slot, int32 row numbers wrap around into another layer's rows of the pool."""
     pool = make_pool(layout, arrangement, page_size=64, pages=4, layer_num=61, end_layer=START + 60)
     nope, rope = values(1, 512, 64)
     before = pool.get_row_buffer(START).clone()
@@ -248,7 +248,7 @@ def test_cpu_copies_of_no_slot_are_refused(arrangement):
 
 @pytest.mark.parametrize("arrangement", CROSS)
 def test_rows_written_by_number_once_per_step(arrangement):
-    """What the attention backend does: `slot_to_row` once, then every layer with the same numbers."""
+    """As in the attention backend: `slot_to_row` once per step, then all layers use the same row numbers."""
     from sgl_kvpool.srt.pool.arranged import RowWriteLoc
 
     pool = make_pool("fp8_block_scale", arrangement)

@@ -1,7 +1,7 @@
-"""What LayoutDSATokenToKVPool gives SGLang's readers, and what it refuses.
+"""What LayoutDSATokenToKVPool returns to SGLang's readers, and what it refuses.
 
-Rows of `bf16`, `fp8` and `fp8_block_scale` are read by SGLang's own kernels, so they are compared with what
-SGLang's own pool stores and with what its Triton kernels, interpreted, make of them.
+SGLang's own kernels read rows of `bf16`, `fp8` and `fp8_block_scale`. Such rows are compared with those of
+SGLang's own pool, and with the output of SGLang's Triton kernels in the interpreter.
 """
 
 import codec_oracle as oracle
@@ -27,18 +27,18 @@ from dsa_pools import (
 pytestmark = pytest.mark.usefixtures("published")
 
 READ_BY_SGLANG = [case for case in CASES if not case[0].startswith("fp4")]
-#: None of them is slot 0, which SGLang's own writer leaves out.
+#: Without slot 0, which SGLang's own writer skips.
 LOC = [3, 7, 100, 1, 191]
 
 
 def written(pool, rank, rope, seed=0):
-    """Some tokens in a layer; their latent and rope."""
+    """Write the tokens of `LOC` to a layer; returns their latent and rope."""
     nope, keys = values(len(LOC), rank, rope, seed)
     pool.set_mla_kv_buffer(layer(3), torch.tensor(LOC), nope, keys)
     return nope, keys
 
 
-# -------------------------------------------------------------------- what SGLang's own pool returns
+# -------------------------------------------------------------------- comparison with SGLang's own pool
 
 
 @pytest.mark.parametrize(("layout", "rank", "rope"), READ_BY_SGLANG)
@@ -49,13 +49,13 @@ def test_keys_are_what_sglangs_pool_returns(layout, rank, rope):
     ours, stock = (each.get_key_buffer(3) for each in pools)
     assert (ours.dtype, ours.shape, ours.stride()) == (stock.dtype, stock.shape, stock.stride())
     assert ours.data_ptr() == pools[0].kv_buffer[1].data_ptr()  # a view of the live pool
-    if layout != "fp8_block_scale":  # of which the interpreter rounds some values wrongly
+    if layout != "fp8_block_scale":  # the interpreter rounds some of its values wrongly
         oracle.assert_same_bytes(*(each.view(torch.uint8)[LOC, 0] for each in (ours, stock)))
 
 
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_scaled_rows_are_what_sglangs_quantiser_makes(rank, rope):
-    """Its kernel with float32 results, which torch rounds: the interpreter's e4m3 loses carries."""
+    """SGLang's kernel with float32 results, which torch rounds: the interpreter's e4m3 loses carries."""
     from sglang.kernels.ops.quantization import dsa_quant_k_cache
 
     pool = dsa_pool("fp8_block_scale", rank, rope)
@@ -73,7 +73,7 @@ def test_scaled_rows_are_what_sglangs_quantiser_makes(rank, rope):
     oracle.assert_same_bytes(stored[:, rank + 4 * tiles :], copied.view(torch.uint8).numpy())
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(int)
     apart = np.abs(codes - stored[:, :rank])
-    # It multiplies by the reciprocal of a scale where we divide, which moves a value across a tie at most.
+    # SGLang multiplies by the reciprocal of a scale, we divide: at most one step apart, at ties.
     assert apart.max() <= 1
     assert (apart != 0).mean() < 0.02
 
@@ -93,7 +93,7 @@ def on_a_cpu(module, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_sglangs_kernel_decodes_scaled_rows(monkeypatch, rank, rope):
-    """`dequantize_k_cache_paged_dsa`, which its prefill reads the prefix by."""
+    """`dequantize_k_cache_paged_dsa`, with which SGLang's prefill reads the prefix."""
     from sglang.kernels.ops.attention.dsa import dequant_k_cache
 
     on_a_cpu(dequant_k_cache, monkeypatch)
@@ -122,7 +122,7 @@ def test_values_are_what_sglangs_pool_returns(layout, rank, rope):
 
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_keys_of_fp4_are_the_rows(rank, rope):
-    """SGLang's backend asks before it decides what reads them."""
+    """SGLang's backend calls the getter before it selects a reader."""
     pool = dsa_pool("fp4", rank, rope)
     written(pool, rank, rope, seed=3)
     keys = pool.get_key_buffer(3)
@@ -171,7 +171,7 @@ def test_other_readers(readers):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_dtype(layout):
-    """A pool would be built with rows of another size: SGLang takes `kv_cache_dim` for e4m3 alone."""
+    """SGLang uses `kv_cache_dim` only for e4m3, so the pool would have rows of another size."""
     other = next(dtype for dtype in DTYPES.values() if dtype != DTYPES[layout])
     with pytest.raises(ValueError, match=f"SGLang sees layout {layout} as {DTYPES[layout]}, but"):
         dsa_pool(layout, dtype=other)
@@ -180,7 +180,7 @@ def test_another_dtype(layout):
 @pytest.mark.parametrize(
     ("layout", "kv_cache_dim", "read"),
     [
-        # Of implementations that read raw rows, and of those that read scaled ones.
+        # 576 and 656 are the kv_cache_dim of raw and of scaled rows.
         ("fp8_block_scale", 576, "576 values"),
         ("fp8", 656, "656 bytes"),
         ("bf16", 656, "656 values"),
@@ -200,7 +200,7 @@ def test_rows_of_other_readers_are_refused_before_they_are_allocated(monkeypatch
 
 
 def test_pooled_index_keys():
-    """As GLM-5's successor has them: a page of index keys covers 256 tokens."""
+    """As in GLM-5's successor: a page of index keys covers 256 tokens."""
     kpool = {"index_kpool": 4, "page_size": 256, "size": 512}
     with pytest.raises(ValueError, match=r"fp4 with DSA decode kvpool_mla does not work .*index_kpool.*bf16"):
         dsa_pool("fp4", **kpool)
@@ -227,4 +227,4 @@ def test_the_class_of_dense_models_is_another():
         LayoutMLATokenToKVPool(**given, use_dsa=True)
     assert LayoutMLATokenToKVPool(**given).get_key_buffer
     with pytest.raises(TypeError, match="LayoutMLATokenToKVPool|get_row_buffer"):
-        LayoutMLATokenToKVPool(**given).get_key_buffer(3)  # which the pool of DSA models gives
+        LayoutMLATokenToKVPool(**given).get_key_buffer(3)  # the pool of DSA models returns it

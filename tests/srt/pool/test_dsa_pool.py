@@ -31,13 +31,13 @@ from dsa_pools import (
 
 pytestmark = pytest.mark.usefixtures("published")
 
-#: The second layer takes over the top-k of the first, and has no index keys.
+#: The second layer reuses the first layer's top-k, and has no index keys.
 SHARED = [False, True, False]
 
 
 @pytest.fixture
 def no_gpu_to_wait_for(monkeypatch):
-    """SGLang's copies to the CPU wait for CUDA by name, which is all of it that a CPU lacks."""
+    """SGLang's copies to the CPU call `torch.cuda.synchronize`, the only part that needs a GPU."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
@@ -70,7 +70,7 @@ def test_buffers_and_sizes(layout, rank, rope, skipped):
 
 
 def test_a_pool_of_no_whole_number_of_pages():
-    """SGLang rounds the index pages up."""
+    """SGLang rounds the number of index pages up."""
     pool = dsa_pool("fp4", size=100)
     assert [part.shape for part in rows(pool)] == [(164, 416)] * LAYERS
     assert [part.shape for part in index_pages(pool)] == [(2, INDEX_PAGE_BYTES)] * LAYERS
@@ -78,7 +78,7 @@ def test_a_pool_of_no_whole_number_of_pages():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_host_pools_that_it_declares(layout):
-    """SGLang's two: rows, whose host pool is ours, and index keys, whose host pool is SGLang's."""
+    """As in SGLang's class: rows, whose host pool is ours, and index keys, whose host pool is SGLang's."""
     pool = dsa_pool(layout, skip_topk_layers=SHARED)
     kv, indexer = pool.host_pool_decls()
     assert (kv.pool_name.value, kv.is_primary, kv.device_pool) == ("kv", True, pool)
@@ -104,7 +104,7 @@ def test_what_sglang_asks_its_class_for(layout):
     assert isinstance(pool, DSATokenToKVPool)
     assert pool.dtype == DTYPES[layout]
     assert pool.use_dsa
-    # By this SGLang's backend and its host tier tell scaled rows from others.
+    # With this flag SGLang's backend and host tier tell scaled rows from other rows.
     assert pool.dsa_kv_cache_store_fp8 is (layout == "fp8_block_scale")
     (info,) = pool.get_device_pool_infos()
     info.buffer_info.validate(layer_ids=info.layer_ids)
@@ -150,7 +150,7 @@ def test_write_locations_and_the_layer_that_is_named(layout, method):
     wanted = expected_rows(layout, nope, keys, 512, 64)
     assert np.array_equal(rows(pool, 4)[[130, 5]], wanted)
     assert not rows(pool, 2).any()
-    # As SGLang's graphs pass them.
+    # SGLang's graphs pass int32 locations.
     written_by(method, pool, 2, torch.tensor([7, 9], dtype=torch.int32), nope, keys)
     assert np.array_equal(rows(pool, 2)[[7, 9]], wanted)
     written_by(method, pool, 3, torch.tensor([-7, 11, 9, 12])[1::2], nope, keys)
@@ -160,7 +160,7 @@ def test_write_locations_and_the_layer_that_is_named(layout, method):
 @pytest.mark.parametrize("method", ["set_mla_kv_buffer", "set_kv_buffer"])
 @pytest.mark.parametrize(("rank", "rope"), GEOMETRIES)
 def test_values_that_are_e4m3_already(rank, rope, method):
-    """Raw rows take them as they are: SGLang's fused rope gives such values."""
+    """Raw rows store e4m3 values unchanged: SGLang's fused rope kernel returns them."""
     pool = dsa_pool("fp8", rank, rope)
     nope, keys = (part.to(torch.float8_e4m3fn) for part in values(3, rank, rope, seed=3))
     written_by(method, pool, 3, torch.tensor([1, 70, 71]), nope, keys)
@@ -192,11 +192,11 @@ def test_reads_decode_what_was_stored(layout, rank, rope, dtype):
     pool.set_mla_kv_buffer(layer(4), loc, nope, keys)
     read = torch.tensor([190, 11], dtype=torch.int32)
     got_nope, got_keys = pool.get_mla_kv_buffer(layer(4), read, dtype)
-    if layout == "fp8" and dtype is None:  # SGLang's pool gives stored values in the dtype it is shown
+    if layout == "fp8" and dtype is None:  # the stored values, in the dtype SGLang sees
         assert np.array_equal(got_nope.view(torch.uint8)[:, 0], rows(pool, 4)[read.numpy(), :rank])
         return
     wanted = oracle.decode(rows(pool, 4)[read.numpy()], layout, rank, rope)
-    # Scaled rows are no e4m3 values, although SGLang is shown that.
+    # Scaled rows are not e4m3 values, although SGLang sees that dtype.
     wanted = oracle.cast(wanted, dtype or torch.bfloat16)
     oracle.assert_same_values(got_nope.squeeze(1), wanted[:, :rank])
     if rope:
@@ -260,7 +260,7 @@ def test_moves_take_rows_and_index_keys(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_on_the_cpu_hold_rows_and_index_keys(no_gpu_to_wait_for, layout):
-    """Of a request that is retracted: its pages go to others, and it comes back on other pages."""
+    """A request is retracted: its pages go to others, and it is restored to other pages."""
     pool = dsa_pool(layout, skip_topk_layers=SHARED)
     pool.cpu_offloading_chunk_size = 48  # more than one chunk
     was_rows, was_index = fill(pool)
@@ -279,7 +279,7 @@ def test_copies_on_the_cpu_hold_rows_and_index_keys(no_gpu_to_wait_for, layout):
         assert np.array_equal(found, expected)
 
 
-# -------------------------------------------------------------------- the fence
+# -------------------------------------------------------------------- the load fence
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -298,7 +298,7 @@ def test_every_reader_waits_for_loads(layout):
         readers.append(lambda: pool.get_value_buffer(3))
     for read in readers:
         read()
-        assert waited == [1], read  # the place of the layer in the pool
+        assert waited == [1], read  # the layer's index in the pool
         waited.clear()
     nope, keys = values(1, 512, 64)
     pool.set_mla_kv_buffer(layer(3), slots, nope, keys)
@@ -308,7 +308,7 @@ def test_every_reader_waits_for_loads(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layer_id", [1, 5])
 def test_layers_outside_of_the_pool(layout, layer_id):
-    """A negative index would be another layer's rows."""
+    """A negative index would read another layer's rows."""
     pool = dsa_pool(layout)
     nope, keys = values(1, 512, 64)
     slots = torch.tensor([1])

@@ -1,7 +1,7 @@
-"""Every public name of SGLang's HybridLinearKVPool, on ours beside SGLang's own around its own MLA pool.
+"""Every public name of SGLang's HybridLinearKVPool: our pool beside SGLang's pool around an MLA pool.
 
-A release of SGLang with another method makes this fail, until somebody has looked at what it does to packed
-rows and has put it into one of the tables.
+If a SGLang release adds a method, this fails until the method's effect on packed rows has been checked and
+the method is in one of the tables.
 """
 
 import inspect
@@ -24,7 +24,7 @@ def combined(pool):
 
 
 def decode_tokens(pool):
-    """One token of two requests, the last of a key of four tokens."""
+    """One token each of two requests, the last of four tokens of a pooled key."""
     keys = torch.ones(2, 128, dtype=torch.bfloat16)
     at, blocks = torch.tensor([3, 3]), torch.arange(4, 12, **INT32).reshape(2, 4)
     return pool.kpool_decode_update_index_cache(
@@ -32,7 +32,7 @@ def decode_tokens(pool):
     )
 
 
-#: Of every pool of MLA rows, and how each is called.
+#: Methods of all pools of MLA rows, with a call of each.
 SHOWN = {
     "dsa_kv_cache_store_fp8": lambda pool: pool.dsa_kv_cache_store_fp8,
     "get_contiguous_buf_infos": lambda pool: pool.get_contiguous_buf_infos(),
@@ -69,7 +69,7 @@ SHOWN = {
     "set_kv_buffer": combined,
     "set_mla_kv_buffer": lambda pool: pool.set_mla_kv_buffer(layer(LAYER), SLOTS, *values(2, 512, 64)),
     "tail_extra_slots": lambda pool: pool.tail_extra_slots,
-    # Of sparse attention: AssertionError without it, and of the last three without pooled keys too.
+    # Methods of sparse attention: AssertionError without it; the last three also without pooled keys.
     "set_index_k_scale_buffer": lambda pool: pool.set_index_k_scale_buffer(
         LAYER, SLOTS, torch.ones(2, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
     ),
@@ -91,8 +91,8 @@ OF_POOLED = {
 }  # fmt: skip
 OF_SPARSE = {name for name in SHOWN if "index_k_" in name} | OF_POOLED
 
-#: Of pools of keys and values apart, of quantised ones and of those resized after a capture: SGLang's MLA
-#: pools have none of it.
+#: Methods of pools with separate keys and values, of quantised pools and of pools resized after a capture,
+#: which SGLang's MLA pools do not have.
 NOT_OF_MLA = {
     "finalize_backing": lambda pool: pool.finalize_backing(SimpleNamespace(max_total_num_tokens=4)),
     "get_dequant_workspace": lambda pool: pool.get_dequant_workspace(),
@@ -107,13 +107,13 @@ NOT_OF_MLA = {
     "get_raw_kv_buffer": lambda pool: pool.get_raw_kv_buffer(LAYER),
     "post_capture_backed_bytes": lambda pool: pool.post_capture_backed_bytes,
 }
-#: Flags and numbers that SGLang reads off the class or the pool.
+#: Flags and numbers that SGLang reads from the class or the pool.
 CONSTANTS = {
     "cpu_copy_carries_mamba": True, "host_capacity_bytes": None, "host_capacity_tokens": None,
     "host_transfer_translate": None, "layer_shard_enabled": False, "requires_physical_write_loc": False,
 }  # fmt: skip
 
-#: Where ours differs: packed rows have no values to view, and scaled rows are written by either method.
+#: Differences of our pool: packed rows have no view of values, and either method writes scaled rows.
 NO_VALUES = {"get_kv_buffer", "get_value_buffer"}
 KINDS = {"dense": {}, "sparse": {"sparse": True}, "pooled": POOLED}
 CASES = [
@@ -131,14 +131,14 @@ def raised(call, pool):
 
 
 def expected_differences(layout, kind):
-    """What ours raises where SGLang's own does not agree."""
+    """Exceptions of our pool (or None) where they differ from SGLang's."""
     if layout not in ("fp8_block_scale", "fp4", "fp4_fp8_rope"):
         return {}
     found = dict.fromkeys(NO_VALUES, TypeError)
     if kind == "dense":
         found["get_key_buffer"] = TypeError
     if layout == "fp8_block_scale" and kind != "dense":
-        found["set_kv_buffer"] = None  # SGLang's scaled rows are not written by this method
+        found["set_kv_buffer"] = None  # SGLang's pool refuses this method for scaled rows
     return found
 
 
@@ -158,7 +158,7 @@ def test_every_public_name_of_sglangs_class_is_known():
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_ours_has_what_sglangs_has(layout, kind, monkeypatch):
-    """The same type of exception, or none."""
+    """The same exception type, or no exception, on both."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     differences = expected_differences(layout, kind)
     ours, stock = hybrid_pool(layout, **KINDS[kind]), stock_pool(layout, **KINDS[kind])
@@ -167,7 +167,7 @@ def test_ours_has_what_sglangs_has(layout, kind, monkeypatch):
         wanted = raised(call, stock)
         assert raised(call, ours) == differences.get(name, wanted), name
         if kind == "pooled" and name == "move_kv_cache":
-            assert wanted is AssertionError  # pooled keys would have to be made anew
+            assert wanted is AssertionError  # pooled keys would have to be recomputed
         elif name not in differences:
             assert wanted == (AssertionError if name in absent else None), name
 
@@ -179,7 +179,7 @@ def test_ours_lacks_what_sglangs_mla_pools_lack(layout, kind):
         ours, stock = (raised(call, pool) for pool in pools)
         wanted = NotImplementedError if name == "get_device_pool_infos" else AttributeError
         assert ours is stock is wanted, name
-    # A scale is of pools that divide by it.
+    # Only pools that divide by a scale take one.
     assert raised(lambda pool: pool.get_key_buffer(LAYER, scale=0.5), pools[0]) is TypeError
     assert raised(lambda pool: pool.get_key_buffer(LAYER, scale=0.5), pools[1]) is TypeError
 

@@ -1,4 +1,4 @@
-"""LayoutHybridLinearKVPool, the real class on SGLang's real base class: what it is, and what it refuses."""
+"""LayoutHybridLinearKVPool, the real class on SGLang's real base class: attributes and refusals."""
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ from hybrid_rows import PACKED, everywhere, fill
 pytestmark = pytest.mark.usefixtures("published")
 
 
-# -------------------------------------------------------------------- what it is
+# -------------------------------------------------------------------- sizes and attributes
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("rope", [64, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sizes_and_shapes(layout, rope, page_size):
-    """Of the rows alone: the states are counted by their own pool."""
+    """Sizes count the rows only; the pool of states counts its own bytes."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool, RowPool
@@ -71,7 +71,7 @@ def test_what_was_asked_for(layout, arrangement):
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8"])
 def test_dense_rows_are_what_sglangs_pool_has(layout):
-    """Every getter of SGLang's, on the same rows."""
+    """Every getter of SGLang's pool, on the same rows."""
     pool, stock = hybrid_pool(layout), stock_pool(layout)
     fill(pool)
     for ours, theirs in zip(pool.full_kv_pool.kv_buffer, stock.full_kv_pool.kv_buffer, strict=True):
@@ -142,7 +142,7 @@ def test_lists_of_layers():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_threads_that_share_a_layer_object(layout):
-    """Nobody sees another number in it."""
+    """The object's layer id does not change during a call."""
     pool, attention = hybrid_pool(layout), layer(4)
     nope, rope = values(1, 512, 64)
     combined, seen = torch.cat([nope, rope], -1), set()
@@ -166,7 +166,7 @@ def test_threads_that_share_a_layer_object(layout):
 
 
 def test_a_stage_without_mla_layers():
-    """Of a pipeline."""
+    """A pipeline stage."""
     pool = hybrid_pool("fp4", full_attention_layer_ids=[])
     assert pool.get_kv_size_bytes() == 0
     assert pool.get_contiguous_buf_infos() == ([], [], [])

@@ -1,6 +1,7 @@
-"""Index keys of four tokens each, in LayoutHybridLinearKVPool: beside SGLang's own wrapper, byte by byte.
+"""Pooled index keys (one per four tokens) in LayoutHybridLinearKVPool, byte by byte against SGLang's pool.
 
-SGLang's kernels write them, interpreted; tokens that fill no key yet wait in a tail of their request.
+SGLang's kernels write the keys, in Triton's interpreter; tokens that do not fill a key yet are kept in their
+request's tail.
 """
 
 import numpy as np
@@ -21,10 +22,10 @@ from hybrid_pools import (
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 
 every_layer = pytest.mark.parametrize("layer_id", MLA_LAYERS)
-#: fp4 is refused: no reader of its rows knows pooled keys.
+#: Without fp4, which is refused: no reader of its rows supports pooled keys.
 pooled_layouts = pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale"])
-REQUESTS, TAIL = 4, 6  # SGLang has one of each for padding; a key's four tokens and two drafted ones
-#: Tokens 0 to 255 of request 1 on the first page, of request 2 on the second, in blocks of 64.
+REQUESTS, TAIL = 4, 6  # with a request for padding; tail: a key's four tokens and two drafts
+#: Index blocks of 64 tokens: tokens 0 to 255 of request 1 on page 1, of request 2 on page 2.
 BLOCKS = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]], dtype=torch.int32)
 
 
@@ -33,7 +34,7 @@ def both(layout, **extra):
 
 
 def tails(pool):
-    """Bytes of the tails' keys and scores by model layer."""
+    """Bytes of the tails' keys and scores by MLA layer."""
     found = [pool.get_compress_tail_buffers(layer_id) for layer_id in MLA_LAYERS]
     return [[part.view(torch.uint8).numpy() for part in pair] for pair in found]
 
@@ -92,7 +93,7 @@ def test_sizes(layout):
 @every_layer
 @pooled_layouts
 def test_tails_of_a_prefilled_request(layout, layer_id, tokens, start):
-    """In a ring of six places; no token changes nothing."""
+    """The tail is a ring of six entries; without tokens nothing changes."""
     ours, stock = both(layout)
     keys, scores = (
         vectors(2 * tokens, seed=start).to(torch.bfloat16).chunk(2) if tokens else [vectors(0, 0)] * 2
@@ -117,7 +118,7 @@ def test_tails_of_a_prefilled_request(layout, layer_id, tokens, start):
 @every_layer
 @pooled_layouts
 def test_decoded_tokens_fill_keys_of_their_model_layer(layout, layer_id, round_scale):
-    """Tokens 2 to 7: a key after tokens 3 and 7, and none before."""
+    """Tokens 2 to 7: keys are written after tokens 3 and 7 only."""
     ours, stock = both(layout)
     waited = waits(ours)
     for position in range(2, 8):
@@ -129,7 +130,7 @@ def test_decoded_tokens_fill_keys_of_their_model_layer(layout, layer_id, round_s
         assert_same_index(ours, stock)
         pages = index_pages(ours.full_kv_pool)[place(layer_id)]
         filled = (position + 1) // 4
-        for page in (1, 2):  # of request 1 and 2: keys, then scales
+        for page in (1, 2):  # of requests 1 and 2: keys, then scales
             assert pages[page, : 128 * filled].any() == (filled > 0)
             assert not pages[page, 128 * filled : 8192].any()
             assert not pages[page, 8192 + 4 * filled :].any()
@@ -143,7 +144,7 @@ def test_decoded_tokens_fill_keys_of_their_model_layer(layout, layer_id, round_s
 
 @pooled_layouts
 def test_every_layer_beside_sglangs_wrapper(layout):
-    """Whole keys too, which prefill writes by their own numbers; and what is read back."""
+    """Also whole keys, which prefill writes by key number, and reading back."""
     ours, stock = both(layout)
     for number, layer_id in enumerate(MLA_LAYERS):
         keys, scales = vectors(3, seed=number).to(torch.float8_e4m3fn), vectors(3, seed=9)[:, :1].abs()
@@ -168,7 +169,7 @@ def test_every_layer_beside_sglangs_wrapper(layout):
 
 @pooled_layouts
 def test_cpu_copies_carry_the_tails_of_a_request(layout, monkeypatch):
-    """To another request's place, and on another page."""
+    """To another request's tail, and to another page."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     ours, stock = both(layout)
     before, after = torch.arange(256, 512), torch.arange(512, 768)

@@ -1,4 +1,4 @@
-"""Rows of LayoutHybridLinearKVPool by model layer, written, read and moved; states alone."""
+"""Rows of LayoutHybridLinearKVPool by model layer: written, read and moved, also with states."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("published")]
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_writes_reach_the_rows_of_their_layer_and_no_others(layout, arrangement, page_size, method, kind):
-    """By the model's layer, and not by its place; row numbers are not taken for slots."""
+    """The model's layer id selects the rows, not its index; row numbers are not taken for slots."""
     pool, slots = paged(layout, arrangement, page_size)
     guard(pool)
     nope, rope = values(4, 512, 64)
@@ -69,7 +69,7 @@ def test_without_rope(layout, method):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layer_object_keeps_its_number(layout):
-    """SGLang renumbers it for the time of a call; an error must not leave it so."""
+    """SGLang's own class changes it during a call; an error must not leave it changed."""
     pool = hybrid_pool(layout)
     nope, rope = values(2, 512, 64)
     attention = layer(4)
@@ -119,7 +119,7 @@ def test_row_buffers_are_views_of_their_layers(layout, arrangement):
 @pytest.mark.parametrize("start_layer", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_wait_for_a_load_of_their_layer_and_once(layout, start_layer):
-    """The counter counts the layers of the stage, linear ones too; the pool inside has none."""
+    """The counter counts all layers of the stage, with linear layers; the inner pool has no counter."""
     pool = hybrid_pool(layout, start_layer=start_layer)
     waited = []
     pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
@@ -192,7 +192,7 @@ def test_moves_are_of_whole_rows_in_every_mla_layer(layout, arrangement, page_si
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpu_copies_carry_rows_and_states(layout, arrangement, page_size, monkeypatch):
-    """What SGLang does to a request that it retracts; both are back, in other slots, and nothing else is."""
+    """As when SGLang retracts a request: its rows and states return in other slots, all else is unchanged."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool, slots = paged(layout, arrangement, page_size)
     before = fill(pool)
@@ -238,7 +238,7 @@ def test_states_and_rows_do_not_share_a_byte(layout, arrangement):
 
 
 def test_states_are_described_by_their_own_pool():
-    """To a decode server, say."""
+    """For a transfer to a decode server, for example."""
     pool = hybrid_pool("fp4")
     assert pool.get_state_buf_infos() == pool.mamba_pool.get_contiguous_buf_infos()
     assert pool.get_state_layer_ids() == pool.mamba_pool.get_state_layer_ids()

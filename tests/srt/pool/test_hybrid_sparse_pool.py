@@ -1,7 +1,7 @@
 """LayoutHybridLinearKVPool around a LayoutDSATokenToKVPool: rows and index keys by model layer.
 
-Pooled index keys are in test_hybrid_pooled_keys.py,
-every other name of SGLang's class in test_hybrid_methods.py.
+Pooled index keys are in test_hybrid_pooled_keys.py, all other names of SGLang's class in
+test_hybrid_methods.py.
 """
 
 import codec_oracle as oracle
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("published")
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_layer = pytest.mark.parametrize("layer_id", MLA_LAYERS)
-#: By place: model layer 3 takes over the top-k of layer 1, and has no index keys.
+#: By MLA layer: model layer 3 reuses layer 1's top-k, and has no index keys.
 SHARED = [False, True, False]
 PROPERTIES = [
     "dsa_kv_cache_store_fp8", "kv_cache_dim", "index_head_dim", "quant_block_size", "index_kpool",
@@ -37,7 +37,7 @@ PROPERTIES = [
 
 
 def everything(pool):
-    """All bytes: rows and index pages by model layer, states by name; views."""
+    """Views of all bytes: rows and index pages by model layer, states by name."""
     index = index_pages(pool.full_kv_pool)
     return {
         **{("rows", layer_id): rows(pool, layer_id) for layer_id in MLA_LAYERS},
@@ -54,7 +54,7 @@ def guard(pool):
 
 
 def fill(pool, seed=0):
-    """Other bytes in every row and every index page; copies of all."""
+    """Different bytes in every row and every index page; returns copies of all."""
     generator = np.random.default_rng(seed)
     for (kind, _), part in everything(pool).items():
         if kind != "state":
@@ -63,7 +63,7 @@ def fill(pool, seed=0):
 
 
 def only(pool, *names):
-    """Whether all but these has its guard bytes still."""
+    """Whether all bytes except those of `names` still are guard bytes."""
     return all((part == GUARD).all() for name, part in everything(pool).items() if name not in names)
 
 
@@ -124,7 +124,7 @@ def test_moves_take_rows_and_index_keys_of_every_layer(layout):
 
 @every_layout
 def test_cpu_copies_carry_rows_index_keys_and_states(layout, monkeypatch):
-    """Of a request that is retracted, and comes back on other pages."""
+    """A request is retracted, and restored to other pages."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool = hybrid_pool(layout, sparse=True, skip_topk_layers=SHARED)
     pool.full_kv_pool.cpu_offloading_chunk_size = 48  # more than one chunk
@@ -166,7 +166,7 @@ def test_index_keys_reach_the_pages_of_their_model_layer(layout, layer_id):
     waited = waits(pool)
     loc, (keys, scales) = torch.tensor([1, 64, 190]), index_values(3, seed=layer_id)
     pool.set_index_k_scale_buffer(layer_id, loc, keys, scales)
-    assert waited == []  # as SGLang's: only readers wait
+    assert waited == []  # as in SGLang's pool: only readers wait
     wanted = np.full((PAGES, INDEX_PAGE_BYTES), GUARD, dtype=np.uint8)
     for number, slot in enumerate(loc.tolist()):
         page, token = divmod(slot, PAGE)
@@ -199,7 +199,7 @@ def test_index_keys_are_read_from_their_model_layer(layout, layer_id, start_laye
 
 @every_layout
 def test_what_only_sharded_pools_have(layout, monkeypatch):
-    """SGLang's wrapper asks the pool inside for two methods that only some have; they get a place."""
+    """SGLang's wrapper calls two methods that only some inner pools have; they receive the inner layer id."""
     pool = hybrid_pool(layout, sparse=True)
     guard(pool)
     for layer_id in (*MLA_LAYERS, *LINEAR_LAYERS):
@@ -242,14 +242,14 @@ def test_layers_without_index_keys_are_refused(layout, layer_id):
     assert only(pool)
 
 
-# -------------------------------------------------------------------- what it says of itself
+# -------------------------------------------------------------------- attributes
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 @every_layout
 def test_what_it_says_is_what_the_pool_inside_says(layout, pooled):
     if pooled and layout.startswith("fp4"):
-        with pytest.raises(ValueError, match="index_kpool"):  # no reader of such rows knows them
+        with pytest.raises(ValueError, match="index_kpool"):  # no reader of such rows supports them
             hybrid_pool(layout, **POOLED)
         return
     asked = POOLED if pooled else {"sparse": True}

@@ -44,7 +44,7 @@ def values(tokens, rank, rope, seed=0):
 
 
 def stored(pool, layer_id):
-    """Bytes of a layer as numpy [slots, row_bytes], read past the pool's own methods."""
+    """Bytes of a layer as numpy [slots, row_bytes], without the pool's methods."""
     tensor = pool.kv_buffer[layer_id - pool.start_layer]
     return tensor.view(torch.uint8).numpy().reshape(tensor.shape[0], -1)
 
@@ -192,7 +192,7 @@ def test_k_scale_belongs_to_the_pool_and_layer_not_to_the_layer_object():
     pool = make_pool("fp8", k_scales={5: 0.25, 7: 3.0})
     nope, rope = values(2, 512, 64, seed=5)
     loc = torch.tensor([4, 2])
-    # As SGLang's prefill does: the layer object carries no scale, or a wrong one.
+    # As in SGLang's prefill: the layer object has no scale, or a wrong one.
     for layer_id, k_scale in ((5, 0.25), (6, 1.0), (7, 3.0)):
         layer = SimpleNamespace(layer_id=layer_id, k_scale=None, k_scale_float=99.0)
         pool.set_mla_kv_buffer(layer, loc, nope, rope)
@@ -272,7 +272,7 @@ def test_getters_of_packed_rows_name_the_way_out(layout, getter):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layer_id", [4, 2, 8])
 def test_layers_outside_of_the_pool_are_refused(layout, layer_id):
-    """A negative index would be another layer's rows."""
+    """A negative index would read another layer's rows."""
     pool = make_pool(layout)
     nope, rope = values(1, 512, 64)
     loc = torch.tensor([3])
@@ -307,7 +307,7 @@ def test_shapes_never_raise(layout):
 
 @pytest.mark.parametrize("layout", PACKED)
 def test_sglangs_host_accounting_sees_row_bytes(layout):
-    """The row signature by which HiCache matches target and draft pools."""
+    """HiCache compares target and draft pools by these attributes."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     pool = make_pool(layout)

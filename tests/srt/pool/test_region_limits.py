@@ -1,4 +1,4 @@
-"""States in a byte view, pools inside pools, and what `describe` refuses."""
+"""Views of states and of pools inside pools, and the pools that `describe` refuses."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("published")
 
 
 def test_c5_states_are_one_tensor_per_layer_and_kind():
-    """C5: fill one layer and kind, all others unchanged; 42 and 99."""
+    """C5: fill one layer's state of one kind with 42 or 99, all others stay unchanged."""
     pool = hybrid()
     caches = describe(pool)
     group = caches.group("state")
@@ -95,7 +95,7 @@ def test_an_unknown_pool_inside_a_known_one_is_refused():
 
 
 def test_bytes_that_a_pool_stores_beside_what_it_describes_are_noticed():
-    """SGLang's MHABufferInfo leaves out the scales of native FP4."""
+    """SGLang's MHABufferInfo omits the scales of native FP4."""
     pool = mha()
     scales = [torch.zeros(4, 3, 4, 1, dtype=torch.uint8) for _ in range(2)]
     pool.native_k_scale_buffer = pool.native_v_scale_buffer = scales
@@ -133,7 +133,7 @@ def test_pipeline_stages_without_layers():
 
 
 def test_buffers_with_gaps_are_refused():
-    """Where other layers lie between is known of our pools only."""
+    """The places of other layers inside a buffer are known for our own pools only."""
     pool = mla()
     wide = torch.zeros(16, 2, 576, dtype=torch.bfloat16)
     pool.kv_buffer[1] = wide[:, :1]
@@ -152,7 +152,7 @@ def test_compressed_index_keys_are_refused():
 
 @pytest.mark.slow
 def test_d4_the_same_answer_in_a_fresh_process_and_after_another_view(fresh):
-    """D4: nothing is remembered between views."""
+    """D4: `describe` keeps no state between views."""
     program = """
 import torch
 from sglang.srt.runtime_context import SpawnRanks, publish

@@ -1,4 +1,4 @@
-"""`describe` on SGLang's real pools, each kind, against their own tensors."""
+"""`describe` on SGLang's real pools of each kind, compared with the pools' own tensors."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_page_counts_and_names(pool):
 
 
 def test_a5_a_page_moves_whole_and_alone(pool):
-    """A5: page 1 of each group onto its page 2; every other byte stays."""
+    """A5: copy page 1 of each group to its page 2; every other byte stays."""
     tensors = leaf_tensors(pool)
     caches = describe(pool)
     for group in caches.groups:
@@ -68,7 +68,7 @@ def test_a5_a_page_moves_whole_and_alone(pool):
             assert np.array_equal(as_bytes(tensor), expected[key]), key
 
 
-# -------------------------------------------------------------------- ours, arranged
+# -------------------------------------------------------------------- our arranged pools
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
@@ -113,11 +113,11 @@ def test_pages_move_between_arrangements(pair):
             assert torch.equal(rows[page], expected[:, None].expand_as(rows[page]))
 
 
-# -------------------------------------------------------------------- geometry is explicit
+# -------------------------------------------------------------------- explicit geometry
 
 
 def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
-    """B1: layers, pages, heads, tokens per page from {1, 2, 3}; two pages, two heads and the like."""
+    """B1: layers, heads and tokens per page from 1 to 3, 2 or 3 pages: many sizes are equal."""
     for layers, pages, heads, page_size in itertools.product((1, 2, 3), (2, 3), (1, 2, 3), (1, 2, 3)):
         for hnd in ("0", "1"):
             monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", hnd)
@@ -136,7 +136,7 @@ def test_b1_sizes_that_could_be_taken_for_each_other(monkeypatch):
 
 
 def test_b1_sentinel_sizes():
-    """B1: 1234 pages and 5678 heads, which vLLM used to probe shapes with, mean nothing here."""
+    """B1: 1234 pages and 5678 heads, which vLLM once used to probe shapes, are ordinary sizes here."""
     pool = mha(page_size=1, size=1233, heads=5678, dim=1, v_dim=1, layers=1)
     group = describe(pool).group("kv")
     assert group.num_pages == 1234
@@ -158,7 +158,7 @@ def test_pages_fold_where_they_divide(page, pages):
         for reference in plain.group("kv").layers:
             other = group.layer(reference.layer_id, reference.part)
             whole = plain.view(plain.group("kv"), reference.runs)
-            # One layer after the other in both, so that bytes compare page by page.
+            # The layer is contiguous in both views, so their bytes can be compared page by page.
             whole.copy_(torch.from_numpy(np.arange(whole.numel()) * 7 % 127).view(whole.shape))
             view = folded.view(group, other.runs)
             assert np.array_equal(view.reshape(pages, -1).numpy(), whole.reshape(pages, -1).numpy())
@@ -167,7 +167,7 @@ def test_pages_fold_where_they_divide(page, pages):
 
 @pytest.mark.parametrize("make", [dsa, lambda **k: ours_dsa("fp8_block_scale", **k)])
 def test_index_pages_fold_into_pages(make):
-    """The indexer's kernels see pages of 64 tokens, whatever the view's page is."""
+    """The indexer's kernels use pages of 64 tokens, whatever the view's page size is."""
     pool = make(size=64 * 5)
     caches = describe(pool, 128)
     group = caches.group("kv")
@@ -175,12 +175,12 @@ def test_index_pages_fold_into_pages(make):
     assert group.layer(4, "indexer").runs.size_bytes == 2 * 8448
     assert group.layer(4, "kv").runs.size_bytes == 128 * 656
     with pytest.raises(KeyError):
-        group.layer(3, "indexer")  # takes over the top-k of the layer before it
+        group.layer(3, "indexer")  # reuses the top-k of the layer before it
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_of_sparse_models_without_their_index_keys(layout):
-    """What the host tier moves: SGLang keeps index keys in a pool beside it."""
+    """The host tier moves these rows; SGLang keeps the host copies of index keys in another pool."""
     pool = ours_dsa(layout)
     fill(leaf_tensors(pool))
     caches = describe(pool)
@@ -204,7 +204,7 @@ def test_rows_of_sparse_models_without_their_index_keys(layout):
 def test_index_keys_in_other_pages_or_with_tails_are_not_described():
     kpool = {"page_size": 256, "size": 512, "index_kpool": 4}
     group = describe(ours_dsa("bf16", **kpool)).group("kv")
-    assert group.layer(4, "indexer").runs.size_bytes == 8448  # of 256 tokens
+    assert group.layer(4, "indexer").runs.size_bytes == 8448  # one page of 256 tokens
     with pytest.raises(TypeError, match="compressed index keys keeps a tail per request"):
         describe(ours_dsa("bf16", **kpool, index_kpool_compress=True, max_running_requests=2))
     with pytest.raises(TypeError, match="has 7 pages of index keys beside 128 .* 64 slots"):
@@ -238,14 +238,14 @@ def mha_pair(first, second):
 @pytest.mark.parametrize(
     ("make", "page"),
     [
-        # The same number of bytes, other shapes.
+        # Equal bytes, different shapes.
         (lambda: mha_pair({"heads": 2, "dim": 4, "v_dim": 4}, {"heads": 4, "dim": 2, "v_dim": 2}), None),
         (lambda: mha_pair({"heads": 4}, {"heads": 2, "page_size": 8, "size": 24}), None),
         (lambda: [mla(torch.float8_e4m3fn), mla(torch.float8_e5m2)], None),
         (lambda: [ours("fp8", "page_major"), mla(torch.float8_e5m2)], None),
         (lambda: [ours("fp8", "page_major", k_scales={5: 0.5}), ours("fp8", "page_major")], None),
         (lambda: [mla(page_size=4, size=12), mla(page_size=8, size=24)], None),
-        # Other rows; other layers with index keys.
+        # Different rows; index keys in different layers.
         (lambda: [ours_dsa("fp8"), ours_dsa("bf16")], None),
         (lambda: [ours_dsa("fp4"), ours_dsa("fp4", skip_topk_layers=None)], None),
         (lambda: [ours_dsa("fp8", options={"k_scales": {2: 0.5}}), ours_dsa("fp8")], None),
@@ -258,7 +258,7 @@ def test_bytes_that_mean_something_else_do_not_move(make, page):
 
 
 def test_heads_that_take_turns_in_other_pages_do_not_move(monkeypatch):
-    """Two pages of 4 tokens hold the heads of a page of 8 in another order."""
+    """The heads of 8 tokens are in another order in two pages of 4 tokens than in a page of 8."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     source, target = mha_pair({"dim": 2, "v_dim": 2}, {"dim": 2, "v_dim": 2, "page_size": 8, "size": 24})
     views = describe(source, 8), describe(target)

@@ -1,4 +1,4 @@
-"""A small decode of real backends and kernels beside float64."""
+"""The self-check's small decode of real backends and kernels, compared with float64."""
 
 import codec_oracle as oracle
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("published")
 
 
 def backend_of(kind, layout, monkeypatch, **placed):
-    """A backend over a pool of NaN bytes, and the layer it is asked for."""
+    """A backend over a pool of NaN bytes, and its layer."""
     case = {"cpu": Case, "cuda": CudaCase}[kind](layout, [1], [0], monkeypatch, **placed)
     return case
 
@@ -26,14 +26,14 @@ def memory(case):
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_backends(kind, layout, placed, monkeypatch):
-    """The class for CUDA runs on the CPU here, as in test_cuda_backend.py."""
+    """The CUDA class runs on the CPU here, as in test_cuda_backend.py."""
     from sgl_kvpool.srt.self_check import check_backend
 
     case = backend_of(kind, layout, monkeypatch, **placed)
     before = [part.clone() for part in memory(case)]
     found = check_backend(case.backend, case.layer)
     assert found.startswith("attention of 3 requests with a largest error of ")
-    assert 0 < float(found.split()[-1]) < 2**-6  # the rounding of values up to 4 to bf16
+    assert 0 < float(found.split()[-1]) < 2**-6  # bf16 rounding of values up to 4
     assert all(torch.equal(was, now) for was, now in zip(before, memory(case), strict=True))
 
 
@@ -48,7 +48,7 @@ def difference(case):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_a_kernel_that_decodes_otherwise(kind, layout, monkeypatch):
-    """One value of each row."""
+    """One value of each row differs."""
     from sgl_kvpool.attention import cpu, decode
 
     case = backend_of(kind, layout, monkeypatch)
@@ -102,7 +102,7 @@ def test_k_scale_that_is_not_applied(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_list_that_is_one_short(kind, monkeypatch):
-    """The token of the step itself is attended by no request."""
+    """No request attends the token that the step itself stores."""
     case = backend_of(kind, "bf16", monkeypatch)
     plan = case.backend.init_forward_metadata
 

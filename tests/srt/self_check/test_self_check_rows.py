@@ -1,4 +1,4 @@
-"""Rows of real pools beside the codec: what is right passes and leaves no trace, what is broken is named."""
+"""The self-check of rows: correct pools pass and are unchanged, broken ones give an error that names them."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def difference(pool):
     return str(found.value)
 
 
-#: Pools whose rows our own code writes, in every arrangement.
+#: Pools whose rows are written by our own code, in every arrangement.
 OWN = [
     *itertools.product(["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"], ARRANGEMENTS),
     ("bf16", "token_major"),
@@ -80,7 +80,7 @@ def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
 
 
 def test_a_writer_of_sglangs_that_swaps_its_arguments(monkeypatch):
-    """Of `bf16` rows, which SGLang writes itself."""
+    """SGLang itself writes `bf16` rows."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     write = MLATokenToKVPool.set_mla_kv_buffer
@@ -108,7 +108,7 @@ def test_a_decoder_that_rounds_otherwise(layout, monkeypatch):
 
 
 def test_k_scale_of_another_layer(monkeypatch):
-    """The last layer alone has one; it is written with that of the first."""
+    """Only the last layer has a k_scale; its rows are written with the first layer's k_scale."""
     pool = device_pool("fp8", k_scales={START + 2: 0.5})
     passes(pool)
     stored = pool._store
@@ -118,7 +118,7 @@ def test_k_scale_of_another_layer(monkeypatch):
 
 @pytest.mark.parametrize("arrangement", ["token_major", "page_major"])
 def test_slots_that_are_taken_for_others(arrangement, monkeypatch):
-    """Consistently, by writer and reader: transfers find the rows elsewhere."""
+    """Writer and reader agree, but transfers would find the rows elsewhere."""
     pool = device_pool("fp4", arrangement, pages=9)
     mapping = pool.slot_to_row
     monkeypatch.setattr(pool, "slot_to_row", lambda slots: mapping(slots ^ 1))
@@ -126,7 +126,7 @@ def test_slots_that_are_taken_for_others(arrangement, monkeypatch):
 
 
 def test_a_slot_mapping_of_the_first_page_alone(monkeypatch):
-    """Rows of a page-major pool taken for slots, which is right in page 0."""
+    """Rows of a page-major pool taken for slots, which is correct in page 0 only."""
     pool = device_pool("fp4", "page_major", pages=9)
     monkeypatch.setattr(pool, "slot_to_row", lambda slots: slots)
     assert "written to the pool" in difference(pool)
@@ -140,7 +140,7 @@ def test_a_reader_of_rows_in_another_order(monkeypatch):
 
 
 def test_layers_in_another_order(monkeypatch):
-    """Consistently, by writer and reader: stores and peers would find other layers' rows."""
+    """Writer and reader agree, but stores and peers would find other layers' rows."""
     pool = device_pool("fp4", pages=9)
     monkeypatch.setattr(pool, "kv_buffer", pool.kv_buffer[::-1])
     monkeypatch.setattr(pool, "_index", lambda layer_id: (layer_id - START + 1) % 3)
@@ -177,7 +177,7 @@ def test_reading_without_waiting(monkeypatch):
 
 
 def test_waiting_for_another_layer(monkeypatch):
-    """Layer ids of the model and places in the pool are different things."""
+    """A model's layer id and the layer's index in the pool are different numbers."""
     pool = device_pool("fp4")
     read = pool.get_row_buffer
 
@@ -202,4 +202,4 @@ def test_the_counter_is_given_back():
         registered = pool.layer_transfer_counter
         passes(pool)
         assert pool.layer_transfer_counter is registered
-        assert len(set(counter)) == 3  # reading rows and values back waits as ever
+        assert len(set(counter)) == 3  # the self-check's reads wait on the registered counter
