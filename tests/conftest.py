@@ -29,8 +29,8 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-#: Folders whose tests share servers or processes, so that one worker runs them all; the servers, for which
-#: tests wait longest, begin.
+#: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
+#: and start first.
 TOGETHER = ("tests/engine", "tests/gpu", "tests/ptxrun")
 
 
@@ -80,7 +80,7 @@ def published():
 
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory):
-    """`fresh.run(code)`: in a new process with SGLang's pools imported and nothing of ours."""
+    """`fresh.run(code)`: in a new process that has imported SGLang's pools and nothing of this package."""
     modules = ("pytest", "sglang.srt.mem_cache.memory_pool")
     folder = tmp_path_factory.mktemp("fresh")
     with forks.after_importing(*modules, output=folder, environment=dict(os.environ)) as process:
@@ -89,7 +89,7 @@ def fresh(tmp_path_factory):
 
 @pytest.fixture
 def no_reserve(monkeypatch, published):
-    """Host tiers on machines of any size: SGLang keeps 10 GiB of memory free when it makes one."""
+    """Allow host tiers on a machine of any size: SGLang otherwise leaves 10 GiB of memory free."""
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
@@ -108,7 +108,7 @@ def counting():
 
 @pytest.fixture
 def failures(counting):
-    """`failures()`: what was counted since the test began, by kind."""
+    """`failures()`: failures counted since the test began, by kind."""
     from sgl_kvpool.metrics import FAILURES
 
     def now():
@@ -120,11 +120,11 @@ def failures(counting):
 
 @pytest.fixture
 def nothing_left_out():
-    """Emulated streams that nothing of another test is on, and that leave out no wait."""
+    """Emulated streams without work of another test, on which no wait is left out and no call fails."""
     from emulated import calls
 
     calls().leave_out(-1)
     calls().fail_after(-1)
     calls().forget()
     yield
-    assert calls().play(0) == 0  # nothing of one test reaches the next
+    assert calls().play(0) == 0  # the test has played all of its work

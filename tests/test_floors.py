@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sgl_kvpool"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-#: Subpackages and modules that work without SGLang, by the forbidden contract.
+#: Subpackages and modules that work without SGLang, from import-linter's forbidden contract.
 WITHOUT_SGLANG = next(contract for contract in CONTRACTS if contract["type"] == "forbidden")["source_modules"]
-#: `sys.meta_path` is asked before any file is looked for.
+#: Blocks SGLang: finders in `sys.meta_path` are asked before files are searched.
 BLOCKED = """
 import importlib, sys
 
@@ -46,13 +46,13 @@ def imported_by(text, name, modules, *, is_package=False):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    # A module and a name of its `__init__` are told apart by what there is. Importing a submodule runs the
-    # packages above it too, but those of the module itself are there already.
+    # Whether an imported name is a submodule or a name of `__init__` follows from the modules that exist.
+    # Importing a submodule also runs its parent packages, but a module's own parents are imported already.
     return {other for other in found if other in modules and other != name}
 
 
 def circle(graph):
-    """Modules of a circle of imports; None if there is none."""
+    """Modules of an import cycle, or None."""
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -62,7 +62,7 @@ def circle(graph):
 
 def test_no_circle_of_modules():
     graph = {name: imported_by(path.read_text(), name, MODULES) for name, path in MODULES.items()}
-    # `from package import module` also names the package, whose `__init__` then matters by its own imports.
+    # `from package import module` names the package too; the edge to the package is dropped.
     for name, others in graph.items():
         graph[name] = {o for o in others if not any(other.startswith(f"{o}.") for other in others)}
     assert sum(map(len, graph.values())) > 500
@@ -78,7 +78,7 @@ def test_a_circle_is_found():
 
 @pytest.mark.parametrize("floor", WITHOUT_SGLANG)
 def test_a_lower_floor_without_sglang(floor):
-    """import-linter reads; this imports."""
+    """import-linter reads the source; this test imports."""
     names = [name for name in MODULES if name == floor or name.startswith(f"{floor}.")]
     assert names
     done = subprocess.run(

@@ -216,7 +216,7 @@ def test_no_table_can_lose_a_line(file, table, monkeypatch):
         found = line_dict(tree)
         del found.keys[number], found.values[number]
         module = types.ModuleType("without_a_line")
-        monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for it
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look up the module there
         with pytest.raises(
             RuntimeError, match=rf"^{re.escape(table)} of {file} has no line for KV cache layout"
         ):
@@ -231,7 +231,7 @@ def test_no_layout_can_lose_its_member(monkeypatch):
         assert file.read_text().count(line) == 1
         text = file.read_text().replace(line, "")
         module = types.ModuleType("without_a_member")
-        monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for it
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look up the module there
         with pytest.raises(AttributeError, match=rf"\b{member.name}\b"):
             exec(compile(text, file, "exec"), module.__dict__)
 

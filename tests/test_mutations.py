@@ -89,7 +89,7 @@ def test_a_defect_makes_its_test_fail(defect, run, project):
     assert text.count(code) == 1
     path.write_text(text.replace(code, mutated))
     status, output = run(test)
-    assert status == 1, output  # 1: tests ran and failed; another number would be no answer
+    assert status == 1, output  # 1: tests ran and failed; any other status is an error of pytest
     assert f"FAILED {test}" in output
     assert " error" not in output.rpartition("\n= ")[2].lower()
 

@@ -1,4 +1,4 @@
-"""The CUDA compiler that SGLang's dependencies bring; later releases compile their kernels with it in CI."""
+"""The CUDA compiler from SGLang's dependencies compiles for Hopper."""
 
 import subprocess
 import sysconfig

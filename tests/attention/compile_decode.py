@@ -20,7 +20,7 @@ import compile_kernels
 def compile_decode(
     layout, heads, rank=512, rope=64, queries=1, ids="*i32", splits=8, page=None, kernel="triton", tile=None
 ):
-    """The decode kernel with a tile, or its fields, by default that of the table for `kernel`."""
+    """Compile the decode kernel for `tile` (or its fields), by default the tile of the table for `kernel`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -53,7 +53,7 @@ def compile_decode(
     signature |= dict.fromkeys(["lse_ptr", "partial_ptr", "partial_lse_ptr"], "*fp32")
     signature |= dict.fromkeys(["score_scale", "value_scale"], "fp32")
     signature |= dict.fromkeys(constants, "constexpr")
-    # What the launcher declares of torch's tensors and of the strides of usual models.
+    # Divisibility that the launcher declares for torch's tensors and for the strides of usual models.
     attrs = {
         (fn.arg_names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
@@ -67,7 +67,7 @@ def compile_decode(
 
 
 def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
-    """`merge_kernel` behind the decode of a batch of eight lists."""
+    """Compile `merge_kernel` for the decode of a batch of eight lists."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -90,7 +90,7 @@ def compile_merge(layout, heads, rank=512, queries=1, out="*bf16"):
 
 
 def facts(compiled, sass, usage):
-    """As the codec's, and what matters to this kernel."""
+    """The facts of the codec's kernels, and those that matter to this kernel."""
 
     def count(pattern):
         return len(re.findall(pattern, sass))

@@ -1,4 +1,4 @@
-"""Cases of `mla_decode` and what it has to give: float64 numpy on rows that `codec_oracle` decodes."""
+"""Cases of `mla_decode` and their expected results: float64 numpy on rows that `codec_oracle` decodes."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 LAYERS, LAYER = 3, 1
 #: Weights are rounded to bfloat16, whose unit roundoff is 2**-8, and nothing else is rounded that coarsely:
 #: e4m3, e2m1 times ue5m3 and the queries are exact in bfloat16, sums are float32. So the error of a result is
-#: at most this times the weighted sum of the magnitudes of its values; the rest is for float32.
+#: at most 2**-8 times the weighted sum of the magnitudes of its values; 1 % more allows for float32.
 WEIGHT_ROUNDING = 2**-8 * 1.01
 #: Scores are sums of up to 576 float32 products here, of magnitudes up to about 10.
 LSE_TOLERANCE = 2e-5
@@ -55,7 +55,7 @@ class Case:
             for name in ("q", "kv_indices", "kv_lens", "list_index")
             if (value := getattr(self, name)) is not None
         }
-        # A pool is moved with what lies between its rows, and keeps its strides.
+        # Move the pool with the bytes between its rows, and keep its strides.
         whole = torch.empty(0, dtype=torch.uint8).set_(self.pool.untyped_storage()).to(device)
         moved["pool"] = whole.as_strided(self.pool.shape, self.pool.stride(), self.pool.storage_offset())
         return self.but(**moved)
@@ -81,7 +81,7 @@ def make_case(
 ):
     """Lists of random slots; what no list refers to holds NaN bytes, entries beyond a count are garbage.
 
-    counts : one tuple per list, one number of rows per query of its group
+    counts : one tuple per list, one number of rows per query of the list
     """
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -93,7 +93,7 @@ def make_case(
     buffer = torch.full((placement.total_bytes,), fill, dtype=torch.uint8)
     pool = placement.layer_view(buffer, LAYER)
     kv_indices = np.empty((lists, width), np.int64)
-    # Beyond the count: unused slots, slots outside of the pool, and numbers that mean nothing.
+    # Beyond the count: unused slots, slots outside the pool, arbitrary numbers.
     kv_indices[:] = random.choice([0, slots - 1, slots + 5, 2**31 - 1, -(2**31)], (lists, width))
     used = random.permutation(np.arange(1, slots))[: sum(longest)]
     done = 0
@@ -194,7 +194,7 @@ def every_code(layout):
 
 
 def check_parts(case, run, splits, block_rows):
-    """Lists that fit one part write no partial results; of the others every part that has rows does."""
+    """Lists that fit one part write no partial results; of other lists, every part with rows writes them."""
     tokens, heads, rank = len(case.kv_lens), case.q.shape[1], case.fmt.kv_lora_rank
     partial = torch.empty(splits * tokens * heads * (rank + 1))
     check(run(case, splits, partial=partial), case)

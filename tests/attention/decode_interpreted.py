@@ -18,9 +18,9 @@ def run(
     tile=None,
     partial=None,
 ):
-    """(out, lse) of the kernels, with a given number of splits and a poisoned workspace, or `partial`.
+    """(out, lse) of the kernels for a number of splits; the workspace, `partial` if given, is poisoned.
 
-    Without `tile`, that of the table for Triton's kernel.
+    `tile` is by default the table's tile for the Triton kernel.
     """
     q, q_rope = decode_checks.queries(case.q, case.options.get("q_rope"), case.pool, case.fmt)
     decode_checks.kernel_limits(case.pool, case.fmt)

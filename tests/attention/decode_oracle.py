@@ -9,7 +9,7 @@ from sgl_kvpool.layout import RowFormat
 
 
 def rows_of_entries(entries: torch.Tensor, page: tuple[int, int] | None) -> torch.Tensor:
-    """int64 row numbers of the entries of a list; negative ones, which are none, stay negative."""
+    """int64 row numbers of the entries of a list; negative entries, which are not rows, stay negative."""
     entries = entries.long()
     if page is None:
         return entries

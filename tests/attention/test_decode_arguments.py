@@ -197,7 +197,7 @@ def test_an_unknown_kernel_is_found_at_start(monkeypatch):
 
 
 def test_the_device_is_kept_busy():
-    """By hand, for 132 multiprocessors: programs of all splits, in rounds of 264, two for each of them."""
+    """By hand, for 132 multiprocessors of two programs: programs of all splits run in rounds of 264."""
     for lists, splits in (
         (1, 256),
         (2, 132),
@@ -223,7 +223,7 @@ def test_the_device_is_kept_busy():
 
 
 def test_another_tile():
-    """What `decode_config` computes for a tile, for one that is not in the table."""
+    """`decode_config` for a tile outside the table computes the same fields as for a tile of the table."""
     tile = TileConfig(query_heads=24, block_rows=32, warps=4, stages=1, programs_per_sm=3)
     config = config_of_tile(tile, 30, 11, 100_000, 132)
     assert (config.tile, config.tiles, config.splits, config.min_blocks) == (tile, 2, 18, 4)

@@ -22,7 +22,7 @@ from sgl_kvpool.commands.bench.tiles.cases import HEADS, tiles
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 TABLE = [{"layout": layout.value, "heads": tile.query_heads} for layout, tile in table("triton")]
-#: Of `gluon_decode`, the tiles and what a batch may ask of them.
+#: Tiles of `gluon_decode`; below, the variants that a batch may need.
 GLUON = [
     {"layout": layout.value, "heads": tile.query_heads, "kernel": "gluon"}
     for layout, tile in table("gluon")
@@ -32,7 +32,7 @@ GLUON_OTHERS = [
     {"layout": "fp4", "heads": 8, "queries": 2, "ids": "*i64", "page": [64, 3904], "kernel": "gluon"},
     {"layout": "fp8_block_scale", "heads": 8, "queries": 2, "splits": 1, "kernel": "gluon"},
 ]
-#: Those that `bench tiles` compares with them.
+#: Tiles outside the table that `bench tiles` compares with it.
 SWEPT = [
     {"layout": layout.value, "heads": tile.query_heads, "tile": list(astuple(tile))}
     for layout in map(MLAKVCacheLayout, ("fp8", "fp8_block_scale", "fp4"))
@@ -45,12 +45,12 @@ OTHERS = [
     {"layout": "fp8_block_scale", "heads": 8, "queries": 2, "splits": 1},
     {"layout": "fp8", "heads": 16, "rank": 128, "rope": 0},
 ]
-#: What the interpreter lets pass and the compiler does not has happened here before.
+#: The merge kernel is compiled because the interpreter has accepted code of it that the compiler rejects.
 MERGES = [
     {"merge": True, "layout": "fp4", "heads": 16},
     {"merge": True, "layout": "bf16", "heads": 5, "queries": 3, "rank": 128, "out": "*fp16"},
 ]
-#: Gluon is experimental in Triton.
+#: An older Triton with which the Gluon kernel has to compile: Gluon's interface is experimental.
 OLDER = "3.6.0"
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 #: Largest shared memory of a program on sm_90.
@@ -64,7 +64,7 @@ def tile_of(job):
 
 
 def compile_jobs(jobs, *first):
-    """Facts by job, from one process without the interpreter, whose modules come from `first` first."""
+    """Facts by job, from one process without the interpreter, which imports modules from `first` first."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -123,7 +123,7 @@ def test_the_merge(compiled, job):
 
 @pytest.mark.parametrize("job", TABLE, ids=lambda job: "-".join(map(str, job.values())))
 def test_payload_in_16_byte_accesses(compiled, job):
-    """Rows of `bf16` go to shared memory by themselves, the others through registers, and only once."""
+    """`bf16` rows are copied to shared memory asynchronously; other rows go through registers, once."""
     found, tile = compiled[str(job)], tile_of(job)
     rows_per_thread = tile.block_rows / (32 * tile.warps)  # written twice: before the loop and in it
     if job["layout"] == "bf16":
@@ -132,8 +132,8 @@ def test_payload_in_16_byte_accesses(compiled, job):
         # without scales
         rows = {"fp8": 576, "fp8_block_scale": 640, "fp4": 384, "fp4_fp8_rope": 320}
         assert found["loads_16_bytes"] >= 2 * rows_per_thread * rows[job["layout"]] // 16
-    # From registers, a first operand would come by ldmatrix from a second copy, 4 matrices at a time. FP4's
-    # block scales do, before the loop and in it.
+    # An A operand in registers would be read by ldmatrix from a second copy, 4 matrices at a time. FP4's
+    # block scales are read so, before the loop and in it.
     assert found["ldmatrix_4"] == (4 if job["layout"] in ("fp4", "fp4_fp8_rope") else 0)
 
 
@@ -147,8 +147,8 @@ def test_two_values_at_a_time(compiled, job):
 
 @pytest.mark.parametrize("job", GLUON, ids=lambda job: "-".join(map(str, job.values())))
 def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
-    """Every byte of a row by copies of 16, before the loop and in it, late parts by loads of 16 in the loop;
-    scores' operands are not loaded from shared memory.
+    """Copies of 16 bytes move every byte of a row, before the loop and in it, but for late parts, which loads
+    of 16 bytes move in the loop; operands of the scores are not loaded from shared memory.
     """
     found, tile = compiled[str(job)], tile_config(MLAKVCacheLayout(job["layout"]), job["heads"], "gluon")
     fmt = MLAKVCacheLayout(job["layout"]).row_format(512, 64)
@@ -157,16 +157,16 @@ def test_gluon_copies_rows_and_multiplies_from_registers(compiled, job):
     per_thread = -(-(fmt.row_bytes - late_bytes) // 16) / threads_per_row
     # Half of the lanes, or more, are idle where scales are copied.
     assert 2 * per_thread <= found["copies_16_bytes"] <= 2 * (per_thread + 1)
-    # Queries are loaded so, too, the latent and the rope of 16 bytes and more for each thread.
+    # Queries are loaded the same way, latent and rope, with at least 16 bytes per thread.
     of_queries = -(-tile.query_heads * 1024 // (16 * 32 * tile.warps)) + 1
     assert found["loads_16_bytes"] == late_bytes // 16 / threads_per_row + of_queries
-    # Four matrices at a time: a first operand that went through shared memory would come so.
+    # An A operand that went through shared memory would be loaded four matrices at a time.
     assert found["ldmatrix_4"] == 0
 
 
 @pytest.mark.skipif(not ON_CI, reason="ten more compilations: CI=true")
 def test_swept_tiles_fit():
-    """As many programs per SM as they say, which have 233472 bytes and 65536 registers."""
+    """An SM, with 233472 bytes and 65536 registers, holds as many programs as each tile says."""
     for job, found in compile_jobs(SWEPT).items():
         programs = TileConfig(*ast.literal_eval(job)["tile"]).programs_per_sm
         assert programs * (found["shared_bytes"] + 1024) <= 233472, job

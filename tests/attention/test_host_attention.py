@@ -13,7 +13,7 @@ SCALE = 0.07
 
 
 def make_pool(layout, slots, rank, rope, seed=0):
-    """Rows of random values, garbage between them, and NaN bytes in slots nobody may read."""
+    """Rows of random values, garbage between them, and NaN bytes in slots that must not be read."""
     generator = torch.Generator().manual_seed(seed)
     fmt = oracle.row_format(layout, rank, rope)
     nope = torch.randn(slots, rank, generator=generator, dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ def test_decode_and_prefill_of_unequal_lengths(layout, workspace_tokens, index_d
     fmt, pool, decoded = make_pool(layout, slots, rank, rope)
     lengths, queries = [1, 23, 70, 5], [1, 1, 9, 5]
     requests, ids, unused = batch(lengths, queries, slots)
-    pool[torch.from_numpy(unused)] = 0xFF  # NaN in every encoding that has one; nobody may read it
+    pool[torch.from_numpy(unused)] = 0xFF  # NaN in every encoding that has one; these slots must not be read
     q = torch.randn(sum(queries), heads, rank + rope)
     reader = RowReader(fmt, workspace_tokens)
     out, lse = reader.attend(q, pool, ids.to(index_dtype), reader.plan(requests), SCALE)

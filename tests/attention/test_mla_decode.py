@@ -1,6 +1,7 @@
 """`mla_decode`'s kernels in Triton's interpreter, and its CPU path, against a float64 oracle.
 
-On a machine with a GPU the interpreter is off and ``tests/gpu/test_mla_decode_gpu.py`` does this.
+On a machine with a GPU the interpreter is off; ``tests/gpu/test_mla_decode_gpu.py`` then makes this
+comparison.
 """
 
 import os
@@ -23,11 +24,11 @@ if os.environ.get("TRITON_INTERPRET", "0") == "0":
 from decode_interpreted import run
 
 pytestmark = [
-    # numpy, inside the interpreter, for a logarithm of 0 and exponentials of -inf on purpose
+    # numpy's warnings inside the interpreter, for a logarithm of 0 and exponentials of -inf on purpose
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]
 ARRANGEMENTS = ["layer_major", "token_major", "page_major"]
-VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))  # three queries of a list, as MTP verifies
+VERIFY = ((66, 67, 68), (129, 2, 131), (0, 0, 1))  # three queries per list, as in MTP verification
 
 
 def on_cpu(case, **options):
@@ -46,7 +47,7 @@ def check_everything(case, splits=1):
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_layouts_and_arrangements(layout, arrangement):
-    # Of a latent of 512, the interpreter takes 20 seconds; one arrangement shows its chunks.
+    # A latent of 512 takes the interpreter 20 seconds, so one arrangement alone covers its chunks.
     rank = 512 if arrangement == "layer_major" else 128
     case = make_case(layout, rank=rank, arrangement=arrangement, counts=VERIFY, heads=8)
     check_everything(case, splits=2)
@@ -104,7 +105,7 @@ def test_every_code_and_every_scale(layout):
 def test_k_scale(k_scale):
     case = make_case("fp8", rank=256, k_scale=k_scale, heads=16)
     check_everything(case, splits=2)
-    # Not within the tolerance if it were ignored, or applied once only.
+    # Ignoring k_scale, or applying it only once, exceeds the tolerance.
     with pytest.raises(AssertionError):
         check(run(case.but(k_scale=1.0)), case)
 
@@ -147,7 +148,7 @@ def test_strides_and_index_types(ids):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_query_types(dtype):
-    """float16 and float32 queries are rounded to bfloat16 by the kernel, so these are rounded before."""
+    """The kernel rounds float16 and float32 queries to bfloat16; this test rounds them beforehand."""
     case = make_case("fp8_block_scale", rank=128, heads=2)
     case = case.but(q=case.q.to(dtype))
     check(run(case, 2, out_dtype=dtype), case)
@@ -158,7 +159,7 @@ def test_query_types(dtype):
 
 
 def test_counts_and_lists_that_mean_nothing():
-    """Negative counts, counts beyond the list, lists that do not exist: none, all, none."""
+    """Negative counts, counts beyond the list, lists that do not exist: read as no row, all rows, no row."""
     case = make_case("fp4", rank=128, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
     check_everything(case)
     case = case.but(list_index=torch.tensor([0, 1, 5, -1, 2**31 - 1], dtype=torch.int32))

@@ -26,7 +26,7 @@ STOCK = ("bf16", "fp8", "fp8_block_scale")
 
 
 def sglang(layout, prefill, **attributes):
-    """Its backend over a pool of that layout; `dsa_kv_cache_store_fp8` is true of 656-byte rows alone."""
+    """SGLang's backend over such a pool; `dsa_kv_cache_store_fp8` is true of 656-byte rows alone."""
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
     # Without the hooks that another test of this process may have put there.
@@ -121,7 +121,7 @@ def test_sglang_is_wrong_in_these_cells_and_in_no_other():
     ],
 )
 def test_what_flashmla_auto_stands_for(layout, blackwell, mode, chosen, transform):
-    """SGLang chooses before it asks (:1130), so that both names have to have the right answer."""
+    """SGLang chooses before it asks for the transform (:1130): both names need the right answer."""
     backend = choose(layout, blackwell=blackwell, mode=mode)
     assert backend.dsa_prefill_impl == chosen
     assert select_topk_transform(layout, chosen, "kvpool_mla", mode).name == transform
@@ -130,7 +130,7 @@ def test_what_flashmla_auto_stands_for(layout, blackwell, mode, chosen, transfor
 
 
 def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
-    """SGLang's backend after its choice for flashmla_auto, of a short batch in a prefill graph."""
+    """SGLang's backend after its choice for flashmla_auto, made for a short batch in a prefill graph."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     backend = sglang(
@@ -148,8 +148,9 @@ def choose(layout, *, blackwell=False, mode="EXTEND", **attributes):
     return backend
 
 
-#: Pairs of which both sides read the rows, and that SGLang refuses all the same when a server starts: what
-#: stands for kvpool_mla is no tilelang, and flashinfer_sparse_mla comes with itself or triton_sparse_mla.
+#: Pairs whose two sides can both read the rows, but which SGLang refuses at server start:
+#: flashinfer_sparse_mla can only be paired with itself or triton_sparse_mla. kvpool_mla is checked under the
+#: name flashmla_sparse.
 REFUSED_AT_START = """
 fp8_block_scale  flashmla_sparse        flashinfer_sparse_mla
 fp8_block_scale  flashmla_sparse_q8     flashinfer_sparse_mla
@@ -161,7 +162,7 @@ fp8_block_scale  flashinfer_sparse_mla  kvpool_mla
 
 
 def test_pairs_that_sglang_refuses_when_it_starts(monkeypatch):
-    """By its own checks, for a model and a GPU that have them; the table is about rows alone."""
+    """SGLang's own checks, for a model and a GPU that pass them; the table is about rows alone."""
     import torch
     from sglang.kernels.ops.attention.flash_mla_sm120 import _validate_flashinfer_sparse_mla_backend
     from sglang.srt.arg_groups.overrides import _check_dsa_backend_constraints
@@ -228,8 +229,9 @@ def test_pooled_index_keys_refuse_what_is_ours():
                 check_combination(layout, prefill, decode, index_kpool=2)
 
 
-#: What attends the tail of such models on Hopper, where flashmla_sparse is replaced by fa3
-#: (dsa/dsa_backend_kpool.py:77): "works", or "misreads" rows, as in `topk_table`. The rest SGLang raises for.
+#: Implementations that attend the tail of such models on Hopper, where flashmla_sparse is replaced by fa3
+#: (dsa/dsa_backend_kpool.py:77): "works", or "misreads" rows, as in `topk_table`. SGLang raises for the
+#: others.
 KPOOL_SIDES = """
 bf16             prefill  works     flashmla_sparse flashmla_sparse_q8 flashmla_auto fa3 tilelang trtllm
 bf16             decode   works     flashmla_sparse fa3 tilelang trtllm
@@ -252,12 +254,12 @@ def kpool_sides(verdict):
 
 
 def sglang_raises(layout, side, name):
-    """Whether SGLang's guard does at the first batch."""
+    """Whether SGLang's guard raises at the first batch."""
     attributes = {"dsa_index_kpool": 4, "device_sm_major": 9}
     backend = choose(layout, **attributes) if name == "flashmla_auto" else sglang(layout, name, **attributes)
-    # Decoding, no choice is made.
+    # The decode implementation is never replaced.
     attending = backend.dsa_prefill_impl if side == "prefill" else name
-    topk_indices = object()  # asked for its presence alone
+    topk_indices = object()  # only its presence is checked
     attending = backend._resolve_kpool_tail_backend(topk_indices, attending)
     try:
         backend._check_kpool_tail_backend(topk_indices, attending, side)

@@ -91,7 +91,7 @@ def test_members_of_the_enums_are_names_too(published):
 
 
 def test_repeated_questions_have_one_answer():
-    """Answers are kept; a refusal has to be one the second time too."""
+    """Answers are cached; a refusal has to be raised the second time too."""
     for cell in (("fp4", "fa3", "fa3", "EXTEND"), ("bf16", "flashmla_sparse_q8", "fa3", "MIXED")):
         assert [answer(*cell), answer(*cell)] == [REFUSED, REFUSED]
     assert answer("bf16", "flashmla_sparse_q8", "fa3", "EXTEND") == RAGGED
@@ -139,7 +139,7 @@ def test_unknown_names_are_listed(function, index_kpool, cell, names):
     ask = select_topk_transform if function == "select" else check_server
     with pytest.raises(ValueError) as error:
         ask(*cell, index_kpool=index_kpool)
-    # A slip of ours or another SGLang, and no combination that a user could change.
+    # Caused by a bug of ours or by another SGLang, not by a combination that a user can change.
     assert type(error.value) is ValueError
     (unknown,) = (word for word in cell if word not in (*LAYOUTS, *IMPLEMENTATIONS, *MODES))
     assert repr(getattr(unknown, "name", unknown)) in str(error.value)
@@ -173,7 +173,7 @@ _FLAGS = re.compile(r"--dsa-prefill-backend (\w+) --dsa-decode-backend (\w+)")
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale"])
 def test_refusals_name_a_pair_that_works_in_every_mode(layout):
-    """And that keeps as much as can be kept of what was asked for."""
+    """The named pair also keeps as many of the requested implementations as possible."""
     works = nameable_pairs(layout)
     for (_, prefill, decode, mode), message in refusals(layout):
         named = _FLAGS.findall(message)

@@ -137,9 +137,9 @@ fp4_fp8_rope     flashinfer_sparse_mla  -   | no such row
 fp4_fp8_rope     kvpool_mla             yes | ours
 """
 
-#: Sides that can read the rows go together, but for these rows, of which SGLang wants one reader
-#: (arg_groups/overrides.py:571, mem_cache/kv_cache_configurator.py:3434). Beside ours, trtllm would also
-#: leave out the rotary embedding (forward_mla.py:972).
+#: Any two sides that can read the rows may be paired, except over these rows, for which SGLang requires one
+#: reader (arg_groups/overrides.py:571, mem_cache/kv_cache_configurator.py:3434). Paired with ours, trtllm
+#: would also leave out the rotary embedding (forward_mla.py:972).
 FP8_PAIRS = """
 tilelang  tilelang
 trtllm    trtllm

@@ -63,7 +63,7 @@ def nearest_ue5m3(values):
 
 
 def fp4_scale_bytes(largest):
-    """The scales that are tried for blocks in order, fp32 [n] -> [5, n]."""
+    """Candidate scales of each block in the order in which they are tried, fp32 [n] -> [5, n]."""
     sixth, quarter = (nearest_ue5m3(largest / np.float32(part)) for part in (6, 4))
     return np.stack([sixth, sixth - 1, sixth + 1, quarter - 1, quarter]).clip(1, 0xF7)
 
@@ -85,7 +85,7 @@ def fp4_block(x):
             ]
             errors.append(halves[0] + halves[1])
         codes.append(q.view(np.uint8) & 15)
-    best = np.argmin(errors, 0)  # the first of several
+    best = np.argmin(errors, 0)  # ties: the first candidate
     at = np.arange(len(x))
     return np.stack(codes)[best, at], np.where(largest > 0, tried[best, at], 0)
 
@@ -165,7 +165,7 @@ def cast(values, dtype):
 
 
 def assert_same_bytes(found, expected, what="rows"):
-    """Bitwise, naming the first wrong place."""
+    """Assert bitwise equality; the message names the first wrong place."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     wrong = np.argwhere(found != expected)
@@ -204,8 +204,8 @@ def every_bf16():
     return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(128, 512)
 
 
-#: Blocks, bf16 bits in hex, for which other orders of summation (halves first, and one after the other)
-#: pick another scale: about one in a million random blocks is like that.
+#: Blocks, as bf16 bits in hex, for which other orders of summation (halves first, or sequential) pick another
+#: scale: about one in a million random blocks.
 ORDER_DECIDES = (
     "bbc53e57bcb3be8fc011bf76bf99bf24bf33bd1cbe7f3e1cc0333e9e3e30bf07",
     "be553fca3c3bbf9abf8c3eadbf7f3ee8bfd43f013f7c3e57bc6fbf87bfb2bd69",

@@ -49,10 +49,10 @@ def compile_kernel(layout, which, rank, rope, dtype="bf16", slots="*i64", aligne
         "k_scale": "fp32",
         **dict.fromkeys(constants, "constexpr"),
     }
-    constants["slots_stride"] = 1  # the launcher makes a stride of 1 a constant, and None
+    constants["slots_stride"] = 1  # the launcher makes a stride of 1 and None constants
     constants |= {} if slots else {"slots_ptr": None}
     constants |= {} if rope else {"rope_ptr": None}
-    # What the launcher declares of torch's tensors and of the row strides in use.
+    # Divisibility by 16 that the launcher declares for torch's tensors and the row strides in use.
     multiples = ["rows_ptr", "slots_ptr", "nope_ptr", "rope_ptr"]
     multiples += ["row_stride", "nope_stride", "rope_stride"]
     attrs = {

@@ -20,7 +20,7 @@ def _fresh_random_numbers():
 
 @pytest.fixture(scope="module", params=["compiled", "torch"])
 def each_encoder(request):
-    """The CPU's encoder, then the one that takes its place where nothing can be compiled."""
+    """The CPU's compiled encoder, then the encoder that replaces it where nothing can be compiled."""
     if request.param == "compiled":
         assert compiled.module(required=True) is not None
         yield

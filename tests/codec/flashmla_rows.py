@@ -1,18 +1,18 @@
 """A reader of FlashMLA's V3.2 rows that shares nothing with the product: slices of bytes, numpy, ml_dtypes.
 
-A row is what FlashMLA's and SGLang's kernels take it for, one after the other: R e4m3 values, R / 128 scales
-in fp32, each of which multiplies 128 of the values, P bf16 values. No padding: 656 bytes for R = 512, P = 64.
+A row as FlashMLA's and SGLang's kernels read it, in this order: R e4m3 values, R / 128 scales in fp32, one
+for each 128 values, P bf16 values. No padding: 656 bytes for R = 512, P = 64.
 """
 
 import ml_dtypes
 import numpy as np
 
-#: (R, P): bytes of a row. Those that SGLang has pools for, and one whose length is no multiple of 16.
+#: (R, P): bytes of a row. The last two are not multiples of 16.
 ROW_BYTES = {(512, 64): 656, (512, 0): 528, (256, 0): 264, (256, 64): 392}
 
 
 def read_rows(rows, rank=512, rope=64):
-    """uint8 [N, ROW_BYTES] -> float64 [N, rank + rope], exactly; NaN where any byte says so."""
+    """uint8 [N, ROW_BYTES] -> float64 [N, rank + rope], exactly; NaN where a value or its scale is NaN."""
     assert rows.dtype == np.uint8
     assert rows.shape[1] == ROW_BYTES[rank, rope]
     count, tiles = len(rows), rank // 128

@@ -1,7 +1,7 @@
 """What the compiled kernels look like, read from code for sm_90a: needs no GPU.
 
-The interpreter shows neither fused multiply-adds nor approximate division, and no access widths;
-this does. Registers and code size are not limited here, only what the design promises.
+The interpreter shows neither fused multiply-adds nor approximate division nor access widths; machine code
+does. Only what the design promises is checked here, not registers or code size.
 """
 
 import json
@@ -59,7 +59,7 @@ def test_no_spills_and_exact_arithmetic(compiled, job):
 def test_wide_accesses(compiled, job):
     found = compiled[str(job)]
     assert found["loads_16_bytes"] > 0
-    # A thread stores the codes of the values that it loads at once; e4m3 makes 8 bytes of 16.
+    # A thread stores the codes of the values of one load; 16 bytes of bf16 become 8 bytes of e4m3.
     to_e4m3 = job["which"] == "store" and job["layout"].startswith("fp8")
     assert found["stores_8_bytes" if to_e4m3 else "stores_16_bytes"] > 0
     if job["which"] == "gather":

@@ -49,7 +49,7 @@ def test_fp4_keeps_what_it_can_hold(seed, scale_byte, largest):
 @settings(max_examples=25, deadline=None)
 @given(seeds, st.integers(-12, 12))
 def test_fp4_moves_with_powers_of_two(seed, power):
-    """Times 2**k: the same codes, scale bytes 8 k higher, as long as no scale leaves the range."""
+    """Multiplying by 2**k keeps codes and raises scale bytes by 8 k, while no scale leaves the range."""
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
     fmt = row_format("fp4", 128, 0)
     codes, scales = fp4_parts(encode_rows(x, None, fmt), fmt)
@@ -74,7 +74,7 @@ def test_fp4_sign_is_apart_from_size(seed):
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_fp4_takes_the_best_scale(seed):
-    """In float64 no scale that is tried gives a clearly smaller error than the one that was stored."""
+    """No candidate scale gives a clearly smaller error, in float64, than the stored scale."""
     x = hard_rows(16, 128, seed).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
     fmt = row_format("fp4", 128, 0)
     rows = encode_rows(x, None, fmt)
@@ -89,7 +89,7 @@ def test_fp4_takes_the_best_scale(seed):
 
 
 def test_fp4_tie_keeps_the_first_scale():
-    # 6 is exact with scale 1, that of amax / 6, and with 1.5, that of amax / 4.
+    # 6 is exact with the scale 1 (amax / 6) and with the scale 1.5 (amax / 4).
     x = torch.zeros(1, 128)
     x[0, 3] = 6.0
     fmt = row_format("fp4", 128, 0)
@@ -99,21 +99,21 @@ def test_fp4_tie_keeps_the_first_scale():
 
 
 def test_products_with_reciprocals_round_as_quotients():
-    """Every magnitude of bf16 at every scale: what encoders compute without dividing."""
+    """Every magnitude of bf16 at every scale, by a product and two additions instead of a division."""
     sizes = every_bf16().flatten()[:0x7F80].float()
     for scale in scalars.ue5m3_values(torch.arange(1, 0xF8)):
         exact = scalars.round_to_e2m1(sizes / scale)
         products = sizes * (1.0 / scale)
         quotients = (products.clamp(max=6.0) + 3072.0) - 3072.0
         assert torch.equal(scalars.round_to_e2m1(quotients), exact)
-        # Without that step the errors are the same, although halves may go to the other neighbour.
+        # Without the two additions the errors are the same, although ties may go to the other neighbour.
         errors = (sizes - scalars.round_to_e2m1(products) * scale).abs()
         assert torch.equal(errors, (sizes - exact * scale).abs())
 
 
 @pytest.mark.parametrize("sigma", [1e-6, 1e-5, 1e-4, 0.003, 1.0, 300.0])
 def test_encoding_decoded_rows_keeps_their_values(sigma):
-    """A million blocks: a row that goes to a narrower host tier and back any number of times is the same."""
+    """A million blocks: a row stays the same however often it goes to a narrower host tier and back."""
     fmt = row_format("fp4", 512, 0)
     generator = torch.Generator().manual_seed(3)
     values = (torch.randn(5461, 512, generator=generator) * sigma).bfloat16()
@@ -123,7 +123,7 @@ def test_encoding_decoded_rows_keeps_their_values(sigma):
 
 
 def test_every_block_of_two_levels_is_kept():
-    """Each scale and each largest magnitude that an encoder stores together, with every smaller magnitude."""
+    """Each pair of a scale and a largest magnitude that an encoder stores, with every smaller magnitude."""
     largest = every_bf16().flatten()[1:0x7F80].float().numpy()
     fmt = row_format("fp4", 512, 0)
     for scale_byte in fp4_scale_bytes(largest):
@@ -159,13 +159,13 @@ def test_zeros_decode_to_zeros(name):
 
 
 def test_block_scale_floor():
-    """A tile below the smallest normal fp32 times 448 keeps that scale, never 0."""
+    """A tile whose values are below the smallest normal fp32 times 448 gets that smallest scale, never 0."""
     fmt = row_format("fp8_block_scale", 128, 0)
     x = torch.full((1, 128), 1e-39).bfloat16()
     rows = encode_rows(x, None, fmt)
     scale = rows[:, 128:132].contiguous().view(torch.float32)
     assert scale.item() == torch.finfo(torch.float32).tiny
-    step = scale.item() * 2.0**-9  # of e4m3 below 2**-6
+    step = scale.item() * 2.0**-9  # spacing of e4m3 below 2**-6
     assert (decode_rows(rows, fmt, torch.float32) - x.float()).abs().max() <= step / 2
 
 

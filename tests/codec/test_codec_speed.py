@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Other work on the machine only lowers a ratio, for as long as it lasts: seen in CI, 0.025 where an idle
-#: machine has 0.075. A slow path is slow in every run.
+#: Other work on the machine lowers a ratio while it lasts (CI has shown 0.025, an idle machine 0.075). A slow
+#: path is slow in every run.
 RUNS, PAUSE_S = 10, 15
 
 
 def gated(report):
-    """Ratio to copy and least ratio of all that has a gate, by operation and layout, from one run."""
+    """Ratio to a copy and required ratio, by operation and layout, of one run, where there is a gate."""
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "bench_codec.py", "--quick", "--json", report],
         capture_output=True,

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter, byte for byte against the torch reference.
 
-On a machine with a GPU the interpreter is off and ``tests/gpu/test_codec_gpu.py`` does this, with
-the machine's own conversions (`NATIVE`), which the interpreter cannot show.
+On a machine with a GPU the interpreter is off; ``tests/gpu/test_codec_gpu.py`` then makes this comparison
+with the machine's own conversions (`NATIVE`), which the interpreter does not have.
 """
 
 import os
@@ -29,7 +29,7 @@ from sgl_kvpool.codec import triton as kernels
 
 pytestmark = [
     pytest.mark.slow,
-    # numpy, inside the interpreter, for infinities on purpose
+    # numpy's warnings inside the interpreter, where tests use infinities on purpose
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
 ]
 FILL = 0xEE
@@ -38,7 +38,7 @@ GEOMETRIES = [(512, 64, 16), (384, 64, 16), (128, 0, 16), (256, 0, 1)]
 
 @pytest.fixture
 def large_programs(monkeypatch):
-    """More tokens per program: the interpreter's time goes by operations, not by values."""
+    """More tokens per program: the interpreter's time depends on the number of operations, not of values."""
     monkeypatch.setattr(kernels, "_STORE_TOKENS", 128)
     monkeypatch.setattr(kernels, "_GATHER_TOKENS", 128)
 
@@ -135,7 +135,7 @@ def test_k_scale(name, k_scale):
 
 @pytest.mark.parametrize("part", ["nope", "rope"])
 def test_k_scale_divides_the_segments_that_use_it(part):
-    """Rows as `fp8`, of which one part is not divided: a layout that may come."""
+    """A possible layout: rows like `fp8`, with one segment that k_scale does not divide."""
     both, k_scale = row_format("fp8", 256, 64), 0.5
     fmt = replace(both, **{part: replace(getattr(both, part), uses_k_scale=False)})
     nope, keys = hard_rows(64, 256), hard_rows(64, 64, 1)

@@ -31,13 +31,13 @@ def threads():
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ENCODED)
 def test_any_number_of_threads_makes_the_same_rows(name, count, threads):
-    """211 tokens, which no number of threads divides; 640 values, a vector's blocks and a tile's."""
+    """211 tokens, which 2, 3 and 8 threads do not divide; 640 values: 32 blocks of a vector, 8 of a tile."""
     fmt = row_format(name, 640, 64)
     nope, keys = hard_rows(211, 640, 5), hard_rows(211, 64, 6)
     expected = by_reference(nope, keys, fmt)
     threads(count)
     assert_same_bytes(encode_rows(nope, keys, fmt), expected)
-    one = encode_rows(nope[7:8], keys[7:8], fmt)  # fewer bytes than a thread is worth
+    one = encode_rows(nope[7:8], keys[7:8], fmt)  # fewer bytes than starting a thread pays for
     assert_same_bytes(one, expected[7:8])
 
 
@@ -57,7 +57,7 @@ def test_values_at_any_stride(name, tokens):
 
 
 def test_few_tokens_are_not_worth_a_thread():
-    """Starting one takes 20 us, in which a core encodes 20 rows of `fp4` and 80 of `fp8`."""
+    """Starting a thread takes 20 us, in which a core encodes 20 rows of `fp4` and 80 of `fp8`."""
     threads = compiled.module().encoding_threads
     layouts = {
         name: torch.tensor(compiled.row_layout(row_format(name, 512, 64)), dtype=torch.int64)
@@ -71,7 +71,7 @@ def test_few_tokens_are_not_worth_a_thread():
 
 
 def test_threads_of_a_bound_thread():
-    """SGLang binds a CPU server's threads to cores; those that one of them starts are bound like it."""
+    """SGLang binds a CPU server's threads to cores; threads that a bound thread starts inherit its cores."""
     layout = torch.tensor(compiled.row_layout(row_format("fp4", 512, 64)), dtype=torch.int64)
     cores = os.sched_getaffinity(0)
     try:
@@ -82,7 +82,8 @@ def test_threads_of_a_bound_thread():
 
 
 def test_a_default_device_changes_nothing():
-    fmt = row_format("fp8", 384, 0, align=2)  # which no other test uses, so that nothing of it is kept
+    # no other test uses this format, so that nothing of it is cached
+    fmt = row_format("fp8", 384, 0, align=2)
     values = hard_rows(3, 384)
     with torch.device("meta"):
         rows = compiled._row_layout(fmt)
@@ -146,7 +147,7 @@ def test_a_failure_is_counted_once(monkeypatch, failures):
 
 
 def test_prepared_before_the_first_row(monkeypatch, caplog):
-    """For rows that are encoded on a CPU, and no others."""
+    """The library is prepared for rows that are encoded on a CPU, and for no others."""
     built = []
     monkeypatch.setattr(compiled, "module", lambda **_: built.append(1))
     with caplog.at_level(logging.INFO):

@@ -36,7 +36,7 @@ def test_what_was_encoded_is_read(rank, rope):
     # The 1e-6 are for the scale, which is rounded to fp32.
     allowed = np.maximum(np.abs(exact) * 2**-4, largest / 448 * 2**-10) * (1 + 1e-6)
     assert (np.abs(found[:, :rank] - exact) <= allowed).all()
-    # The bound is tight: rounding to two bits, say, would pass twice as large a one only.
+    # The bound is tight: rounding to two bits instead of three would need twice the bound.
     assert (np.abs(found[:, :rank] - exact) > allowed / 2).any()
     if rope:
         np.testing.assert_array_equal(found[:, rank:], keys.double().numpy())

@@ -32,7 +32,7 @@ def write_random_model(folder: str | Path, seed: int = 0, layers: int = 3, **sha
     net = ByteMLA(ByteMLAConfig(layers=layers, **shape))
     initialise(net, seed, score_gain=2.0, logit_gain=2.0)
     with torch.no_grad():
-        # Against a byte that follows itself for ever: lower its logit by about 5 after itself.
+        # Lower a byte's logit by about 5 after itself: otherwise one byte could follow itself for ever.
         net.lm_head.weight -= net.embed_tokens.weight / 32
         net.lm_head.weight[:0x20] = 0
         net.lm_head.weight[0x7F:] = 0

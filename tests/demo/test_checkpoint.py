@@ -202,7 +202,7 @@ def test_forward_equals_the_oracle(tmp_path, rope, absorbed):
     folder = write_random_model(tmp_path, seed=7, qk_rope_head_dim=rope, **SMALL)
     net = read_model(folder, torch.float64)
     torch.manual_seed(0)
-    # A norm's weight of 1 would hide a norm that forgets it.
+    # With weights of 1, a norm that ignores its weight would go unnoticed.
     for parameter in net.parameters():
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

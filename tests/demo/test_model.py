@@ -61,8 +61,8 @@ def test_windows_of_the_byte_model(bytes_model):
 
 @pytest.mark.parametrize(
     ("window_seconds", "count"),
-    # (600 / 4 - 40 - 40) / 1 = 70, rounded down to fours; a slow machine scores the fewest all the same, a
-    # fast one all.
+    # (600 / 4 - 40 - 40) / 1 = 70, rounded down to a multiple of four; a slow machine still scores the
+    # minimum, a fast one all.
     [(1.0, 68), (60.0, 32), (0.01, 128)],
 )
 def test_as_many_windows_as_ten_minutes_allow(bytes_model, window_seconds, count):
@@ -72,7 +72,7 @@ def test_as_many_windows_as_ten_minutes_allow(bytes_model, window_seconds, count
     windows.settle(servers=4, start_seconds=40.0, window_seconds=window_seconds)
     assert str(windows) == f"{count} windows"
     assert windows.chosen == model.windows[:count]
-    # The first server decides.
+    # The times of the first server decide.
     windows.settle(servers=4, start_seconds=40.0, window_seconds=1.0)
     assert len(windows.chosen) == count
 
@@ -121,13 +121,13 @@ def test_windows_of_smollm2(folder):
     ids = smollm2.english_token_ids(folder)
     pieces = [ids[start : start + 512] for start in range(0, 128 * 512, 512)]
     assert sorted(model.windows) == sorted(pieces)
-    # Any first ones are spread over the text: of 32, every quarter has seven to nine.
+    # The first windows, however many, are spread over the text: of 32, every quarter has seven to nine.
     places = [pieces.index(window) for window in model.windows[:32]]
     assert all(7 <= sum(place // 32 == quarter for place in places) <= 9 for quarter in range(4))
-    # No window begins with the prompt that is pushed out, and it is not scored.
+    # The prompt that is pushed out is not the beginning of a window, and is not scored.
     assert len(model.evicted) == 1000
     assert ids[128 * 512 : 128 * 512 + 1000] == model.evicted
-    # The fewest windows push it out of every layout's pool.
+    # Even the fewest windows push it out of every layout's pool.
     pools = [model.tokens_in_the_same_memory(layout) for layout in MLAKVCacheLayout]
     assert model.fewest_windows * 512 > max(pools)
 
@@ -172,7 +172,7 @@ def test_tokenizer_and_chat_template(folder):
 
 @needs_smollm2
 def test_weights_are_those_of_the_gguf(folder):
-    """Of one layer, against gguf's dequantiser and the permutation as its converter from Llama states it."""
+    """Weights of one layer, against gguf's dequantiser and the permutation of its converter from Llama."""
     from gguf import GGUFReader, dequantize
     from safetensors import safe_open
 
@@ -214,7 +214,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 @needs_smollm2
 def test_the_model_knows_english(folder):
-    """Perplexity of the first window in transformers' own class: far from 49152, the number of tokens."""
+    """Perplexity of the first window in transformers' own class: far below 49152, the vocabulary's size."""
     model = smollm2.read_llama(folder, torch.float32)
     ids = torch.tensor([smollm2.english_token_ids(folder)[:512]])
     with torch.no_grad():

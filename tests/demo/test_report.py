@@ -100,7 +100,7 @@ def test_lines_of_the_host_tier(results):
 
 
 def test_a_host_tier_where_there_is_room(monkeypatch):
-    """What a machine without it gets is told in the table."""
+    """A server has a host tier where doctor finds memory for it; pages have 64 tokens in any case."""
     from sgl_kvpool.commands.doctor.probes import Finding
     from sgl_kvpool.demo import compare
     from sgl_kvpool.demo.model import choose

@@ -1,4 +1,4 @@
-"""Where the demo puts what it finds, and what it says when it cannot. Here `_serve` starts no server."""
+"""Where the demo writes its results, and its message when it cannot. `_serve` starts no server here."""
 
 import dataclasses
 import errno
@@ -88,7 +88,7 @@ def test_a_run_that_does_not_finish_leaves_an_earlier_ones_results(tmp_path, ser
         assert f"all numbers: {unfinished / 'demo.json'}\n" in printed
         assert len(json.loads((unfinished / "demo.json").read_text())["results"]) == 1
     assert kept(tmp_path)
-    # The next one that finishes leaves nothing of it.
+    # The next run that finishes replaces all of it.
     served.clear()
     assert compare.compare(BYTES, [FP4], tmp_path) == 0
     assert not (tmp_path / "unfinished").exists()

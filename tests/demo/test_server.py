@@ -1,4 +1,4 @@
-"""Ports of servers, and what is said of a server that ended. Servers themselves: tests/engine."""
+"""Ports of servers, and messages about servers that ended. tests/engine has real servers."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import pytest
 from sgl_kvpool.demo import loopback
 from sgl_kvpool.demo.server import Server, ServerFailed, free_port
 
-#: What SGLang's launcher does from its first listening socket on: uvicorn, and then nothing that ends.
+#: Stands in for SGLang's launcher from its first listening socket on: it runs uvicorn and then never ends.
 LAUNCHER = """
 import sys, threading, uvicorn
 async def app(scope, receive, send): pass
@@ -85,13 +85,13 @@ print("kill_process_tree called: parent_pid=12260, include_parent=True, pid=1226
 os.kill(os.getpid(), 9)
 """
 
-#: The same after an error of the scheduler, which SGLang names or does not.
+#: The same log after an error of the scheduler, with exit code 1.
 SCHEDULER_ENDED = SCHEDULER_KILLED.replace("code -9", "code 1")
 SCHEDULER_RAISED = SCHEDULER_KILLED.replace("Subprocess", "Exception in")
 
 
 def failure(folder, program, *arguments):
-    """What is said of a program that ends during its start, or at its first request."""
+    """The demo's message about a program that ends during its start, or at its first request."""
     port = free_port()
     program = (sys.executable, "-c", program)
     server = Server(["--port", str(port), *arguments], folder / "log", wait_seconds=100, program=program)
@@ -109,7 +109,7 @@ def test_a_server_that_was_killed(tmp_path):
 
 
 def test_a_scheduler_that_was_killed(tmp_path):
-    """SGLang then kills itself too; out of memory, the scheduler is what Linux kills."""
+    """SGLang then kills itself too. When memory runs out, Linux kills the scheduler."""
     assert failure(tmp_path, MORTAL, SCHEDULER_KILLED) == f"the server's process scheduler_0 {KILLED}"
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path):
 
 
 def test_an_answer_that_is_an_error_is_raised_at_once(tmp_path):
-    """The server lives on: nobody waits for its end."""
+    """The server keeps running: the demo does not wait for its end."""
     mortal = MORTAL.replace("200", "200 if scope['path'] == '/health' else 400")
     program = (sys.executable, "-c", mortal)
     arguments = ["--port", str(free_port()), "pass"]

@@ -35,7 +35,7 @@ def test_held_out_text():
 
 @pytest.mark.slow
 def test_perplexity_in_float64(facts):
-    """Apart from the training script: float64, softmax by hand, the form training does not use."""
+    """Independent of the training script: float64, softmax by hand, the form that training does not use."""
     net = read_model(model_path(), torch.float64)
     total, count = 0.0, 0
     for window in held_out_windows():
@@ -66,7 +66,7 @@ def test_the_model_opens_with_transformers():
 
 
 def test_held_out_windows_are_what_they_claim(facts):
-    """They stand at their places in the Python that the model was trained on."""
+    """Each window is at its stated place in the Python that the model was trained on."""
     if platform.python_version() != facts["python"]:
         pytest.skip(f"this is not Python {facts['python']}, whose text was held out")
     root = Path(sysconfig.get_path("stdlib"))
@@ -76,7 +76,7 @@ def test_held_out_windows_are_what_they_claim(facts):
 
 
 def test_goldens_are_decided_by_more_than_rounding():
-    """tests/engine/test_demo.py leaves out answers with less."""
+    """tests/engine/test_demo.py leaves out answers with smaller margins."""
     goldens = json.loads((Path(__file__).parents[1] / "engine" / "goldens.json").read_text())
     assert list(goldens["greedy"]) == ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
     for layout, answers in goldens["greedy"].items():

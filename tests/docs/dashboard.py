@@ -1,12 +1,12 @@
 """The Grafana dashboard, and what its expressions ask of Prometheus: metrics, labels, values of labels.
 
-An expression is parsed by promql-parser, and gone through as far as labels go: each is looked up where it is
-used, a matcher's in the very metric, `by (...)`'s in what is aggregated, a legend's in the result.
+promql-parser parses an expression; its labels are then looked up where they are used: those of a matcher in
+its metric, those of `by (...)` in the aggregated operand, those of a legend in the result.
 
 SGLang's metrics have two names. Servers expose `sglang:token_usage`; but a Prometheus that asks for
 OpenMetrics without UTF-8, as versions 2 do, gets samples named `sglang_token_usage` (prometheus_client writes
-them so). The dashboard asks for both, `{__name__=~"sglang[:_]token_usage"}`, which is `sglang:token_usage`
-in this module.
+them so). The dashboard asks for both, `{__name__=~"sglang[:_]token_usage"}`; this module reads that as
+`sglang:token_usage`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "sgl-kvpool.js
 
 #: Labels that Prometheus adds to whatever it scrapes.
 OF_TARGETS = frozenset({"instance", "job"})
-#: Labels of SGLang's that not every server has; `label=""` also matches metrics without it.
+#: Labels of SGLang's metrics that not every server has; `label=""` also matches metrics without the label.
 OPTIONAL = frozenset({"priority"})
 #: Variables of Grafana's own; all are durations.
 BUILT_IN = ("__rate_interval", "__interval", "__range")
@@ -55,7 +55,7 @@ _OPERATORS = {
 }
 #: Both names of a metric of SGLang's.
 _EITHER = re.compile(r"sglang\[:_\](\w+)")
-#: Of Grafana, not of Prometheus.
+#: A function of Grafana, not of Prometheus.
 _LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 
 
@@ -68,7 +68,7 @@ def load() -> dict[str, Any]:
 
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its panels, without the rows, also those inside of rows that are folded up."""
+    """Panels of the dashboard, also those of collapsed rows; the rows themselves are left out."""
     found: list[dict[str, Any]] = []
     for panel in board["panels"]:
         found += panel.get("panels", []) if panel["type"] == "row" else [panel]
@@ -96,7 +96,7 @@ def variables(board: dict[str, Any]) -> dict[str, str]:
 
 
 def expressions(board: dict[str, Any]) -> list[str]:
-    """All of them."""
+    """Expressions of all template variables and panels."""
     return [*variables(board).values(), *(expr for panel in panels(board) for expr, _ in targets(panel))]
 
 
@@ -109,7 +109,7 @@ class Exposed:
     Parameters
     ----------
     *texts : str
-        Each of one server.
+        One exposition for each server.
     """
 
     def __init__(self, *texts: str) -> None:
@@ -124,7 +124,7 @@ class Exposed:
                     self.grows[sample.name] = family.type in _THAT_GROW
 
     def labels(self, metric: str) -> set[str]:
-        """Those of any of its samples."""
+        """Labels of all samples of a metric."""
         return {label for labels in self.samples[metric] for label in labels}
 
 
@@ -152,7 +152,7 @@ def selectors(expression: str) -> list[Selector]:
     Raises
     ------
     ValueError
-        It is no expression, or a metric in it has no name.
+        The text is not an expression, or a metric in it has no name.
     """
     reader = _Reader()
     reader.whole(expression)
@@ -160,7 +160,7 @@ def selectors(expression: str) -> list[Selector]:
 
 
 def problems(expression: str, exposed: Exposed, shown: Iterable[str] = ()) -> list[str]:
-    """Metrics, labels and values that are not what the servers expose; `shown` are labels of the legend."""
+    """Metrics, labels and values that the servers do not expose; `shown` are labels of the legend."""
     reader = _Reader(exposed)
     result = reader.whole(expression)
     for label in shown:
@@ -170,19 +170,19 @@ def problems(expression: str, exposed: Exposed, shown: Iterable[str] = ()) -> li
 
 @dataclass
 class _Reader:
-    """Goes through a parsed expression. Values are the sets of labels of its parts, None for a number."""
+    """Walks a parsed expression. The value of each part is its set of labels, None for a number."""
 
     exposed: Exposed | None = None
     selectors: list[Selector] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def need(self, label: str, available: set[str], where: str) -> None:
-        """Note a label that is not there."""
+        """Note a label that is not available."""
         if self.exposed is not None and label not in available | OF_TARGETS:
             self.problems.append(f"no label {label!r} in {where}; there are {sorted(available)}")
 
     def whole(self, expression: str) -> set[str] | None:
-        """An expression as Grafana has it."""
+        """Labels of an expression in Grafana's form, with variables."""
         values = _LABEL_VALUES.fullmatch(expression)
         text = values[1] if values else expression
         for variable in BUILT_IN:  # all of them are durations
@@ -193,7 +193,7 @@ class _Reader:
         return result
 
     def labels(self, part: Any) -> set[str] | None:
-        """Of any part of an expression."""
+        """Labels of any part of an expression."""
         match part:
             case promql_parser.VectorSelector():
                 return self.selector(part)

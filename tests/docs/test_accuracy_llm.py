@@ -1,4 +1,4 @@
-"""The forms that scripts/accuracy_llm.py measures, and that a run which was cut goes on where it was."""
+"""The forms of rows that scripts/accuracy_llm.py measures; a run that was cut off continues."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ def test_more_candidates_are_never_worse(rows):
 def test_a_rotation_is_undone(rows, width):
     kept = accuracy_llm.rotated(lambda values: values.float(), width)(rows)
     assert error(rows, kept) < 0.004  # turned values are bf16
-    # It mixes the values of a run, and no others.
+    # The rotation mixes the values of a run, and no others.
     one = torch.zeros(1, 384).bfloat16()
     one[0, width + 3] = 1
     seen = []

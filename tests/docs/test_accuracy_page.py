@@ -1,4 +1,4 @@
-"""docs/accuracy.md says what its script computes, and the script's peers are what they are called."""
+"""docs/accuracy.md has the numbers of its script, whose peers are the formats they are named after."""
 
 from pathlib import Path
 

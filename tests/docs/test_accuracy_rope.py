@@ -1,4 +1,4 @@
-"""What scripts/accuracy_rope.py stores is attended, and its 4-bit rope is the codec's and SGLang's."""
+"""scripts/accuracy_rope.py attends the rows it stores, and its 4-bit rope is the codec's and SGLang's."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_rows_that_are_kept_give_the_models_own_numbers(net, windows):
     with torch.inference_mode():
         predicted = net(ids, absorbed=True)[:, :-1].log_softmax(-1)
     wanted = predicted.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    # Rows are rounded to bf16, as a server's; those of the model itself are not.
+    # The script rounds rows to bf16, as a server does; the model itself does not.
     distance = (torch.tensor(found.log_probabilities) - wanted).abs()
     assert distance.mean() < 0.01
     assert (torch.tensor(found.top_tokens) == predicted.argmax(-1)).float().mean() > 0.98

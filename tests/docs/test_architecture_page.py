@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sgl_kvpool"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-#: A directory ends with a slash, a file with one of these.
+#: The path of a directory ends with a slash, the path of a file with one of these suffixes.
 FILE = r"[\w.-]+\.(?:py|h|cuh|cu|cpp|md|toml)\b"
 PATH = re.compile(rf"(?<![\w./-])((?:[\w.-]+/)+(?:{FILE}|(?!\w))|{FILE})")
 #: Identifiers in code spans, with or without dots.
@@ -27,7 +27,7 @@ def floors():
 
 
 def layers():
-    """The same of import-linter's contract, without the package's name."""
+    """Layers of import-linter's contract, in the form of `floors`, without the package's name."""
     (contract,) = (contract for contract in LINTER if contract["type"] == "layers")
     return [re.split(r" [|:] ", layer.replace("sgl_kvpool.", "")) for layer in contract["layers"]]
 

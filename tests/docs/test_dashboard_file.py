@@ -64,7 +64,7 @@ def test_a_panel_asks_the_chosen_data_source(panel):
 
 
 def test_variables_are_declared():
-    """Those of the dashboard or Grafana's own; and each query is what the list of variables shows."""
+    """Variables are the dashboard's or Grafana's own, and a variable's definition is its query."""
     listed = BOARD["templating"]["list"]
     declared = {each["name"] for each in listed}
     assert declared == {"datasource", "instance", "model_name"}
@@ -78,7 +78,7 @@ def test_variables_are_declared():
 
 @pytest.mark.parametrize("expression", dict.fromkeys(dashboard.expressions(BOARD)))
 def test_an_expression_can_be_read(expression):
-    """It is complete, and each metric in it is ours or SGLang's and of the chosen servers."""
+    """It parses, and each metric in it is ours or SGLang's and limited to the chosen servers."""
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", expression)
     for opening, closing in ("()", "[]", "{}"):
         assert bare.count(opening) == bare.count(closing)
@@ -91,7 +91,7 @@ def test_an_expression_can_be_read(expression):
 
 
 def test_metrics_of_sglang_are_asked_for_by_both_names():
-    """Which of the two Prometheus has, its version decides; see `dashboard`."""
+    """The version of Prometheus decides which of the two names it stores; see `dashboard`."""
     for expression in dashboard.expressions(BOARD):
         assert "sglang:" not in expression
         assert "sglang_" not in expression
@@ -148,7 +148,7 @@ SOUND = {
     'sglang:hits_total{mode=~"input|.*_hit", model_name=~"$model_name"}': [],
 }
 
-#: Expressions with one error each: what is said of it.
+#: Expressions with one error each, and the message about it.
 WRONG = {
     # A metric.
     "sglang:used_token": "no server exposes sglang:used_token",
@@ -184,7 +184,7 @@ WRONG = {
     "rate(sglang:used_tokens[5m])": "rate of sglang:used_tokens, which is a gauge",
 }
 
-#: What is no expression, or none that can be read.
+#: Texts that are not expressions, or that this module cannot read.
 UNREADABLE = [
     "sum (sglang:used_tokens",
     "sum (sglang:used_tokens))",
@@ -222,7 +222,7 @@ def test_a_legend_may_show_labels_of_the_result_only():
 
 
 def test_labels_of_a_table_are_those_that_it_arranges():
-    """Grafana leaves out a column of a misspelt name without a word."""
+    """Grafana silently leaves out a column with a misspelt name."""
     arranged = {
         "id": "organize",
         "options": {"excludeByName": {"Time": True}, "renameByName": {"layuot": "x"}},

@@ -16,7 +16,7 @@ def results(name, key="results"):
 
 
 def measured(beginning):
-    """Cells of the line that begins so."""
+    """Cells of the table line that begins with `beginning`."""
     (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {beginning}"))
     return line.split(" | ")
 

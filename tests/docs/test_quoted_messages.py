@@ -19,7 +19,7 @@ from sgl_kvpool.sglang_plugin import options as record
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-#: What stands for a value, in a string of the source. In none of the texts.
+#: Placeholder for a value in a string of the source; no text contains this character.
 VALUE = "\0"
 #: Expressions in f-strings that are the same in every message.
 NAMES = {
@@ -31,7 +31,7 @@ NAMES = {
         for name in ("LAYOUT", "ARRANGEMENT", "HOST_LAYOUT", "HOST_ENGINE")
     },
 }
-#: Letters that a quotation has to have in common with the source, so that it says something.
+#: Fewest letters that a quotation has to have in common with the source.
 LEAST = 25
 
 
@@ -104,7 +104,7 @@ def test_there_are_quotations():
 
 
 def test_every_kind_of_failure_is_explained():
-    """In the table of operating.md, once."""
+    """Each kind has one line in the table of operating.md."""
     section = (ROOT / "docs" / "operating.md").read_text().split("\n## Warnings\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert sorted(listed) == sorted(FAILURES)
@@ -134,7 +134,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_no_page_says_something_twice():
-    """As after a merge that kept both sides."""
+    """A merge that kept both sides would leave equal lines."""
     for page in [*PAGES, ROOT / "README.md"]:
         lines = [line for line in page.read_text().splitlines() if line.startswith("## ") or len(line) > 100]
         assert len(lines) == len(set(lines)), page.name

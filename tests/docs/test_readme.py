@@ -59,7 +59,8 @@ def test_tokens_are_those_of_the_plan():
     (line,) = (text for _, text in blocks(README) if text.startswith("sgl-kvpool plan "))
     program = Path(sys.executable).with_name("sgl-kvpool")
     command = [program, *shlex.split(line)[1:], "--json"]
-    # As from a shell: other tests set Triton's interpreter, with which another kernel has other work space.
+    # As from a shell: other tests set TRITON_INTERPRET, and the interpreted kernel has a workspace of another
+    # size.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

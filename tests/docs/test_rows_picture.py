@@ -52,7 +52,7 @@ def test_bars_are_to_scale_and_numbered(number):
 def test_nothing_leaves_the_picture():
     drawing = ET.fromstring(draw_rows.PICTURE.read_text())
     width, height = float(drawing.get("width")), float(drawing.get("height"))
-    letter = 8.5  # of the largest text, generously
+    letter = 8.5  # wider than a letter of the largest text
     for text in drawing.iter(f"{SVG}text"):
         x, y, extent = float(text.get("x")), float(text.get("y")), letter * len(text.text)
         begin = {"start": x, "middle": x - extent / 2, "end": x - extent}[text.get("text-anchor")]

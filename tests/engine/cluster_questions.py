@@ -17,7 +17,7 @@ PROMPTS = prompts(6)
 
 
 def clean_environment():
-    """Nothing that tests have set for themselves."""
+    """This process's environment without the variables that tests set."""
     unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
     return {**dict.fromkeys(unwanted, ""), "OMP_NUM_THREADS": "1", "KVPOOL_PREFILL_READS_ROWS": "1"}
 
@@ -33,7 +33,7 @@ def with_store(folder, name, layout, environment, backend, *arguments):
 
 
 def same(answers):
-    """What has to be equal between servers of one layout."""
+    """The parts of answers that have to be equal between servers of one layout."""
     return [(answer["ids"], answer["logprobs"]) for answer in answers]
 
 

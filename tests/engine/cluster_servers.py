@@ -60,7 +60,7 @@ def shared(_model_path, folder):
         with server("ranks", "fp4", "--tp-size", "2", environment=ranks) as two:
             answers["ranks"] = [ask(two, text) for text in PROMPTS[:2]]
             answers["ranks_failures"] = failures(two)
-            # What the same server computes: sums over ranks round in another way than one rank.
+            # Computed by the same server, because sums over two ranks round differently from sums of one.
             two.get(FLUSH)
             clear = urllib.request.Request(two.url + "/hicache/storage-backend/clear", method="POST")
 

@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
-#: The longest jobs, seven of the minutes that all tests take on two cores at 2.5 GHz.
+#: The longest jobs; they take seven of the minutes of all tests on two cores at 2.5 GHz.
 NOT_ON_CI = {"soak", "soak-broken"}
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -61,10 +61,10 @@ CONFIGURATIONS = {
         [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
         {},
     ),
-    # One layout each, with a host tier and a store, asked for in each of the ways there are.
+    # One layout each, with a host tier and a store, requested in each of the possible ways.
     **{name: ([LAYOUT, layout], READS_ROWS) for layout, name in host_tier.FIRST.items()},
     host_tier.FIRST["fp8"]: ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
-    # The layers of a page or token in one run, likewise.
+    # The same for page_major and token_major pools.
     **{
         name: ([LAYOUT, layout, ARRANGEMENT, host_tier.AGAIN_ARRANGEMENT[layout]], READS_ROWS)
         for layout, name in host_tier.AGAIN.items()
@@ -188,7 +188,7 @@ def engines(model_path, folder):
 
 
 def refused(model_path, folder):
-    """A server whose scheduler finds that there is not the memory for its host tier."""
+    """A server whose scheduler finds too little memory for its host tier."""
     folder.mkdir()
     env = {**os.environ, **clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
     env.pop("TRITON_INTERPRET", None)
@@ -264,7 +264,7 @@ def printed(model_path, folder):
 def pytest_collection_modifyitems(items):
     """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s.
 
-    The first may wait for all that were asked for before, beside a worker that runs other tests.
+    The first test may wait for all servers requested before its own, beside a worker that runs other tests.
     """
     for item in items:
         if item.path.is_relative_to(HERE):
@@ -296,7 +296,7 @@ def pytest_collection_finish(session):
     session.config._kvpool_names = list(dict.fromkeys(names))
 
 
-#: Names that are no configuration of one server.
+#: Jobs other than one server of `CONFIGURATIONS`.
 JOBS = {
     "demo": demo,
     "engines": engines,
@@ -315,7 +315,7 @@ JOBS = {
 }
 
 
-#: Those that serve a model of the demo; for the others one is trained.
+#: Jobs that serve a model of the demo; for the others a model is trained.
 DEMO_MODELS = {
     *("demo", "killed", "printed", "smollm2"),
     *cluster_servers.JOBS,
@@ -327,8 +327,8 @@ DEMO_MODELS = {
 #: Schedulers that run at once. Four and the other worker's tests left 9.9 of 23 GB free; SGLang refuses host
 #: tiers below 10.7 GB.
 SCHEDULERS_AT_ONCE = 3
-#: Jobs that serve without a host tier where 15 GiB are not free when they look: no other server runs beside
-#: them. CI's run of the regression script twice found less.
+#: Jobs that serve without a host tier if less than 15 GiB are free when they look, as CI's run of the
+#: regression script twice found: no other server runs beside them.
 ADAPTING = ("demo", "regression")
 #: Jobs of `make test` that have more than one scheduler at a time, or count as more.
 SCHEDULERS = {

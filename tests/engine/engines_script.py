@@ -24,7 +24,7 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
 def refused(sglang, model_path):
-    """What an Engine raises for a host tier that nobody has the memory for."""
+    """The error of an Engine whose host tier needs more memory than any machine has."""
     try:
         sglang.Engine(
             model_path=model_path,
@@ -35,7 +35,7 @@ def refused(sglang, model_path):
         )
     except ValueError as error:
         answer = {"type": type(error).__name__, "text": str(error)}
-    gc.collect()  # of an Engine that was not shut down: its sockets must not make the collector wait
+    gc.collect()  # an Engine that was not shut down must not make the collector wait for its sockets
     return answer
 
 

@@ -25,7 +25,7 @@ AGAIN_ARRANGEMENT = {
 #: Names of the servers by layout.
 FIRST = {layout: f"{layout}-layer_major" for layout in LAYOUTS}
 AGAIN = {layout: f"{layout}-{AGAIN_ARRANGEMENT[layout]}" for layout in LAYOUTS}
-#: Server: the one that has to have ended before it.
+#: Server: the server that has to end before it starts.
 AFTER = {
     name: before
     for layouts in SHARED
@@ -62,7 +62,7 @@ DAMAGED_PAGE = 20
 
 
 def environment(here, root, name):
-    """Of a server; `root` is common to all of them."""
+    """Environment of a server; `root` is common to all servers."""
     layout = name.rpartition("-")[0]
     folder = root / f"store-{next('-'.join(layouts) for layouts in SHARED if layout in layouts)}"
     return {
@@ -79,7 +79,7 @@ def stored(folder, layout):
 
 
 def damage(folder, layout):
-    """Make one file of the first filler a bad one, in another way for each layout."""
+    """Damage one file of the first filler, in another way for each layout."""
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     keys = get_storage_hash_str(list(FILLERS[0].encode()), None, page_size=PAGE_SIZE)
@@ -110,7 +110,7 @@ def ask(server, long_prompt, greedy):
 
 
 def wait_for_store(folder, quiet_seconds=2.0, limit_seconds=60.0):
-    """Until the store's threads have written what they were given."""
+    """Wait until the store's threads have written what they were given."""
     deadline, names, since = time.monotonic() + limit_seconds, None, time.monotonic()
     while time.monotonic() < deadline:
         now = sorted(os.listdir(folder)) if os.path.isdir(folder) else []

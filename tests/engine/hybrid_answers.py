@@ -25,8 +25,8 @@ def distance(one, other):
 def same(one, other):
     """The same answer, up to a token that was about as probable as another.
 
-    With random weights many are, and another number of rows in a matrix product is another rounding. What
-    comes after such a token is another text, and left to the comparison with the plain net.
+    With random weights there are many such tokens, and products with another number of rows round
+    differently. After such a token the texts differ; the comparison with the plain net covers the rest.
     """
     for a, b, p, q in zip(tokens(one), tokens(other), logprobs(one), logprobs(other), strict=True):
         assert p == pytest.approx(q, abs=LARGEST / 2)

@@ -1,8 +1,9 @@
 """`python hybrid_launch.py ...`: `python -m sglang.launch_server ...` for a hybrid model on a CPU.
 
-SGLang tracks states at page boundaries (`extra_buffer`, without which a hybrid model's pages are one token
-long and a prefix is found at the end of a request only) on GPUs it knows only, and says so while it reads its
-arguments, before anything of the model's is imported. The tracking itself is tensor indexing.
+SGLang tracks states at page boundaries (`extra_buffer`) only on GPUs that it knows; elsewhere it refuses
+while it reads its arguments, before code of the model is imported. Without `extra_buffer` a hybrid model's
+pages are one token long and a prefix is found only at the end of a request. The tracking itself is tensor
+indexing.
 """
 
 import runpy

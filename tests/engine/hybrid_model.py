@@ -38,7 +38,7 @@ def random_net(seed=0, config=None):
             gain = gains.get(name.split(".")[-2], 1.0)
             std = gain if name.startswith("embed_tokens") else gain * parameter.shape[1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    # Against a byte that follows itself for ever, and against tokens that are no text.
+    # Otherwise a byte could follow itself for ever, and tokens that are not text could win.
     net.lm_head.weight -= net.embed_tokens.weight / 32
     net.lm_head.weight[:0x20] = 0
     net.lm_head.weight[0x7F:] = 0

@@ -4,8 +4,8 @@ The linear layers are Kimi Delta Attention as SGLang's KimiLinearForCausalLM has
 convolution over queries, keys and values, then a gated delta rule whose state per head is a matrix. The MLA
 layers, the MLP and the row format are :mod:`sgl_kvpool.demo.net`'s. Importing this does not import SGLang.
 
-What a layer remembers is a callable's: a server passes SGLang's pools, and :class:`Remembered` is the plain
-form for one sequence in any floating point type, which tests take for the truth.
+Callables keep what a layer remembers: a server passes SGLang's pools; :class:`Remembered` is the plain form
+for one sequence in any floating point type, the reference of the tests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeltaAttention(nn.Module):
         self.head_dim = config.linear_head_dim
         self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(3 * width, config.window))
-        #: Forget gate and output gate go through a narrow middle, as in Kimi Linear.
+        #: Forget gate and output gate have low-rank projections, as in Kimi Linear.
         self.f_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
         self.g_a_proj = nn.Linear(hidden, self.head_dim, bias=False)

@@ -39,13 +39,15 @@ LAYOUTS = {
     "hybrid-bf16-on-fp4": ["--kv-cache-layout", "bf16", "--kv-host-layout", "fp4"],
 }
 DEVICE_TOKENS = 2048
-#: Of servers with a layout, after ARGUMENTS; rows and states of the host tier are sized by the ratio.
+#: Arguments of servers with a layout, after ARGUMENTS; rows and states of the host tier are sized by the
+#: ratio.
 WITH_LAYOUT = [
     *("--attention-backend", "kvpool_mla", "--max-total-tokens", str(DEVICE_TOKENS)),
     *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
     *("--enable-metrics", "--enable-cache-report"),
 ]
-#: Prefill attends stored rows, as decode does, so that log-probabilities of a prompt show what they cost.
+#: Prefill attends stored rows, as decode does, so that log-probabilities of a prompt show how rows are
+#: rounded.
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
 #: Push everything else out of a pool of that size.
 FILLERS = [text[n:] + text[:n] for n, text in enumerate(host_tier.FILLERS * 2)]
@@ -102,7 +104,7 @@ def ask(server):
     answers = {
         "info": server.info(),
         "first": [generate(prompt) for prompt in PROMPTS],
-        # Now with as much of each prompt as has a state.
+        # Now as much of each prompt is reused as has a state.
         "again": [generate(prompt) for prompt in PROMPTS],
         "long": generate(PROMPTS[0], LONG),
     }

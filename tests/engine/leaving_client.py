@@ -26,7 +26,7 @@ def leave(server, text):
     assert answer.status == 200
     lines = [answer.readline() for _ in range(LINES)]
     assert all(line.startswith(b"data: {") for line in lines[::2]), lines
-    # Both: the answer keeps the socket open.
+    # Close both: the answer keeps the socket open.
     answer.close()
     client.close()
     until(lambda: metric_sum(server, "sglang:num_aborted_requests_total") > before, "an aborted request")

@@ -1,6 +1,6 @@
 """A server of two ranks that share a host tier over Mooncake's store: traffic, its store, its end.
 
-Twelve prompts, four times the tokens of the host tier, of clients of which some leave in the middle.
+Clients send twelve prompts, four times the tokens of the host tier; some clients leave in the middle.
 """
 
 import http.client
@@ -48,7 +48,7 @@ def ask(server, prompt):
 
 
 def differs(answer, cold):
-    """Whether an answer is another one than a cold server's, where that was not between two equal tokens."""
+    """Whether an answer differs from a cold server's in more than a choice between two about equal tokens."""
     for place, (found, wanted) in enumerate(zip(answer["ids"], cold["ids"], strict=True)):
         if found != wanted:
             return cold["margins"][place] > TIE
@@ -87,7 +87,7 @@ def traffic(server, cold):
                         seen["left"] += 1
                     continue
                 answer = ask(server, PROMPTS[which])
-            except Exception as error:  # for the test, which has none
+            except Exception as error:  # reported to the test, which expects none
                 with lock:
                     seen["errors"].append(f"{type(error).__name__}: {error}")
                 return

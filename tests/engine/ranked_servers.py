@@ -25,7 +25,7 @@ ALL_RANKS = "TEST_ALL_RANKS"
 
 
 def environment(folder, cores):
-    # Taken for a version that is not tested, so that ranks check themselves when they start.
+    # SGLang looks like an untested version, so that ranks check themselves when they start.
     found_first = [str(foreign_version.write(folder / "foreign")), str(HERE)]
     return {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "ranked_models",
@@ -85,7 +85,7 @@ def ask(server, folder):
 
 
 def ask_with_faults(server, folder, answers):
-    """What rank 1 alone cannot read of the store, and what it alone has lost."""
+    """A page of the store that rank 1 alone cannot read, and a backup that it alone has lost."""
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     server.get(FLUSH)
@@ -105,7 +105,7 @@ def ask_with_faults(server, folder, answers):
         time.sleep(0.2)
     fault.unlink()
     answers["lost"].append(generate(server, LOST))
-    # Pushed out by the others, which come from the store and from the host.
+    # The fillers come from the store and the host, and push the prompt out of the pool.
     answers["between"] = [generate(server, filler) for filler in host_tier.FILLERS]
     answers["lost"].append(generate(server, LOST))
     answers["after"] = generate(server, PROMPTS)

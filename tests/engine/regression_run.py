@@ -14,7 +14,7 @@ ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 # ruff: noqa: E402
-# The path comes first.
+# These imports need the path.
 from regression.environment import Machine
 from regression.parsers import lines
 from regression.records import header, read_run, write_lines

@@ -11,7 +11,7 @@ from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 HERE = Path(__file__).resolve().parent
 PAGE_SIZE, CHUNK, WINDOW, PREFIX, DEVICE_TOKENS = 64, 128, 512, 256, 1024
-#: Given as YAML.
+#: Arguments in the server's YAML file.
 YAML = f"kv-cache-layout: bf16\nkv-host-layout: fp4\npage-size: {PAGE_SIZE}\nchunked-prefill-size: {CHUNK}\n"
 QUESTION = "What is the capital of France?"
 
@@ -38,7 +38,7 @@ def serve(model_path, folder):
     (folder / "server.yaml").write_text(YAML)
     log = folder / "server.log"
     arguments = cpu_arguments(smollm2.checkpoint(), free_port(), max_total_tokens=DEVICE_TOKENS)
-    # Behind the YAML file only what it does not say.
+    # On the command line, only what the YAML file does not set.
     without_page = (
         HOST_TIER[: HOST_TIER.index("--page-size")] + HOST_TIER[HOST_TIER.index("--page-size") + 2 :]
     )

@@ -13,9 +13,9 @@ from sgl_kvpool.demo.cluster.mooncake_store import MooncakeStore
 from sgl_kvpool.demo.cluster.servers import ask, until
 
 HERE = Path(__file__).resolve().parent
-#: Of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.
+#: Bytes of a page of `fp4`: 3 layers of 64 rows of 416 bytes, padding and checksum.
 FP4_PAGE_BYTES = 81920
-#: Of the damaged prompt, the page that is not what was stored.
+#: The damaged page of the damaged prompt.
 BAD_PAGE = 4
 
 

@@ -47,7 +47,7 @@ def test_two_ranks_read_what_one_rank_stored(record):
     assert [answer["cached"] for answer in answers["ranks_computed"]] == [0, 0]
     for read, computed in zip(answers["ranks"], answers["ranks_computed"], strict=True):
         assert read["ids"] == computed["ids"]
-        # 45 tokens at once round in another way than 749: 0.004 at one of sixteen tokens.
+        # A prefill of 45 tokens rounds differently from one of 749: 0.004 at one of sixteen tokens.
         assert read["logprobs"] == pytest.approx(computed["logprobs"], abs=0.02)
     assert answers["ranks_failures"] == {}
 

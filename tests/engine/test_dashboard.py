@@ -15,8 +15,8 @@ pytestmark = pytest.mark.engine("mooncake", "peers")
 BOARD = dashboard.load()
 PANELS = dashboard.panels(BOARD)
 
-#: Exposed after a transfer that broke off. A prefill server that is killed in traffic need not be in one;
-#: then these are taken for a metric of the same collector, with the same labels.
+#: Exposed only after a transfer broke off, and a prefill server that is killed in traffic may not have been
+#: in one. Another metric of the same collector, with the same labels, then stands in.
 RARE = {"sglang:num_transfer_failed_reqs_total": "sglang:num_bootstrap_failed_reqs_total"}
 
 
@@ -51,7 +51,7 @@ def test_rare_metrics_are_declared_by_sglang():
 
 
 def test_an_unknown_name_in_any_expression_is_noticed(exposed):
-    """Each metric that the dashboard names is, in turn, none that the servers have."""
+    """Each metric of the dashboard is, in turn, replaced by a name that the servers do not have."""
     for expression in dashboard.expressions(BOARD):
         for selector in selectors(expression):
             name = selector.metric.removeprefix("sglang:")

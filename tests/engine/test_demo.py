@@ -1,8 +1,8 @@
 """`sgl-kvpool demo` as a user types it: real servers, one table, and the numbers that are promised.
 
-`goldens.json` holds the greedy tokens per layout. Its prompts are ones after which all layouts go on alike,
-by wide margins: what tells the layouts apart is `test_stored_rows_were_read`. After a change that is meant to
-change them (model, prompts, codec): ``python tests/engine/write_goldens.py demo-results/demo.json``.
+`goldens.json` holds the greedy tokens per layout. After its prompts all layouts go on alike, by wide margins;
+`test_stored_rows_were_read` tells the layouts apart. After a change that is meant to change the tokens
+(model, prompts, codec): ``python tests/engine/write_goldens.py demo-results/demo.json``.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_perplexity_through_the_server(results):
 
 @pytest.mark.engine("demo")
 def test_a_prompt_comes_back_from_host_memory(record, results):
-    """Layer-major pools of every layout; on a machine with the memory that SGLang wants to keep."""
+    """Layer-major pools of every layout; only on a machine with the memory that SGLang keeps free."""
     if any(results[name]["host_hit"] is None for name in LAYOUTS):
         pytest.skip("SGLang keeps 10 GiB of memory free for a host tier, and this machine has less")
     for name in LAYOUTS:

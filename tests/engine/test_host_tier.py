@@ -59,7 +59,7 @@ def metric(answers, name, **labels):
 
 @pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
 def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, name):
-    """And those of the first pass: prefill reads stored rows for its own chunk, so the same bytes."""
+    """The first pass gives them too: prefill reads stored rows for its own chunk, so the same bytes."""
     answers = record(name)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
@@ -79,7 +79,7 @@ def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, name):
     before, after = record(FIRST[layout]), record(name)
     assert after["in_store"][layout] == before["stored"] > LONG // PAGE_SIZE
     # Two prompts continue what is on the device by then. SGLang asks the store for the rest only if it has
-    # the keys of what is there, which it has not where pages are written to the host later.
+    # the keys of the pages there, which it lacks where pages are written to the host later.
     at_once = name not in WRITTEN_LATER
     asked = zip(PROMPTS, before["first"], after["first"], strict=True)
     for number, (prompt, there, here) in enumerate(asked):
@@ -164,7 +164,7 @@ def test_metrics(record, layout, name):
         assert size_bytes >= (LONG if direction == "to_device" else PAGE_SIZE) * page_bytes // PAGE_SIZE
         assert 0 < seconds < 5
         assert metric(answers, "sgl_kvpool_transfer_gigabytes_per_second", **engine) > 0
-    # What SGLang counts of the same transfers, with padding and checksum, which stay on the host.
+    # SGLang counts the same transfers with padding and checksum, which stay on the host.
     pages = metric(answers, "sgl_kvpool_transfer_bytes_total", direction="to_host") / page_bytes
     pages -= 2 if name == SELF_CHECKED else 0  # those of the self-check
     assert pages * stride_bytes(LAYERS, PAGE_SIZE, ROW_BYTES[layout]) == sum(
@@ -195,7 +195,7 @@ def test_the_log_says_what_the_tier_is(record, layout, name):
 
 @pytest.mark.engine(SELF_CHECKED)
 def test_a_server_on_an_untested_sglang_checks_itself(record):
-    """Once, before it serves, in a time that nobody notices; what it answers is tested above."""
+    """Once, before it serves, in negligible time; its answers are tested above."""
     (line,) = [line for line in record(SELF_CHECKED)["log"].splitlines() if "self-check" in line]
     found = re.search(
         r"sgl-kvpool: self-check passed in (\S+) s \(this SGLang is not a tested one\): (.*)", line

@@ -6,8 +6,8 @@ from hybrid_answers import cached, distance, identical, logprobs, of_prompt, sam
 from hybrid_servers import DEVICE_TOKENS, LAYOUTS
 
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
-#: Mean distance of a prompt's log-probabilities to those of `bf16` rows, measured here and doubled; and what
-#: a layout that rounds cannot stay below.
+#: Largest mean distance of a prompt's log-probabilities from those of `bf16` rows, twice the measured one;
+#: and the least distance of a layout that rounds.
 NEAR = {"fp8": 0.1, "fp8_block_scale": 0.1, "fp4": 0.25, "fp4_fp8_rope": 0.25}
 ROUNDED = 0.005
 
@@ -82,7 +82,8 @@ def test_host_hits_are_device_hits_states_included(record, name):
     assert device["meta_info"]["cached_tokens_details"] == {"device": 320, "host": 0}
     assert host["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 320}
     if "--kv-host-layout" in LAYOUTS[name]:
-        # Rounded once more on their way; the state is exact, and a lost one would be another text.
+        # Rows are rounded once more on their way; the state is exact, and a lost state would give another
+        # text.
         assert distance(logprobs(host), logprobs(device)) < NEAR["fp4"]
         assert host["output_ids"][:2] == device["output_ids"][:2]
     else:

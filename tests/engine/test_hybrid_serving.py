@@ -89,7 +89,8 @@ def test_requests_at_once_keep_their_own_states(record, net):
     assert [cached(answer) for answer in found["alone"] + found["together"]] == [0] * 12
     for one, other in zip(found["alone"], found["together"], strict=True):
         same(one, other)
-    # That each is the plain net's answer to its own prompt is tested above; to any other it is not.
+    # Each is the plain net's answer to its own prompt, as tested above, and must not be its answer to
+    # another.
     for row, answer in enumerate(found["together"]):
         stranger = expected(net, hybrid_servers.APART[row - 1], tokens(answer))
         assert distance(logprobs(answer), stranger) > 5 * MEAN

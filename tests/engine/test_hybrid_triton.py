@@ -1,6 +1,6 @@
 """The plain-torch kernels of the hybrid model against SGLang's own, run by Triton's interpreter.
 
-The chunked kernel of SGLang's prefill does not run in it; prefill is the same code as decoding on our side.
+The interpreter does not run the chunked kernel of SGLang's prefill; our prefill is the code of our decode.
 """
 
 import os

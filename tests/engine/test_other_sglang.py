@@ -31,7 +31,7 @@ def environment(**more):
 
 
 def refused(*arguments, **more):
-    """What a server that does not start leaves on its output; it has to end by itself."""
+    """Output of a server that refuses to start; it has to end by itself."""
     command = [PYTHON, "-m", "sglang.launch_server", *cpu_arguments(model_path(), free_port()), *arguments]
     done = subprocess.run(
         list(map(str, command)),

@@ -1,7 +1,7 @@
 """Mooncake's store and NIXL's files under real servers: a fresh server finds what another one stored.
 
-Both move the host tier's memory themselves, so a page is verified after it came. The model has 3 layers, its
-`fp4` pages of 64 tokens are 81920 bytes with padding and checksum.
+Both move the host tier's memory themselves, so a page is verified after it was read. The model has 3 layers;
+its `fp4` pages of 64 tokens are 81920 bytes with padding and checksum.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def test_mooncake_stores_every_page_once(record):
     answers = record("mooncake")
     assert answers["info"]["kv_cache_layout"] == "fp4"
     assert len(answers["keys"]) == 4 * PAGES
-    # The client's own entry of SGLang is a few bytes more.
+    # SGLang's client stores one entry more, of a few bytes.
     assert 0 <= answers["stored_bytes"] - 4 * PAGES * FP4_PAGE_BYTES < 2 * FP4_PAGE_BYTES
     assert answers["first_failures"] == {}
 

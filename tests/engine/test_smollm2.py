@@ -23,7 +23,7 @@ def answers(record):
 
 
 def log_probabilities(answer):
-    """[tokens that were scored] but the first, of which nothing is known."""
+    """Log-probabilities of all scored tokens but the first, which has none."""
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
@@ -74,7 +74,7 @@ def test_an_answer_through_the_chat_template(answers):
 
 
 def test_a_narrower_host_tier(answers):
-    """bf16 on the device, fp4 on the host: the host's rounding shows in the probabilities behind it."""
+    """bf16 on the device, fp4 on the host: log-probabilities after a host hit show the host's rounding."""
     info = answers["info"]
     assert (info["kv_cache_layout"], info["kv_host_layout"]) == ("bf16", "fp4")
     hit = cached(answers["host_hit"])
@@ -83,11 +83,11 @@ def test_a_narrower_host_tier(answers):
     exact, rounded = (log_probabilities(answers[name]) for name in ("device_hit", "host_hit"))
     assert 0.005 < (rounded - exact).abs().mean() < 0.5
     moved = metric(answers["metrics"], "sgl_kvpool_transfer_bytes_total", direction="to_device", engine="cpu")
-    # What is counted is what is kept: pages of fp4.
+    # The metrics count the pages of fp4 that the host keeps.
     page_bytes = PAGE_SIZE * LAYERS * FP4.row_bytes
     assert moved >= hit["host"] // PAGE_SIZE * page_bytes
     assert moved % page_bytes == 0
-    # A ratio of 8 is 8 times the pool's tokens of bf16, in bytes.
+    # A ratio of 8 gives 8 times the bytes of the pool's tokens in bf16.
     pages = DEVICE_TOKENS * 8 * BF16.row_bytes // FP4.row_bytes // PAGE_SIZE + 1
     assert (
         f"sgl-kvpool: host tier of {pages} pages of {PAGE_SIZE} tokens ({page_bytes} bytes, all {LAYERS} "

@@ -22,7 +22,7 @@ def test_nothing_is_left_and_every_output_is_a_cold_runs(record, leg):
 
 @pytest.mark.engine("soak")
 def test_the_minute_was_one_of_pressure(leg):
-    """Without this, the test above would be content with a server that nobody asked."""
+    """Without this, the test above would also pass with a server that got no requests."""
     assert leg["traffic_seconds"] >= 59
     assert leg["too_few"] == []
     assert leg["answers_complete"] >= 20

@@ -21,7 +21,7 @@ def test_no_answer_is_wrong(answers):
 
 
 def test_rows_are_the_same_bytes_on_both_ranks(answers):
-    """Of bf16, whose rows are the values themselves: those of other layouts are made of them."""
+    """Rows of bf16 are the values themselves; rows of other layouts are encoded from these values."""
     first, second = answers["rows"]
     assert len(first) > len(PROMPT_TOKENS)
     assert first == second

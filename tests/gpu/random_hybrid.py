@@ -2,8 +2,8 @@
 
 Kimi-Linear's is written by transformers' own class; of Bailing's models transformers has none, so their names
 and shapes are listed here. `tests/srt/attention/test_random_hybrids.py` loads all into SGLang's classes.
-Every token goes to every expert: a selection that jumps would make two servers incomparable. Two layers of
-six attend rows: what they say is made louder, for rows to show in the answers.
+Every token goes to every expert: a selection of experts that jumps would make two servers incomparable. Two
+layers of six attend rows; their outputs are scaled up, so that rows show in the answers.
 """
 
 import json
@@ -18,14 +18,14 @@ LAYERS = 6
 HIDDEN = 512
 EXPERTS = 8
 _SCALE = 0.05
-#: Of embeddings: a residual stream that is large from the start hides fewer roundings behind its norms.
+#: Scale of embeddings: a residual stream that is large from the start hides fewer roundings behind its norms.
 _EMBEDDING_SCALE = 0.5
-#: Of what comes out of MLA.
+#: Scale of MLA's output projection.
 _MLA_OUT_SCALE = 0.2
 
-#: 0-based ids of the layers with MLA; no two shapes have the same, and none is the first or every second.
+#: 0-based ids of the layers with MLA: not the first layer, and not every second one.
 MLA_LAYERS = {"kimi_linear": (3, 5), "lightning": (2, 5), "bailing_v3": (2, 5)}
-#: What Kimi's and Bailing's models call the same.
+#: Configuration keys that Kimi's and Bailing's models share.
 _MLA = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -49,7 +49,7 @@ _COMMON = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
-    # None of the tokens that prompts are made of.
+    # Not among the tokens of the prompts.
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -60,7 +60,7 @@ _KIMI = {
     "model_type": "kimi_linear",
     "head_dim": 72,
     "q_lora_rank": None,
-    # The last values of q and k are there, and are not rotated.
+    # q and k have the rope values, but these are not rotated.
     "mla_use_nope": True,
     "num_experts_per_token": EXPERTS,
     "num_expert_group": 1,
@@ -144,7 +144,7 @@ def kimi_model() -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(5)
-    # What transformers takes from a key of the same name would be taken twice.
+    # transformers would set these two keys twice.
     known = {key: value for key, value in _KIMI.items() if key not in ("architectures", "head_dim")}
     config = transformers.models.kimi_linear.KimiLinearConfig(**known, initializer_range=_SCALE)
     model = transformers.models.kimi_linear.KimiLinearForCausalLM(config).bfloat16()
@@ -158,7 +158,7 @@ def kimi_model() -> torch.nn.Module:
 
 
 def _kimi_weights() -> dict[str, torch.Tensor]:
-    """Kimi-Linear's, under the published names, which transformers writes."""
+    """Kimi-Linear's weights under the published names, which transformers writes."""
     import tempfile
 
     from safetensors.torch import load_file

@@ -31,7 +31,7 @@ def encoded(layout, tokens):
 
 
 def there_and_back(ranks, layout, host, device):
-    """What one rank stored, and whether all pages came back as they were or, where rounded, alike twice."""
+    """One rank's stored pages; whether all pages came back unchanged or, if rounded, alike on both trips."""
     from host_tier import device_pool
 
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool

@@ -62,7 +62,7 @@ class Case:
         self.backend = self._backend(most_queries)
 
     def _backend(self, most_queries):
-        """By its constructor, of what it looks at of SGLang's ModelRunner."""
+        """The backend from its constructor, given the attributes that it reads of SGLang's ModelRunner."""
         from sglang.srt.layers.attention import flashinfer_mla_backend
         from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
@@ -172,7 +172,7 @@ def test_absorbed_prefill_in_one_call_and_in_chunks(layout, workspace_tokens, ar
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("arrangement", PLACED)
 def test_requests_of_one_token_at_the_end_are_decoded(layout, arrangement):
-    """All of a batch, as beside another data-parallel rank's prefill, and behind a prefill (MIXED)."""
+    """A batch of these alone (as beside another rank's prefill), and behind a prefill (MIXED)."""
     case = Case(layout, [1, 300, 7, 65], [0, 299, 6, 64], arrangement)
     close(case.run("EXTEND"), case.wanted(fresh_as_computed=False))
     case = Case(layout, [340, 300, 65], [230, 299, 64], arrangement)

@@ -48,7 +48,7 @@ def lists(slots, counts, width, seed):
 
 
 def expected(q, values, indices):
-    """Of every query, its output, its log-sum-exp, and what its output would be of absolute values."""
+    """For each query: output, log-sum-exp, and the output that absolute values would give."""
     outputs, sums, sizes = [], [], []
     for query, one in zip(q.double(), indices, strict=True):
         rows = values[one[one >= 0].long()]
@@ -121,7 +121,7 @@ def test_sglangs_gather_reads_them():
 
 
 def test_flashmla_prefill_over_gathered_rows():
-    """And by the kernel that attends them, with lists of places instead of slots: RAGGED."""
+    """The prefill kernel over gathered rows, with lists of positions instead of slots (RAGGED)."""
     pytest.importorskip("flash_mla")
     interface = pytest.importorskip("sglang.kernels.ops.attention.flash_mla_interface")
     gather = pytest.importorskip("sglang.kernels.ops.attention.dsa.dequant_k_cache")

@@ -41,12 +41,13 @@ RAW = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 MIXED = ("--enable-mixed-chunk", "--decode-log-interval", "1")
 STOCK_656 = ("--kv-cache-dtype", "fp8_e4m3")
 FIX = "KVPOOL_FIX_TOPK"
-#: Up to this many tokens Hopper attends a prompt densely, without asking the indexer, where no graph runs.
+#: Up to this many tokens, and where no graph runs, Hopper attends a prompt densely without asking the
+#: indexer.
 DENSE_UP_TO = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 
 #: name: (model, arguments, environment)
 SERVERS = {
-    # The peer: SGLang without us and BF16 rows.
+    # The peer: SGLang's own BF16 rows, without this package.
     "stock": ("deepseek_v32", ("--kv-cache-dtype", "bfloat16", *BF16), {}),
     "bf16": ("deepseek_v32", (LAYOUT, "bf16", *BF16), {}),
     "fp8": ("deepseek_v32", (LAYOUT, "fp8", *RAW), {}),
@@ -73,8 +74,9 @@ SINGLE = ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed"
 NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20, "fp4_fp8_rope": 0.20}
 #: And the smallest: below it another layout was served, or rows were not read.
 FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05, "fp4_fp8_rope": 0.05}
-#: Two servers' tokens may part where the second's was less likely than the first's by this much: FP4 changes
-#: no log-probability by more than 0.63 at 99 of 100 positions. Of random tokens one in fifty is as likely.
+#: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
+#: FP4 changes log-probabilities by at most 0.63 at 99 of 100 positions. Of random tokens one in fifty is as
+#: likely.
 MARGIN = 1.0
 TOP = 40
 
@@ -139,9 +141,9 @@ def ask(name, model, log):
 
 
 def serve_mixed(server, log):
-    """Answers to prompts that arrive while others decode, or None if the server ended; and its log meanwhile.
+    """Answers to prompts that arrive while others decode (None if the server ended), and the log meanwhile.
 
-    Without log-probabilities: SGLang does not mix a batch of which one is asked (scheduler.py:4379).
+    Without log-probabilities: SGLang does not mix a batch with a request for them (scheduler.py:4379).
     """
     server.get("/flush_cache?timeout=30")
     before = len(log.read_text(errors="replace"))
@@ -164,7 +166,9 @@ def serve_mixed(server, log):
 
 
 def parting(first, second):
-    """How much less likely, for the first, its answer's first token was that the second says otherwise."""
+    """At the first difference: how much less likely the first server finds the second's token than its
+    own.
+    """
     told, other = first["output_ids"], second["output_ids"]
     assert len(told) == len(other)
     for position, (token, instead) in enumerate(zip(told, other, strict=True)):
@@ -179,9 +183,9 @@ def partings(first, second):
 
 
 def decoded_with_prompts(log, said):
-    """Tokens that came out of mixed batches: all but each answer's first and those that the log counts.
+    """Tokens that came out of mixed batches: all but each answer's first token and those of decode batches.
 
-    It has a line for each batch that decodes and does nothing else.
+    The log has a line for each batch that only decodes, with its number of requests.
     """
     alone = sum(int(count) for count in re.findall(r"Decode batch[^\n]*?#running-req: (\d+)", log))
     return sum(len(answer["output_ids"]) - 1 for answer in said) - alone
@@ -234,7 +238,7 @@ def test_mtp_says_what_decoding_one_by_one_says(name, plain, answers):
 
 @pytest.mark.parametrize("name", ["fp4-mtp", "fp8_block_scale-mtp"])
 def test_drafts_are_as_good_as_sglangs(name, answers):
-    """Verification mends what a draft got wrong, so wrong rows in a draft show in what is accepted alone."""
+    """Verification corrects a draft's tokens, so wrong rows of a draft only show in how many are accepted."""
     ours, stock = (sum(accepted(answers(one))) / len(PROMPTS) for one in (name, "stock-656-mtp"))
     assert abs(ours - stock) < 0.1 * stock, (ours, stock)
 
@@ -253,11 +257,11 @@ def test_mixed_batches_say_what_requests_served_alone_say(name, answers):
 def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
     """What `KVPOOL_FIX_TOPK=1` mends: in 0.5.23 the server ends with the first mixed batch.
 
-    Read: the graph of a prefill plans its metadata from the batch as it is, MIXED, so for PAGED lists
-    (prefill_cuda_graph_runner.py:2123, dsa_backend.py:4101), and is replayed as EXTEND (:1953), for which the
-    indexer makes RAGGED ones and finds no offsets (dsa_topk_backend.py:215). Eager prefills are right: they
-    turn MIXED into EXTEND before anything else (eager_runner.py:215). Should a server not end, its tokens
-    have to be wrong for this test to have a reason.
+    From reading the source: the graph of a prefill plans its metadata from the batch as it is, MIXED, so for
+    PAGED lists (prefill_cuda_graph_runner.py:2123, dsa_backend.py:4101), and is replayed as EXTEND (:1953),
+    for which the indexer makes RAGGED lists and finds no offsets (dsa_topk_backend.py:215). Eager prefills
+    are right: they turn MIXED into EXTEND before anything else (eager_runner.py:215). If the server does not
+    end, its tokens have to be wrong: otherwise the fix is not needed.
     """
     stock = answers("stock-656-mixed")
     # Requests one by one are served, with the same rows as ours.
@@ -270,7 +274,7 @@ def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
 
 
 def test_the_fix_changes_nothing_else(answers):
-    """Without a layout of ours: SGLang's own pool, and what it says to single requests."""
+    """With SGLang's own pool, without a layout of ours: single requests get the same answers."""
     fixed = answers("fixed-656-mixed")
     assert fixed["info"].get("kv_cache_layout") is None
     assert distance(fixed, answers("stock-656-mixed")) < NEAR["bf16"]

@@ -1,8 +1,9 @@
 """Hybrids of MLA and linear attention served on a GPU in every layout: chunks, graphs, hits with states, MTP.
 
-A prefix can be taken over where the tree has rows and a state: after each chunk of a prefill, and at the last
-multiple of 64 tokens of a prompt. A server start takes a minute or more: each configuration is started once
-and asked everything. `tests/sglang_plugin/test_hybrid_servers.py` resolves all their arguments on a CPU.
+A prefix can be reused up to a token for which the tree has rows and a state: the end of each chunk of a
+prefill, and the last multiple of 64 tokens of a prompt. A server start takes a minute or more: each
+configuration is started once and asked everything. `tests/sglang_plugin/test_hybrid_servers.py` resolves all
+their arguments on a CPU.
 """
 
 import pytest
@@ -27,10 +28,10 @@ HOST_TIER = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-write-policy", "write_through"),
     *("--page-size", "64", "--max-total-tokens", "2048", "--enable-cache-report"),
 )
-#: States of linear attention, for which SGLang would take half of the pool's memory, and on the host as many
-#: times that as the ratio says. A running request has five.
+#: Slots for states of linear attention, for which SGLang would take half of the pool's memory; the host gets
+#: as many times that as its ratio says. A running request has five.
 STATES = 64
-#: Of a chunk, which ends where a state is kept.
+#: Tokens of a chunk of a prefill; a state is kept at its end.
 CHUNK = 256
 
 #: What is served of both models.
@@ -59,7 +60,7 @@ SERVERS = {
 MODELS = ("kimi", "lightning")
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in torch, its
 #: rows encoded and decoded, is 0.03, 0.03 and 0.09 away, without rows 1.0, and Kimi in float32 instead of
-#: bfloat16 0.02: what of the layers without rows is rounded hides how FP8 rows are.
+#: bfloat16 0.02: rounding in the layers without rows hides the rounding of FP8 rows.
 NEAR = {"bf16": 0.05, "fp8": 0.08, "fp8_block_scale": 0.08, "fp4": 0.2, "fp4_fp8_rope": 0.2}
 
 SHARED = tokens(1, 600)
@@ -99,9 +100,9 @@ def answers(tmp_path_factory):
 
 
 def ask(name, model, log):
-    # Every prompt's log-probability then depends on rows that were stored.
+    # The log-probabilities of every prompt then depend on stored rows.
     environment = {} if "stock" in name else {"KVPOOL_PREFILL_READS_ROWS": "1"}
-    # Drafts are not compared by what else was likely.
+    # Answers with drafts are compared without the log-probabilities of other tokens.
     top = {} if "mtp" in name else {"top_logprobs_num": TOP}
     with Server(command(name, model, free_port()), log, environment, wait_seconds=1200) as server:
 
@@ -152,7 +153,7 @@ def test_the_layout_is_what_the_server_says(model, answers):
     [*(f"{model}-{layout}" for model in MODELS for layout in ("stock", *LAYOUTS)), "kimi-fp4-no_buffer"],
 )
 def test_prefix_hits_say_what_the_first_pass_said(name, answers):
-    """Rows and states from the tree, taken over by one request and by a batch of them."""
+    """One request, then a batch, reuses rows and states of the tree."""
     found = answers(name)
     assert cached(found["one"][2]) == 2 * CHUNK
     assert [cached(answer) for answer in found["one"][:2]] == [0, 0]
@@ -180,10 +181,10 @@ def test_graphs_and_eager_say_the_same(model, answers):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("served", ["fp4-host", "bf16-host", "bf16-host-fp4"])
 def test_host_hits(model, served, answers):
-    """Rows and the state came back from the host: the same bytes, or narrower rows.
+    """Rows and the state come back from the host: the same bytes, or narrower rows.
 
-    A device hit afterwards would find the state that was brought back, right or wrong; the one before does
-    not, nor does it find narrower rows.
+    A device hit after the host hit would read the loaded state, right or wrong. The device hit before it
+    reads neither that state nor narrower rows.
     """
     found = answers(f"{model}-{served}")
     # The last whole page: the last token is always computed.
@@ -210,7 +211,7 @@ def test_mtp_says_what_decoding_one_by_one_says(layout, answers):
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_drafts_are_as_good_as_sglangs(layout, answers):
-    """Verification mends what a draft got wrong, so wrong rows in a draft show in what is accepted alone."""
+    """Verification corrects a draft's tokens, so wrong rows of a draft only show in how many are accepted."""
     names = (f"lightning-{layout}-mtp", "lightning-stock-mtp")
     ours, stock = (sum(accepted(answers(name))) / len(PROMPTS) for name in names)
     assert abs(ours - stock) < 0.1 * stock, (ours, stock)

@@ -101,7 +101,7 @@ def ask(name, models, log):
         *(() if "--max-total-tokens" in arguments else ("--max-total-tokens", "16384")),
         *arguments,
     ]
-    # Every prompt's log-probability then depends on rows that were stored.
+    # The log-probabilities of every prompt then depend on stored rows.
     environment = {} if "stock" in name else {"KVPOOL_PREFILL_READS_ROWS": "1"}
     with Server(command, log, environment, wait_seconds=1200) as server:
 
@@ -147,7 +147,9 @@ def test_log_probabilities_are_close_to_bf16(layout, answers):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_with_prefix_hits_says_what_single_requests_said(layout, answers):
-    """Rows from the radix cache, other batch sizes, other splits: tokens differ where two were as likely."""
+    """Rows of the radix cache, other batches and splits: answers may differ where two tokens are as
+    likely.
+    """
     found = answers(layout)
     same = [
         a == b
@@ -168,7 +170,7 @@ def test_graphs_and_eager_give_the_same_tokens(layout, answers):
 
 @pytest.mark.parametrize(("arrangement", "plain"), [("token_major", "fp4"), ("page_major", "fp4-page64")])
 def test_arrangements_give_the_same_tokens(arrangement, plain, answers):
-    """With pages of the same size: others cut prompts into other chunks, whose sums are rounded otherwise."""
+    """With pages of one size: another size changes a prefill's chunks, and so how their sums are rounded."""
     packed, other = answers(plain), answers(f"fp4-{arrangement}")
     assert [generated(a) for a in packed["one"]] == [generated(a) for a in other["one"]]
 
@@ -179,7 +181,7 @@ def accepted(answer):
 
 @pytest.mark.parametrize("name", ["fp4-mtp", "fp8_block_scale-mtp", "fp4-mtp-eager"])
 def test_mtp_says_what_decoding_one_by_one_says(name, answers):
-    """Verified with four queries per request instead of one: tokens differ where two were as likely."""
+    """Verified with four queries per request, not one: answers may differ where two tokens are as likely."""
     drafted, plain = answers(name), answers(name.split("-")[0])
     same = [
         a == b
@@ -191,9 +193,9 @@ def test_mtp_says_what_decoding_one_by_one_says(name, answers):
 
 
 def test_drafts_are_as_good_as_sglangs(answers):
-    """Verification mends what a draft got wrong, so wrong rows in a draft show in what is accepted alone.
+    """Verification corrects a draft's tokens, so wrong rows of a draft only show in how many are accepted.
 
-    The draft's layer is random, so little is; what is has to be the same where the same is computed.
+    The draft's layer is random, so few are accepted; the number must agree where the computation is the same.
     """
     assert accepted(answers("fp4-mtp")) == accepted(answers("fp4-mtp-eager"))
     ours, stock = (sum(accepted(answers(name))) / len(PROMPTS) for name in ("bf16-mtp", "stock-mtp"))

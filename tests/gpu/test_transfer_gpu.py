@@ -76,7 +76,7 @@ def test_narrow_rows_are_the_references(device, stream, own, other, arrangement,
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
 def test_warps_with_idle_lanes(device, stream, own, other, geometry, engine):
-    """Latents of fewer than 32 blocks, of more, and of no multiple."""
+    """Latents of fewer than 32 blocks, of more, and of a number that is not a multiple of 32."""
     round_trip(
         engine, own, other, "layer_major", 3, geometry=geometry,
         device=device, make_tools=tools(device), finish=torch.cuda.synchronize, make_host=pinned,
@@ -90,7 +90,7 @@ def test_copies_keep_to_one_registration(device, stream, engine):
     registered, kept = [], []
 
     def registered_in_chunks(pages, page_bytes):
-        assert page_bytes % 4096 == 0  # or two chunks would share a page of the system's
+        assert page_bytes % 4096 == 0  # or two chunks would share a page of the operating system
         memory = torch.empty((pages + 1) * page_bytes, dtype=torch.uint8)
         kept.append(memory)
         memory = memory[-memory.data_ptr() % 4096 :][: pages * page_bytes]
@@ -121,7 +121,7 @@ def test_copies_keep_to_one_registration(device, stream, engine):
 
 
 class Race:
-    """A model that is slow to write what is stored, and slow to read what a load overwrites."""
+    """A model that writes stored rows slowly, and slowly reads the rows that a load overwrites."""
 
     def __init__(self, device, engine):
         self.device = device
@@ -144,7 +144,7 @@ class Race:
             layer.fill_(value)
 
     def stored_in_time(self, *, waits):
-        """Whether a store took what the model had not written yet when it was called."""
+        """Whether a store copied what the model wrote, although the write had not ended at the call."""
         self.memory.fill_(1)
         self._fill(2)
         torch.cuda.synchronize()
@@ -159,7 +159,7 @@ class Race:
         return bool((self.memory == 3).all())
 
     def read_in_time(self, *, waits):
-        """Whether a load left alone what the model had not read yet when it was called."""
+        """Whether the model read the old rows, although its read had not ended when the load was called."""
         self.memory.fill_(5)
         self._fill(4)
         seen = torch.empty_like(self.on_device[0])
@@ -187,14 +187,14 @@ def test_transfers_wait_for_the_model(device, engine):
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
 def test_the_control_without_waits_corrupts(device, engine):
-    """SGLang's wait left out. Streams may share a channel of the hardware, so one of several tries has to."""
+    """Without SGLang's wait, one of several tries must corrupt bytes: streams may share hardware channels."""
     races = [Race(device, engine) for _ in range(4)]
     assert not all(race.stored_in_time(waits=False) for race in races)
     assert not all(race.read_in_time(waits=False) for race in races)
 
 
 def test_layers_are_there_when_they_are_signalled(device):
-    """An event behind each layer's call, as SGLang records them, waited for by a model on another stream."""
+    """A model on another stream waits for the event that SGLang records after each layer's call."""
     pages, page_size, row_bytes = 40, 64, 1152
     caches, on_device = device_pool("layer_major", pages, page_size, row_bytes, device)
     (group,) = caches.groups
@@ -227,13 +227,13 @@ def test_layers_are_there_when_they_are_signalled(device):
 
 
 def test_a_failed_copy_is_carried_out_by_torch(device, stream):
-    """A copy that CUDA refuses leaves no error behind that the next call would find.
+    """A copy that CUDA refuses leaves no error for the next call.
 
-    Batches are refused on the legacy stream. A bad address is not refused when it is enqueued: a batch is
-    told no direction, and takes it for memory of the host.
+    Copies on the legacy stream are refused. A bad address would not be refused when enqueued: a batch is
+    given no direction and takes the address for host memory.
     """
     if not gpu_calls().has_batches():
-        pytest.skip("copies one by one are refused nothing that harms no one")
+        pytest.skip("single copies cannot be refused without breaking the CUDA context")
     caches, on_device = device_pool("layer_major", 5, 2, 416, device)
     (group,) = caches.groups
     memory = pinned(6, group.bytes_per_page)
@@ -249,7 +249,7 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     calls = gpu_calls()
 
     class Refused:
-        """Everything as it is, but for copies on the legacy stream."""
+        """The engine's calls, with copies moved to the legacy stream."""
 
         refused = 0
 
@@ -269,7 +269,7 @@ def test_a_failed_copy_is_carried_out_by_torch(device, stream):
     assert channel.engine.tools.calls.refused == before + 1
     assert (memory[[4, 0]] == 5).all()
     assert not memory[[1, 2, 3, 5]].any()
-    torch.zeros(1, device=device).add_(1).item()  # the context is well
+    torch.zeros(1, device=device).add_(1).item()  # the CUDA context is intact
     # And the engine is used again.
     channel.engine.tools = shared
     memory.fill_(0)

@@ -60,7 +60,7 @@ def test_a1_a_packed_reader_of_a_page_major_pool_reads_a_neighbour():
     placement = RowPlacement(KVArrangement.PAGE_MAJOR, layers=4, pages=3, page_size_tokens=2, row_bytes=6)
     strides = placement.strides_bytes
     assert strides["L"] + strides["B"] == 60
-    packed = 1 * strides["L"] + 1 * (2 * 6)  # what a kernel reads that takes pages of a layer to be packed
+    packed = 1 * strides["L"] + 1 * (2 * 6)  # where a kernel reads that assumes packed pages of a layer
     assert packed == 24 == addresses("page_major", 4, 3, 2, 6)[2, 0, 0, 0]
 
 
@@ -162,7 +162,7 @@ def test_sizes_of_any_integer_type_and_arrangements_by_name():
 )
 @pytest.mark.parametrize("name", ORDER)
 def test_slots_of_another_dtype(name, dtype):
-    """Row numbers would wrap around in the small ones."""
+    """Row numbers would wrap around in small dtypes."""
     placement = RowPlacement(name, 2, 3, 4, 8)
     with pytest.raises(TypeError, match=f"slots are {dtype}, expected int32 or int64"):
         placement.slot_to_row(torch.ones(2).to(dtype))

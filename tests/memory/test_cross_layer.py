@@ -37,7 +37,7 @@ def addresses(order, count, pages, chunks, chunk_bytes):
 
 
 def filled(group):
-    """The group's bytes as numpy, all different as far as a byte goes."""
+    """Fill the group's bytes with a pattern that repeats after 251 bytes; return them as numpy."""
     raw = group.tensor.view(-1).numpy()
     raw[:] = (np.arange(raw.size) * 37 % 251).astype(np.uint8).view(np.int8)
     return raw
@@ -231,7 +231,7 @@ def test_c3_equal_shapes_of_two_backends_do_not_share():
 
 
 def test_c3_equal_is_not_identical():
-    """C3: backends that compare equal are two all the same."""
+    """C3: backends that compare equal but are different objects do not share a buffer."""
 
     class Backend:
         def __eq__(self, other):

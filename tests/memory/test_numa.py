@@ -13,7 +13,7 @@ PAGES = 5
 
 
 def policy_of(address):
-    """Of the mapping at an address, as the kernel tells it."""
+    """NUMA policy of the mapping at an address, from /proc/self/numa_maps, or None."""
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         begin, policy = line.split()[:2]
         if int(begin, 16) == address:
@@ -45,7 +45,7 @@ def mapping():
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
 def test_the_kernel_records_the_policy(mapping):
-    """Also of a size that is no multiple of a page."""
+    """Also for a mapping whose size is not a multiple of a page."""
     address, size_bytes = mapping
     problem = interleave(address, size_bytes - 61, numa_nodes())
     if problem is not None:

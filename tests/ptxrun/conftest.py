@@ -1,9 +1,9 @@
 """Tests of compiled kernels on an emulated sm_90a; ``docs/developing.md``.
 
 They run in processes of their own (`ptxrun_workers`), without Triton's interpreter, and are reported here.
-With ``TEST_PTXRUN_HERE=1`` they run in this process, as a debugger wants it.
+With ``TEST_PTXRUN_HERE=1`` they run in this process, for a debugger.
 
-Without CI=true, `make test` runs those marked `quick`; whoever names this folder or a file in it gets all.
+Without CI=true, `make test` runs those marked `quick`; naming this folder or a file in it runs all.
 """
 
 import os
@@ -97,7 +97,7 @@ def runs():
 
 @pytest.fixture
 def on_ptxrun(runs, monkeypatch):
-    """The public functions take CPU tensors to the kernels, as they take those of CUDA."""
+    """Public functions call the kernels for CPU tensors as they do for CUDA tensors."""
     import torch
 
     from sgl_kvpool import codec
@@ -121,7 +121,7 @@ def on_ptxrun(runs, monkeypatch):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-    """Transfer kernels of fewer warps, of a number that is no power of two: they take several turns."""
+    """Transfer kernels with fewer warps, not a power of two, so that they take several turns."""
     from sgl_kvpool.transfer import gpu_engine
 
     monkeypatch.setattr(gpu_engine, "KERNEL_BLOCKS", 3)

@@ -21,7 +21,7 @@ __all__ = ["Module", "PtxError", "Races", "Result"]
 
 
 class PtxError(RuntimeError):
-    """What a GPU would fault on, hang on or leave undefined. `result` holds what was found until then."""
+    """A GPU would fault or hang here, or the result is undefined. `result` holds the findings so far."""
 
     result: Result | None = None
 
@@ -78,7 +78,7 @@ def _text(pointer: ctypes.c_void_p) -> str:
 
 
 def memory_of(x: Any) -> tuple[int, int]:
-    """Address and bytes of all memory of a tensor's storage or a numpy array; of such a pair, itself."""
+    """(address, bytes) of a tensor's whole storage or a numpy array; such a pair is returned unchanged."""
     if isinstance(x, tuple):
         return x
     if hasattr(x, "untyped_storage"):
@@ -99,11 +99,11 @@ class Result:
     reports : list of dict
         With `kind`, `text` and `count`.
     instructions : int
-        Executed by warps.
+        Instructions that warps executed.
     lines : list of dict
-        Of executed lines of PTX: `line`, `class`, `name`, `count`, `lanes`, `bytes`, and `units`: sectors of
-        32 bytes of global accesses, passes over the banks of shared ones, operations of products; `ideal`:
-        the fewest units that the bytes need.
+        One for each executed line of PTX: `line`, `class`, `name`, `count`, `lanes`, `bytes`; `units`:
+        sectors of 32 bytes of a global access, passes over the banks of a shared access, operations of a
+        product; `ideal`: the fewest units that the bytes need.
     by_warp : list of dict
         Instructions of each warp number, by class.
     """
@@ -201,7 +201,7 @@ class Module:
         Parameters
         ----------
         entry : str, optional
-            If there are several kernels.
+            Name of the kernel, needed if there are several.
         grid, block, cluster : int or tuple of int
         args
             Numbers, tensors (their data pointer), None (0), bytes (structs).
@@ -210,11 +210,11 @@ class Module:
         readonly
             Tensors, or (address, bytes), that it may read only.
         seed : int
-            Of the order in which warps go and asynchronous work lands.
+            Decides the order in which warps go and asynchronous work lands.
         limit : int
             Most instructions of a CTA's warps.
-        reports : "error", "return", or kinds that are errors
-            Of "race", "proxy", "global race", "wgmma", "wgmma registers", "mbarrier".
+        reports : "error", "return", or kinds of reports that are errors
+            The kinds are "race", "proxy", "global race", "wgmma", "wgmma registers", "mbarrier".
         options
             Of `OPTIONS`. `approx`: approximate functions are off by as much as PTX allows; `mma`: 1 truncates
             sums of products as Hopper does; `quantum`: longest turn of a warp.

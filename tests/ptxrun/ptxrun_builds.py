@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _alone(name: str):
-    """No other process is in here with the same name."""
+    """Held by one process at a time for each name."""
     with open(cache_folder() / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -27,7 +27,7 @@ _COPY_THREADS, _CONVERT_THREADS = 1024, 512
 
 
 def ptx() -> str:
-    """Of the file that SGLang's loader is given."""
+    """PTX of the file that SGLang's loader is given."""
     import tvm_ffi
 
     include = Path(tvm_ffi.__file__).parent / "include"
@@ -55,14 +55,14 @@ class Kernels:
     Parameters
     ----------
     change : callable, optional
-        Of the PTX text.
+        Changes the PTX text.
 
     Attributes
     ----------
     memories : list
-        What kernels may touch, beside what they are told of the plan.
+        Memory that kernels may access, beside that of the plan.
     options : dict
-        Of `ptxrun.Module.launch`.
+        Options of `ptxrun.Module.launch`.
     launched : list
         (word bytes, or ids of both latents; Result)
     """

@@ -4,7 +4,7 @@
     kernel[(grid,)](tensors and numbers, num_warps=8)
     runs.last.stats
 
-Nothing is assembled: machine code is not executed here.
+ptxrun executes PTX: Triton does not assemble it to machine code here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Runs:
     Attributes
     ----------
     options : dict
-        Of `Module.launch`, for every launch.
+        Options of `Module.launch`, for every launch.
     launched : list of (str, Result)
         Name of the kernel and what was found, the latest at the end.
     """
@@ -45,7 +45,7 @@ class Runs:
 
     @contextmanager
     def using(self, change: Callable[[str], str] | None = None, **options: Any):
-        """With these options for a while, and PTX texts as `change` returns them."""
+        """Within the block, launch with these options, and with PTX texts that `change` returns."""
         kept, self.options = self.options, {**self.options, **options}
         self._changes += [change] if change else []
         try:
@@ -95,7 +95,7 @@ class _Launcher:
 
 
 def _flat(kinds: Any, values: Any) -> list[Any]:
-    """The arguments that are parameters of the compiled kernel; constants are none, tuples are several."""
+    """The arguments that are parameters of the compiled kernel: no constants, and tuples flattened."""
     flat: list[Any] = []
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple | list):

@@ -1,6 +1,7 @@
 """Processes that run tests for another pytest, which asks for one after the other and reports them.
 
-Here because Triton reads TRITON_INTERPRET when kernels are imported, and gets another driver for ptxrun.
+Processes of their own, because Triton reads TRITON_INTERPRET when kernels are imported, and ptxrun replaces
+its driver.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Workers:
     ----------
     config : pytest.Config
     items : list of pytest.Item
-        All that will be asked for, in this order.
+        All tests that will be requested, in this order.
     environment : dict
     """
 
@@ -45,7 +46,7 @@ class Workers:
             self._start()
 
     def reports(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
-        """What became of a test; waits for it."""
+        """Reports of a test; waits for them."""
         while item.nodeid not in self._done:
             if not self._selector.get_map():
                 yield _failure(item, f"no process to run it\n{self._broken}")
@@ -53,7 +54,7 @@ class Workers:
             for key, _ in self._selector.select():
                 key.data.receive()
         if len(self._done) == self._count:
-            # Each would hold 2.4 GB until the session ends, beside servers that want 10.7 GB free.
+            # Each worker would hold 2.4 GB until the session ends, beside servers that want 10.7 GB free.
             self.close()
         yield from self._reports.pop(item.nodeid)
 
@@ -110,7 +111,7 @@ class _Worker:
             )
 
     def receive(self) -> None:
-        """Reads what there is, as lines: null for "what is next?", else a report."""
+        """Read the available lines: null asks for the next test, any other line is a report."""
         found = self.socket.recv(1 << 16)
         if not found:
             self._process.wait()
@@ -160,7 +161,7 @@ class Answers:
         requests = self._socket.makefile()
         self._send(None)
         for line in requests:
-            # Fixtures live for one test only: which is the next is not known yet.
+            # Fixtures live for one test only, because the next test is not known yet.
             item = items[line.rstrip("\n")]
             self._config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             self._send(None)

@@ -90,14 +90,14 @@ def test_schedules(runs, name, seed):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_random_rows(runs, name):
-    """Other numbers: more than 20000 blocks of 16, among them NaN, infinities and numbers of every size."""
+    """More than 20000 other blocks of 16, among them NaN, infinities and numbers of every size."""
     for seed in range(10):
         round_trip(name, GEOMETRIES[0], USUAL, tokens=64, seed=10 + seed)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_bf16(runs, name):
-    """As values, and back where the layout keeps bits."""
+    """Every pattern as a value, and back where the layout keeps bits."""
     values = oracle.every_bf16().view(1024, 64)
     fmt = oracle.row_format(name, 512, 64)
     for first in range(0, 1024, 64):
@@ -166,7 +166,7 @@ def test_a_pool_beyond_31_bits(runs):
         pytest.skip("the system refuses 3 GiB of unused address space")
     nope, keys, slots = hard_rows(2, 512), hard_rows(2, 64), torch.tensor([2, 0])
     pool[slots] = FILL
-    with runs.using(global_races=0):  # which would take 4 bytes for each byte
+    with runs.using(global_races=0):  # race detection would take 4 bytes for each byte
         kernels.store_rows(pool, slots, nope, keys, fmt, 1.0)
         expected = torch.empty(2, fmt.row_bytes, dtype=torch.uint8)
         reference.encode_rows(expected, nope, keys, fmt, 1.0)

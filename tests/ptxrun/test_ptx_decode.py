@@ -1,6 +1,6 @@
 """`mla_decode`'s kernels as compiled for sm_90a, on ptxrun, against float64: every tile of the table.
 
-`test_ptx_tiles` has lists of several blocks of each tile, `test_ptx_gluon` what only that kernel is asked.
+`test_ptx_tiles` has lists of several blocks of each tile, `test_ptx_gluon` the cases of that kernel alone.
 """
 
 import codec_oracle as oracle
@@ -15,7 +15,7 @@ from sgl_kvpool.attention.triton_merge import merge_kernel
 from sgl_kvpool.layout import MLAKVCacheLayout
 
 TILES = tiles_of_both_kernels()
-#: Of every layout and kernel, the tile for the fewest query heads.
+#: For every layout and kernel, the tile for the fewest query heads.
 SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1, tile.kernel)]
 KERNELS = {"gluon": "gluon_decode_kernel", "triton": "decode_kernel"}
 #: (layout, kernel, rank): every layout by every kernel that serves it. Gluon's has one rank.
@@ -45,7 +45,7 @@ def _name(value):
 
 
 def with_seeds(tiles, seeds):
-    """(layout, tile, seed): all seeds for tiles that serve, the last for the twin's."""
+    """(layout, tile, seed): all seeds for tiles that serve on CUDA, the last seed for the other tiles."""
     served = set(table("gluon"))
     return [(*tile, seed) for tile in tiles for seed in (seeds if tile in served else seeds[-1:])]
 
@@ -59,7 +59,7 @@ def _tiles(quick):
 
 
 def with_strangers(case):
-    """Entries of a list that are beyond the pool, one of them by far: no rows."""
+    """Put entries beyond the pool into a list, one of them far beyond; they are not rows."""
     case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     return case
 
@@ -96,7 +96,7 @@ def test_every_tile_with_hoppers_arithmetic(runs, layout, tile):
 
 @pytest.mark.parametrize(("layout", "tile", "seed"), with_seeds(TILES, [2, 3, 4]), ids=_name)
 def test_schedules_of_every_tile(runs, layout, tile, seed):
-    """Turns of warps from one instruction to hundreds."""
+    """Turns of warps last from one instruction to hundreds."""
     case = make_case(layout.value, heads=tile.query_heads, counts=((200,),), width=200, seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed - 2]):
         decode(case, 2, tile=tile)
@@ -109,7 +109,7 @@ def test_verification_in_every_tile(runs, layout, tile):
         layout.value, rank=512 if tile.kernel == "gluon" else 128, heads=tile.query_heads * 3 // 8,
         counts=VERIFY, ids=torch.int64, arrangement="page_major", dtype=torch.float16,
     )  # fmt: skip
-    case.q = case.q.bfloat16().half()  # which the kernel rounds to
+    case.q = case.q.bfloat16().half()  # the kernel rounds to bfloat16
     assert case.page is not None
     case = case.but(list_index=torch.tensor([1, 0, 2]), kv_lens=case.kv_lens[[2, 3, 0, 1, 4, 5]])
     decode(case, tile=tile)
@@ -121,7 +121,7 @@ def test_geometries(runs, layout, rank, rope):
     decode(make_case(layout, rank=rank, rope=rope, heads=5, counts=COUNTS, seed=3), 3)
 
 
-# What a batch may ask of either kernel; Gluon's has one geometry.
+# Batches that either kernel may get; Gluon's has one geometry.
 
 
 @of_layouts
@@ -200,7 +200,7 @@ def test_strides(runs, kernel, rank):
 @of_kernels
 @pytest.mark.parametrize("splits", [1, 2])
 def test_counts_and_lists_that_mean_nothing(runs, kernel, rank, splits):
-    """Negative counts, counts beyond the list, lists that do not exist: none, all, none."""
+    """Negative counts, counts beyond the list, lists that do not exist: read as no row, all rows, no row."""
     case = make_case("fp4", rank=rank, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
     decode(case, splits, tile=tile_of(kernel, case))
     strange = case.but(list_index=torch.tensor([0, 1, 5, -1, 2**31 - 1], dtype=torch.int32))
@@ -225,7 +225,7 @@ def test_entries_that_wrap_around_are_none(runs, kernel, rank):
 
 @of_kernels
 def test_a_query_of_nans(runs, kernel, rank):
-    """It is NaN where it sees rows; the others of its tile are not."""
+    """Its result is NaN where it sees rows; results of the other queries of its tile are not."""
     case = make_case("fp4", rank=rank, heads=2, counts=((200,), (150,)))
     case.q[0, 1] = float("nan")
     out, lse = run(case, 2, tile=tile_of(kernel, case))
@@ -245,13 +245,13 @@ def test_a_pool_beyond_31_bits(runs, layout, kernel, rank):
     except RuntimeError:
         pytest.skip("the system refuses 4 GiB of unused address space")
     pool.copy_(case.pool)
-    with runs.using(global_races=0):  # which would take 4 bytes for each byte
+    with runs.using(global_races=0):  # race detection would take 4 bytes for each byte
         decode(case.but(pool=pool), tile=tile_of(kernel, case))
 
 
 @pytest.mark.parametrize("splits", [2, 33, pytest.param(128, marks=pytest.mark.quick)])
 def test_the_merge(runs, splits):
-    """Parts of every weight, some of which no query sees and some that were not written, to float64.
+    """Parts of every weight, some that no query sees and some that were not written, against float64.
 
     A list of one part is left as the decode kernel wrote it.
     """

@@ -1,4 +1,4 @@
-"""`gluon_decode` as compiled for sm_90a, on ptxrun: what only it is asked, and what is removed from its PTX.
+"""`gluon_decode` as compiled for sm_90a, on ptxrun: cases of this kernel alone, and changes to its PTX.
 
 `test_ptx_decode` and `test_ptx_tiles` have the cases that it shares with Triton's kernel.
 """
@@ -43,7 +43,7 @@ def test_row_strides(runs, layout, padding):
 @pytest.mark.parametrize("queries", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_queries_of_a_list(runs, layout, queries):
-    """Drafts that are verified: each sees one row more; a list that no query looks at, one that one does."""
+    """Drafts: each query sees one row more; no query sees the second list, one sees a row of the third."""
     counts = tuple(range(126, 126 + queries)), (0,) * queries, (1,) + (0,) * (queries - 1)
     decode(make_case(layout, heads=8, counts=counts), 2)
 
@@ -140,8 +140,9 @@ def is_noticed(runs, layout, change):
 
 @pytest.mark.parametrize(("layout", "redundant"), [("fp4", 1), ("fp8_block_scale", 0)])
 def test_each_barrier_is_needed(runs, layout, redundant):
-    """One at a time. After a wait for copies Triton puts a barrier, and after our fence is ours: of these two
-    either is enough. A late rope has no fence there, and one barrier.
+    """Barriers are removed one at a time. Triton puts a barrier after a wait for copies, and our own follows
+    our fence: either of these two is enough. Where the rope is copied late there is no fence, and one
+    barrier.
     """
     unnoticed, which, count = [], 0, 1
     while which < count:
@@ -159,7 +160,7 @@ def test_each_barrier_is_needed(runs, layout, redundant):
 @pytest.mark.parametrize("which", range(2))
 @pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
 def test_each_fence_is_needed(runs, layout, which):
-    """That of the copied rope and the queries, and that of the weights and the values."""
+    """The fence of the copied rope and the queries, and the fence of the weights and the values."""
     change = Change(KERNEL, instruction(r"fence\.proxy\.async"), which=(which,))
     assert is_noticed(runs, layout, change)
     assert change.matches == 2

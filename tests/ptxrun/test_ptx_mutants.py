@@ -27,13 +27,13 @@ class Change:
     Attributes
     ----------
     kernel : str
-        Other texts stay as they are.
+        PTX texts of other kernels stay as they are.
     pattern, replacement : str
         As of `re.sub`.
     which : tuple of int, optional
-        Of the matches, if not all.
+        Indices of the matches to change; None for all.
     matches : int
-        How many there were.
+        Number of matches.
     """
 
     kernel: str
@@ -92,7 +92,7 @@ def rows(runs, name, change, **options):
 @quick
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 def test_bounds_a_row_beyond_the_pool_is_read(runs, layout):
-    """The number of rows, as large as can be."""
+    """The kernel is told the largest possible number of rows."""
     with pytest.raises(ptxrun.PtxError, match="out of all regions"):
         decode(runs, layout, Number("decode_kernel", 0, 2**31 - 1))
 
@@ -121,7 +121,7 @@ def test_value_a_bit_of_a_code_is_lost(runs):
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
 def test_every_barrier_is_needed(runs, layout):
-    """One at a time; a compiler may emit some that are not."""
+    """Barriers are removed one at a time; the compiler may emit redundant ones."""
     query_heads = tile_config(MLAKVCacheLayout(layout), 1, "triton").query_heads
     # A list of two parts and one of a single part, whose results are written by different branches.
     case = test_ptx_decode.make_case(layout, heads=query_heads, counts=((150,), (60,)))

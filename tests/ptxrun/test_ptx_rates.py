@@ -109,7 +109,7 @@ def test_products_are_those_of_the_operands(library, n, kind, sums, groups):
 def test_gathers_read_the_rows_of_the_list(library, row_bytes, how):
     pool = torch.randint(0, 256, (300, row_bytes), dtype=torch.uint8)
     count = 32 * BLOCKS * 6
-    ids = torch.randint(0, 300, (count + 5,), dtype=torch.int32)  # the last ones are no whole stage
+    ids = torch.randint(0, 300, (count + 5,), dtype=torch.int32)  # the last rows do not fill a stage
     out = torch.full((BLOCKS, 32), -1, dtype=torch.int32)
     library.options = {"seed": row_bytes}
     library.gather(row_bytes, how, pool, ids, len(ids), out, BLOCKS)
@@ -120,12 +120,12 @@ def test_gathers_read_the_rows_of_the_list(library, row_bytes, how):
         np.testing.assert_array_equal(out.numpy(), np.bitwise_xor.reduce(words[..., -1], 1))
 
 
-#: What changes nothing in the way to measure, and would take long here.
+#: Values of jobs that are run here: others take long and do not change the way to measure.
 USUAL = {"n": (16,), "kind": (1,), "sums": (2,), "row_bytes": (656,), "order": (1, 2), "per_sm": (1, 8)}
 
 
 def jobs():
-    """Without those that differ in nothing but how much is to be executed."""
+    """Jobs, without those that differ only in the amount of work."""
     return [job for job in measure.jobs() if all(job.get(n, some[0]) in some for n, some in USUAL.items())]
 
 

@@ -48,7 +48,7 @@ def test_kvpool_mla(on_ptxrun, of_deepseek, monkeypatch, caplog, layout, mode):
 
 @pytest.fixture
 def wants_triton(monkeypatch):
-    """The variable, in a process that has chosen otherwise before."""
+    """Sets the variable to Triton's kernel, in a process that may have chosen the other one before."""
     monkeypatch.setenv(env.DECODE_KERNEL, "triton")
     choices = decode_kernel_of, decode_config
     for choice in choices:

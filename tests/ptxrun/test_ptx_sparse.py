@@ -1,4 +1,4 @@
-"""What models with sparse attention ask for, by the public functions, with their kernels on ptxrun."""
+"""The public functions that models with sparse attention call, with their kernels on ptxrun."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ TOP_K, SCALE = 256, 0.06
     [pytest.param("fp4", 16, marks=pytest.mark.quick), ("fp8_block_scale", 8), ("fp8", 16)],
 )
 def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
-    """A list per query, with -1 in the middle and at the end; without counts -1 alone says what is none."""
+    """A list per query, with -1 in the middle and at the end; without counts, -1 alone marks missing rows."""
     counts = ((TOP_K,), (90,), (3,), (0,))
     case = make_case(layout, heads=heads, counts=counts, width=TOP_K, ids=torch.int32)
     if not counted:

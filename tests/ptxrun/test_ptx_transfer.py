@@ -26,7 +26,7 @@ def _quick(cases, *chosen):
 
 
 def round_trip(engine, own, other, arrangement, page_size, *, seed=0, change=str, **options):
-    """Of `engine_cases`; gives what was launched."""
+    """`engine_cases.round_trip` on ptxrun; returns the launches."""
     with Kernels(change, seed=seed) as kernels:
         engine_cases.round_trip(
             engine, own, other, arrangement, page_size, device=torch.device("cpu"),
@@ -64,7 +64,7 @@ def test_rows_change_their_format_on_the_way(own, other, arrangement, engine):
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
 def test_warps_with_idle_lanes(own, other, geometry):
-    """Latents of fewer than 32 blocks, of more, and of no multiple."""
+    """Latents of fewer than 32 blocks, of more, and of a number that is not a multiple of 32."""
     round_trip("staged", own, other, "layer_major", 3, geometry=geometry)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU faults on, hangs on or races on is an error of ptxrun that says where; kernels without are not.
+"""ptxrun raises an error, with its place, where a GPU faults, hangs or races; correct kernels give no error.
 
 The kernels are CUDA, in one module; each wrong one is a right one with a line left out or changed.
 """

@@ -1,4 +1,4 @@
-"""The committed costs of `mla_decode`'s tiles: complete, no better than this tree's, and the page's."""
+"""The committed costs of `mla_decode`'s tiles: complete, on the page, not better than this tree's."""
 
 import json
 import os
@@ -27,10 +27,11 @@ FIELDS = {
     "warp_instructions_per_row", "shared_memory_clk_per_row", "issue_clk_per_row", "integer_clk_per_row",
     "tensor_clk_per_row", "draining_waits_per_block", "limit_g_rows_per_s",
 }  # fmt: skip
-#: What may be less; of the others more is worse. Registers cost nothing but programs and spills.
+#: Fields of which more is better; of all others less is. Registers are not compared: their cost shows in
+#: programs and spills.
 MORE_IS_BETTER = {"programs_per_sm"}
 NOT_COMPARED = {"layout", "kernel", "heads", "tiles", "registers", "limit_g_rows_per_s"}
-#: Triton's, whose code was counted.
+#: The release of Triton whose code was counted.
 COUNTED_WITH = "3.8.0"
 
 
@@ -97,7 +98,7 @@ def test_what_is_worse(name, change, noticed):
     )
 
 
-#: Some; all of them on CI.
+#: Layouts and tiles that are counted: some here, all on CI.
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 LAYOUTS = [layout.value for layout in MLAKVCacheLayout] if ON_CI else ["fp8_block_scale", "fp4"]
 HEADS = sorted({tile.query_heads for _, tile in tiles_of_both_kernels()}) if ON_CI else [16]

@@ -96,7 +96,7 @@ def good(name, **more):
 
 
 def bad(name, **more):
-    """Measures something that is beyond its limit."""
+    """Writes a measurement that is beyond its limit."""
     line = json.dumps(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0).to_json())
     code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
     return step(name, code, **more)
@@ -339,7 +339,7 @@ def rates_rows():
 
 @pytest.fixture
 def light(tmp_path, monkeypatch):
-    """A run as on a GPU: what the steps wrote is there. The table of decode_config.py is this one."""
+    """A run as on a GPU, with the files of its steps and another table than decode_config.py's."""
     present = [(layout, TileConfig(16, 64, 8, 1, 1)) for layout in ("fp8", "fp4")]
     present = [(MLAKVCacheLayout(layout), tile) for layout, tile in present]
     monkeypatch.setattr(tile_table, "table", lambda: iter(present))

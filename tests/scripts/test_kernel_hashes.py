@@ -1,4 +1,4 @@
-"""`scripts/kernel_hashes.py`: what of the machine code is hashed, and what a comparison prints."""
+"""`scripts/kernel_hashes.py`: which parts of machine code are hashed, and what a comparison prints."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ $__internal_0_$divide:
 $__internal_3_$divide:
         /*0150*/                   MUFU.RCP R2, R3 ;
 """
-#: In the name of an anonymous namespace, for two paths.
+#: Hashes in the name of an anonymous namespace, for two paths of its source.
 PATH_HASHES = [("1b2c3d4e", "73b4f906"), ("00ff00ff", "0123abcd")]
 
 
@@ -98,7 +98,7 @@ def test_the_program(tmp_path, monkeypatch, capsys, hashes, status):
 
 
 def test_its_configurations_are_found_without_pytest():
-    """The modules of the tests that list them, by the script's own path."""
+    """The test modules that list the configurations are imported by the script's own path."""
     program = "import kernel_hashes, test_codec_compiled as c, test_decode_compiled; print(len(c.JOBS))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT / "scripts"

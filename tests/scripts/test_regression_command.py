@@ -83,7 +83,7 @@ def test_run_and_compare(tmp_path):
 
 
 def test_a_step_that_fails_fails_the_run(tmp_path):
-    """At its limit, which a scale makes short."""
+    """The step ends at its limit, which a scale makes short."""
     run = start("--core", "--only", "canonical", "--time-limit-scale", "0.001", "--out", tmp_path / "out")
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 1, printed

@@ -117,7 +117,7 @@ def test_transfer_on_a_gpu(parsed):
     peer = {"peer": "sglang kernel", "pages": 256, "moved_bytes": 1, "to_host_of_pinned_copy": 0.7}
     bad = {"peer": "sglang direct", "failed": "OSError: cannot pin"}
     ended = {"sglang": [peer, bad], "missed_targets": ["one", "two"], "ended": True}
-    # Of one that was ended on its way there are the rows of engines, and nothing on targets.
+    # A benchmark that was ended early has rows of engines and no targets.
     so_far = parsed(transfer, {"device": "NVIDIA H100", "engines": [engine], "ended": False})
     found = parsed(transfer, {"engines": [engine], **ended})
     assert {*found} - {*so_far} == {

@@ -33,8 +33,8 @@ def good(name, **more):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`run(steps)`: records by name; everything said is in `run.said`."""
-    # What is left behind here never ends by itself.
+    """`run(steps)`: records by name; all printed lines are in `run.said`."""
+    # Processes that a step leaves behind here never end by themselves.
     monkeypatch.setattr(processes, "_DYING_S", 1.0)
 
     def go(*steps, **more):
@@ -162,7 +162,7 @@ def test_servers_of_a_step_end_with_it(run, tmp_path, how):
 
 
 def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
-    """A scheduler whose server died since has no parent that was seen: its session tells whose it is."""
+    """A scheduler whose server has died has no known parent; its session tells which step it belongs to."""
     code = """
         import subprocess, time
         inner = "import subprocess, sys, time; time.sleep(1.5); "
@@ -182,7 +182,7 @@ def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
 
 @pytest.mark.parametrize("seconds", [1, 600])
 def test_who_is_still_dying_is_waited_for(run, tmp_path, monkeypatch, seconds):
-    """A server's child that was told to stop and takes a while is not left behind; one that never ends is."""
+    """A server's child that takes a while to stop is not left behind; a child that never ends is."""
     monkeypatch.setattr(processes, "_DYING_S", 4.0)
     code = f"""
         import subprocess, time
@@ -231,7 +231,7 @@ def test_what_is_not_here_is_skipped_with_the_reason(run):
     assert said["elsewhere"] == ("skipped", "too small a machine")
     assert said["server"][0] == "skipped"
     assert "disk full" in said["server"][1]
-    # A peer that failed is said by the step itself, where it compares.
+    # A step that compares reports the failure of its peer itself.
     assert said["compared"][0] == "ok"
 
 
@@ -258,7 +258,7 @@ def test_limits_are_scaled(run):
 
 
 def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
-    """In this process: the child gets nothing of Ctrl-C by itself."""
+    """The signal goes to this process only; the child does not get Ctrl-C."""
     slow = step("slow", SERVER + "\n    time.sleep(600)\n", limit_s=60)
     command = [sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({os.getpid()}, 15)"]
     before = signal.getsignal(signal.SIGTERM)

@@ -90,7 +90,7 @@ def test_each_server_is_asked_everything_and_compared():
         assert "--enable-hierarchical-cache" in asked.arguments
         layouts = [asked.arguments[i + 1] for i, a in enumerate(asked.arguments) if a == "--kv-cache-layout"]
         assert layouts == ([] if asked.layout is None else [asked.layout])
-        # Sparse attention reads stored rows without being asked, and refuses to be.
+        # Sparse attention always reads stored rows, and refuses the variable that asks for it.
         told = "1" if asked.layout is not None and asked.model != "v32" else None
         assert asked.environment.get("KVPOOL_PREFILL_READS_ROWS") == told
         # SGLang's own classes, not the demo's.
@@ -113,7 +113,7 @@ def test_starts_of_servers_are_scaled_and_fit_into_their_steps():
             wait_s = request(plain[name]).wait_s
             assert wait_s == (1200 if more == {} else 540)
             assert request(slow[name]).wait_s == 2.5 * wait_s
-            # The runner scales this one.
+            # The runner scales the step's own limit.
             assert wait_s < plain[name].limit_s == slow[name].limit_s
 
 
@@ -234,7 +234,7 @@ def test_every_step_says_how_long_it_takes(machine, options):
     on_gpu = options.get("on_gpu", True)
     found = with_durations(list(steps(machine, **options).values()), on_gpu=on_gpu)
     for step in found:
-        # A limit is several times as long: nobody is to take one for the other.
+        # A limit is clearly longer than the expected duration.
         assert step.without or 0 < 1.5 * step.expected_s < step.limit_s, step.name
     if options == {}:
         assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimate)")
@@ -278,7 +278,7 @@ def test_every_shape_and_layout_has_limits():
         assert all(one.far < one.near for one in model.values())
 
 
-#: Makes Python see neither SGLang nor what comes with it, nor an editable install of this package.
+#: Hides SGLang, the packages that come with it, and an editable install on the path.
 HIDES = """
 import sys
 from importlib.machinery import PathFinder
@@ -288,7 +288,7 @@ def hiding(name, path=None, target=None):
     return None if name.split(".")[0] in HIDDEN else find(name, path, target)
 PathFinder.find_spec = staticmethod(hiding)
 """
-#: Where the finder of an editable install is hung in, after the former.
+#: Removes the finder of an editable install; runs after `HIDES`.
 DROPS = "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(getattr(f, '__module__', f))]"
 
 
@@ -309,7 +309,7 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     assert [len(found.steps), found.steps["canonical"].status, found.is_complete] == [1, "ok", True]
     wrong = [one for one in found.steps["canonical"].measurements if one.unit == "bytes"]
     assert len(wrong) == len(LAYOUTS) * len(ARRANGEMENTS) ** 2
-    # The folder is not written to twice.
+    # A second run does not write to the same folder.
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 2
     assert "exists already; name another folder" in again.stderr

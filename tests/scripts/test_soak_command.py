@@ -26,7 +26,7 @@ def session(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_server_too(number, tmp_path):
-    """Long before it serves: who is ended does not depend on that, and this takes seconds."""
+    """The signal comes long before the server is ready: the same processes have to end, within seconds."""
     report = tmp_path / "soak.json"
     command = [sys.executable, ROOT / "scripts" / "soak.py", "--legs", "fp8", "fp4", "--json", report]
     with subprocess.Popen(
@@ -34,7 +34,7 @@ def test_a_signal_ends_the_server_too(number, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Jobs in the background of a script have Ctrl-C ignored, and their children too.
+        # Background jobs of a script, and their children, ignore Ctrl-C.
         preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
     ) as process:
         servers, deadline = [], time.monotonic() + 120
@@ -109,7 +109,7 @@ def test_arguments_that_make_no_sense(arguments, message, capsys):
 
 
 def test_a_variable_that_no_server_takes(monkeypatch, capsys):
-    """Before a server is started, which would say so as a violation."""
+    """Refused before a server starts, whose refusal would be reported as a violation."""
     monkeypatch.setenv("KVPOOL_LAYOUT", "fp4")
     with pytest.raises(SystemExit) as ended:
         soak.parse([])

@@ -25,7 +25,7 @@ def test_a_text_too_short_is_lengthened_by_its_own_windows():
     assert longer == soak_prompts.lengthened(TEXT, 40_000)
     assert len(longer) >= 40_000
     assert longer[: len(TEXT)] == TEXT
-    # Every copy has all of it, in another order.
+    # Every copy has the whole text, in another order.
     copies = [tuple(longer[at : at + len(TEXT)]) for at in range(0, len(longer), len(TEXT))]
     assert all(sorted(copy) == TEXT for copy in copies)
     assert len(set(copies)) == len(copies)
@@ -122,7 +122,7 @@ def value_of(arguments, flag):
 
 @pytest.fixture
 def started(tmp_path):
-    """Servers, not started, that a model with such a config.json is soaked with."""
+    """Servers, not started, with which the soak runs a model with this config.json."""
 
     def servers(config, *arguments):
         (tmp_path / "config.json").write_text(json.dumps(config))

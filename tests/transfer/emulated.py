@@ -27,7 +27,7 @@ def calls():
 
 
 class Event:
-    """Of the metrics, as torch's: one that was never recorded is over, and has no time."""
+    """Torch's event in the metrics: an event that was never recorded is complete and has no time."""
 
     recorded = False
 

@@ -124,7 +124,7 @@ def round_trip(
     geometry : (int, int)
         Rank and rope.
     lists
-        Of `SCATTERED`, `ADJACENT`.
+        `SCATTERED` or `ADJACENT`.
     memories : list, optional
         Gets the tensors of both sides.
     """

@@ -41,7 +41,7 @@ def formats(device, host, rank=512, rope=64) -> tuple[RowFormat, RowFormat]:
 
 
 def converted(conversion, source, threads=1):
-    """By compiled code, of rows at odd distances: one page of as many rows, every other byte 0xEE."""
+    """Rows after the compiled conversion, at odd row strides, in one page; every other byte is 0xEE."""
     from sgl_kvpool.transfer.cpu_engine import _module
 
     count, gaps = len(source), (32, 48)
@@ -97,7 +97,7 @@ def test_compiled_rows_are_the_codecs_bytes(device, host, geometry):
 
 
 def with_rope(fmt, encoding, *, by_k_scale):
-    """The row with its rotary values in another encoding: a layout that may come."""
+    """The row format with its rope in another encoding: a possible layout."""
     count, offset = fmt.rope.count, fmt.rope.offset_bytes
     return replace(fmt, rope=Segment("rope", encoding, count, offset, by_k_scale))
 
@@ -122,7 +122,7 @@ def test_either_side_has_its_own_encoding_and_divisor_of_the_rope(device, by_k_s
 
 @pytest.mark.parametrize("rank", [128, 512])
 def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
-    """Also those that no encoder chooses: 4 under a scale of 1.5 is 6 under 1, which is tried first."""
+    """Also bytes that no encoder chooses: 4 under a scale of 1.5 is 6 under 1, which is tried first."""
     own = MLAKVCacheLayout.FP4.row_format(rank, 64)
     other = with_rope(own, Encoding.E4M3, by_k_scale=False)
     generator = torch.Generator().manual_seed(5)
@@ -145,7 +145,7 @@ def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
 
 
 def test_latents_that_are_divided_by_other_scales_are_not_alike():
-    """By torch; no layout of today stores latents in e4m3 without the layer's k_scale."""
+    """Torch converts them; no current layout stores latents in e4m3 without the layer's k_scale."""
     own = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(128, 64)
     other = replace(own, nope=replace(own.nope, uses_k_scale=False))
     values = torch.randn(20, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
@@ -169,13 +169,13 @@ def test_every_bf16_pattern(device, host):
 
 
 def without_nan(codes):
-    """e4m3, of which no encoder stores NaN either."""
+    """e4m3 codes without NaN, which no encoder stores."""
     codes[(codes & 0x7F) == 0x7F] = 0
 
 
 @pytest.mark.parametrize(("device", "host"), NARROWER)
 def test_every_code_and_scale_comes_back(device, host):
-    """What may be stored on the host, through the way back: all codes with many scales."""
+    """All codes with many scales, as host rows may hold them, decoded to the device and encoded again."""
     own, other = formats(device, host)
     generator = torch.Generator().manual_seed(2)
     narrow = torch.randint(0, 256, (300, other.row_bytes), generator=generator).to(torch.uint8)
@@ -194,7 +194,7 @@ def test_every_code_and_scale_comes_back(device, host):
 
 @pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
 def test_a_page_of_bf16_may_travel_again(host):
-    """Rounded once: what comes back encodes to the same values, at the second time at the latest."""
+    """A page is rounded once: after the second trip at the latest, encoding gives the same values."""
     own, other = formats("bf16", host)
     there = RowConversion(source=own, target=other, k_scales=(1.0,))
     for sigma in (1e-6, 1e-4, 0.003, 1.0, 1000.0):
@@ -278,7 +278,7 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
 
 
 def test_sizes_count_bytes_of_the_host(no_reserve):
-    """A ratio of 2 is twice the device's rows, a size in GB is filled, whatever a row has there."""
+    """A ratio of 2 holds twice the device's rows and a size in GB is filled, whatever the host's row size."""
     device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
     for host, row_bytes in (("same", 1152), ("fp8_block_scale", 656), ("fp4", 416), ("fp4_fp8_rope", 352)):
         pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))
@@ -387,7 +387,7 @@ def test_compiled_code_knows_every_pair_that_the_start_allows():
 
 
 def test_a_host_tier_looks_for_no_nan(monkeypatch):
-    """Torch stores what the engines store, where encoders were told to raise."""
+    """Torch stores the same bytes as the engines, even where encoders are set to raise for NaN."""
     monkeypatch.setenv("KVPOOL_CHECK_FINITE", "1")
     own, other = formats("bf16", "fp4")
     rows_ = torch.randn(4, 576).bfloat16()

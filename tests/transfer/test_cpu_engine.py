@@ -59,7 +59,7 @@ def test_long_runs_at_odd_addresses(row):
 
 
 def test_a_machine_that_grants_no_threads():
-    """The calling thread copies what nobody else could be started for."""
+    """The calling thread also copies the share of threads that could not be started."""
     program = """
 import resource, threading
 import numpy as np
@@ -92,7 +92,7 @@ print("copied")
 
 
 def test_built_where_ninja_is_not_on_the_path(tmp_path):
-    """As on a new machine, where only the environment has it and nobody activated that."""
+    """As on a new machine, where ninja is in the virtual environment only, which is not activated."""
     for folder in os.get_exec_path():
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
             if name != "ninja" and not (tmp_path / name).exists():
@@ -144,7 +144,7 @@ def test_nothing_is_copied_of_lists_that_are_none():
 
 
 def test_the_addresses_compile_for_hopper(tmp_path):
-    """The header that g++ compiles for the engine is the one that kernels will use."""
+    """The header that g++ compiles for the engine is also the header of the kernels."""
     found = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/bin/nvcc"))
     if not found:
         pytest.skip("SGLang's dependencies on this platform bring no nvcc")

@@ -21,7 +21,7 @@ def nvcc():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What ptxas says, and the device code, of what sglang.kernels.jit is given."""
+    """Output of ptxas, and the device code, for the source that sglang.kernels.jit is given."""
     import tvm_ffi
 
     folder = tmp_path_factory.mktemp("cuda")
@@ -43,7 +43,7 @@ def test_no_kernel_spills(compiled):
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
     assert len(frames) >= 13
     assert set(frames) == {("0", "0", "0")}
-    # 512 threads of a block share 65536 registers, 1024 of a copying one.
+    # A block has 512 threads, of a copy kernel 1024, which share 65536 registers.
     entries = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", output, flags=re.S)
     for name, registers in entries:
         assert int(registers) <= (64 if "copy_pages" in name else 128), name
@@ -69,7 +69,7 @@ def test_rows_move_16_bytes_at_a_time(compiled):
 
 
 def test_compiles_for_torchs_loader(tmp_path):
-    """The other binding, without linking it: where SGLang is absent."""
+    """Compile, without linking, the binding that is used where SGLang is absent."""
     import torch
 
     include = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]

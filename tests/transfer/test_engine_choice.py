@@ -1,4 +1,4 @@
-"""Which engine: the decision from rates, and what is measured. The rates themselves need a GPU."""
+"""Choice of the engine from measured rates. The rates themselves need a GPU."""
 
 import logging
 
@@ -75,7 +75,7 @@ def gpu_engines(plan, requested, gpu_calls, chunks=True):
 
 
 def test_engines_that_cannot_be_built(failures, plan):
-    """Torch's copies instead, which is said; by name it is an error."""
+    """Torch's copies take their place, with a log line; for an engine requested by name it is an error."""
 
     def fails():
         raise RuntimeError("ninja exited with status 1")

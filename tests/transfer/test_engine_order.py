@@ -55,7 +55,7 @@ def orders(steps, without=None):
 
 
 class Server:
-    """A pool, a host tier, and a model that writes rows and is waited for, as SGLang does it."""
+    """A pool, a host tier, and a model that writes rows, with the waits of SGLang's streams."""
 
     def __init__(self, monkeypatch, arrangement="layer_major"):
         sizes = {"layers": 5, "tokens": 2, "row": 16}
@@ -78,9 +78,9 @@ class Server:
         calls().order(COMPUTE, CALLER)
 
     def round(self, seed):
-        """Two stores, rows overwritten behind them, two loads; whether all is right.
+        """Run two stores, overwrite the rows, run two loads; return whether all bytes are right.
 
-        Other bytes in every page and every round: what an order mixes up does not look right by chance.
+        Bytes differ by page and round, so that a wrong order does not look right by chance.
         """
         self.rounds += 1
 
@@ -91,7 +91,7 @@ class Server:
         self.write(value_of)
         for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
             self.store.copy(pages, host_pages)
-        calls().order(CALLER, COMPUTE)  # SGLang gives the slots to others once the stores are over
+        calls().order(CALLER, COMPUTE)  # SGLang reuses the slots once the stores are over
         self.write(lambda page: 123)
         for pages, host_pages in zip(self.lists, self.host_pages, strict=True):
             for part in range(5):
@@ -144,7 +144,7 @@ def test_every_wait_is_needed(monkeypatch):
 
 
 def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
-    """The same lists, as objects: the second load brings what has become of the host pages."""
+    """The same list objects: the second load copies the bytes that the host pages have by then."""
     server = Server(monkeypatch)
     for value in (5, 6):
         server.on_host[...] = value
@@ -155,7 +155,7 @@ def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
 
 
 def test_a_load_of_all_and_then_of_each(monkeypatch):
-    """The same list objects, first without a part: what follows is a new load, not the rest of one."""
+    """The same list objects, first for all layers at once: the calls by layer after it are a new load."""
     server = Server(monkeypatch)
     server.on_host[...] = 5
     server.load.copy(server.host_pages[0], server.lists[0])
@@ -215,7 +215,7 @@ def test_a_channel_counts_a_load_once(counting):
         assert np.array_equal(
             on_device[:, pages.page_indices()], on_host[:, numbers].reshape(LAYERS, len(numbers), -1)
         )
-    # The second transfer counts the first: nobody waits for the last.
+    # A transfer is counted by the next one, so that no call waits for the last.
     after = moved("kernel")
     assert after[0] - before[0] == 2 * LAYERS * TOKENS * ROW
     assert after[1] - before[1] == pytest.approx(1.5e-3)

@@ -52,7 +52,7 @@ def test_pages_arrive_and_nothing_else_changes(arrangement, engine, data):
     layers = data.draw(st.permutations(range(LAYERS)))[: data.draw(st.integers(0, LAYERS))]
     for part in layers:
         back.copy(numbers, on_gpu, part)
-    # The staged engine brings neighbours along, which a load asks for too.
+    # The staged engine also copies the other layers of the group, which a load requests anyway.
     brought = range(LAYERS) if engine == "staged" and layers else layers
     for part in brought:
         before[part, taken] = on_host[part, put].reshape(len(taken), *before.shape[2:])

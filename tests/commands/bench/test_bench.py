@@ -84,7 +84,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     assert done.stdout.splitlines()[-1] == ""
 
 
-# A checkout, and copies that are none
+# Checkouts, and copies that are not checkouts
 
 
 def copy_package(folder):
@@ -100,7 +100,7 @@ def git(folder, *arguments):
 
 
 def commit_of(folder, **environment):
-    """What the copy of the package in a folder takes for its commit."""
+    """Commit that the copy of the package in a folder reports."""
     code = "from sgl_kvpool.commands.bench.outputs import commit; print(commit())"
     # In the folder: it is first on the path, before any installed package.
     done = subprocess.run(
@@ -139,7 +139,7 @@ def test_no_commit_where_there_is_none(tmp_path):
     assert commit_of(alone) == "None"
     repository(tmp_path / "project")
     assert commit_of(inside) == "None"
-    git(tmp_path / "project", "add", "--all", "--force")  # even if somebody keeps it in there
+    git(tmp_path / "project", "add", "--all", "--force")  # even if the environment is committed
     git(tmp_path / "project", "commit", "--quiet", "-m", "all")
     assert commit_of(inside) == "None"
 
@@ -150,7 +150,7 @@ def test_scripts_run_the_package_beside_them_without_sglang(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     codec = tmp_path / "sgl_kvpool" / "commands" / "bench" / "codec.py"
     codec.write_text(codec.read_text().replace('"""Speed of', '"""A copy. Speed of', 1))
-    # As where it is not installed: whoever imports it fails.
+    # As where SGLang is not installed: importing it fails.
     (tmp_path / "sglang.py").write_text("raise ImportError('SGLang is not here')")
 
     def run(name, *arguments):

@@ -1,4 +1,4 @@
-"""`sgl-kvpool bench attention` without a GPU: its numbers mean nothing here, its way does."""
+"""`sgl-kvpool bench attention` without a GPU: its steps and output; its times mean nothing here."""
 
 import ast
 import importlib.util
@@ -75,7 +75,7 @@ def test_wrong_results_have_no_time(bench, item, value):
 def test_what_a_call_does_not_write_is_not_a_number(bench, item):
     def half(call):
         out = call()
-        out[:, 1] = float("nan")  # as the poison that was there
+        out[:, 1] = float("nan")  # like the poison that outputs are filled with
         return out
 
     assert bench(half).measure(item)["status"] == "wrong"
@@ -150,7 +150,7 @@ def test_the_time_is_bounded_and_what_is_left_is_named(capsys):
     # Begun at 0, 25, 50, 75 and 100 seconds.
     assert [row["status"] for row in rows] == ["skipped"] * 5 + ["not run"] * (len(chosen) - 5)
     assert rows[-1]["reason"] == "the 2 minutes were spent"
-    assert seen == [5]  # a layout each: the first workload
+    assert seen == [5]  # the first workload, once per layout
     assert f"{len(chosen) - 5} of {len(chosen)} measurements not run" in capsys.readouterr().out
 
 
@@ -243,7 +243,7 @@ def test_a_gpu(layout):
     assert row["rotating_sets"] * 4096 * row["row_bytes"] > 4 * l2
 
 
-# Peers: nothing of theirs runs here, but what they are given has to be what they take.
+# Peers do not run here, but their arguments have to match their signatures.
 
 
 def parameters(package, file, name):

@@ -62,7 +62,7 @@ def test_filters():
 
 @pytest.fixture(scope="module")
 def counted():
-    """Of the Triton kernel, which Triton's interpreter, and so this process, is limited to."""
+    """Counts of the Triton kernel, the only kernel in this process, where Triton interprets."""
     costs = json.loads(modules.limits.TILE_COSTS.read_text())
     return {(found["layout"], found["heads"]): found for found in costs if found["kernel"] == "triton"}
 
@@ -73,7 +73,7 @@ def test_limits_by_hand(counted):
     assert work.row_bytes == 64 * 32768 * 416
     assert work.other_bytes == 64 * 32768 * 4 + 1024 * (2 * 576 + 2 * 512 + 4)
     assert work.flop == 2 * 1024 * 32768 * 1088
-    # 64 lists of 32768 rows, of which each takes the busiest unit of a multiprocessor so many clocks
+    # 64 lists of 32768 rows; each row keeps the busiest unit of a multiprocessor for so many clocks
     clk = counted["fp4", 16]["shared_memory_clk_per_row"]
     assert work.sm_clk == 64 * 32768 * clk
     peaks = modules.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
@@ -130,7 +130,7 @@ def good():
         measured("kvpool", "fp4", 50, **sparse),
         measured("flashmla_sparse_fp8", "fp8_block_scale", 50, **sparse),
     ]
-    # Of the narrowest rows: clearly faster than what targets ask.
+    # The narrowest rows are clearly faster than the targets require.
     narrowest = "kvpool", "fp4_fp8_rope"
     rows += [measured(*narrowest, 350), measured(*narrowest, 1250, heads=128)]
     rows += [measured(*narrowest, 18, **whole), measured(*narrowest, 45, **sparse)]
@@ -215,7 +215,7 @@ def test_targets_of_incomplete_runs(states):
     rows = [row for row in good() if row["heads"] != 128]
     rows += [measured("kvpool", name, 10, heads=128, batch=1) for name in ("bf16", "fp4")]
     assert states(rows)[5] == OPEN
-    # A wrong result of ours is a target missed; one of a peer is a peer less.
+    # A wrong result of ours misses the target; a wrong result of a peer removes that peer.
     rows = good()
     rows[0] |= {"status": "wrong", "reason": "query 0"}
     assert states(rows)[-1] == MISSED

@@ -20,7 +20,7 @@ def measured():
     return json.loads(RESULTS.read_text())
 
 
-# What was missed
+# Marks of missed targets
 
 
 def test_slow_pools_are_marked(measured):
@@ -114,7 +114,7 @@ def test_a_run(small, tmp_path, capsys):
     first, *lines = printed.splitlines()
     assert first.startswith("15 pools and 8 pairs of layouts: about ")
     assert first.endswith(" here, up to 0.0 GB of memory")
-    # What the columns are stands above the table.
+    # The explanation of the columns stands above the table.
     head = next(number for number, line in enumerate(lines) if line.startswith("layout "))
     for name in ("run bytes:", "of a copy:", "target:", "of torch:"):
         assert any(line.startswith(name) for line in lines[:head])
@@ -143,7 +143,7 @@ def test_check_is_the_status(small, monkeypatch, capsys, of_copy):
 
 
 def test_an_estimate_grows_with_the_work(small):
-    """Of the same probe, so 25 rounds of 250 times the pool are far above the noise."""
+    """One probe serves both estimates, so 25 rounds of 250 times the pool are far above the noise."""
     assert transfer.estimated_seconds(1 << 30, 24) > 20 * transfer.estimated_seconds(4 << 20, 1)
 
 

@@ -1,4 +1,4 @@
-"""`sgl-kvpool bench transfer` on a GPU, over emulated streams: its numbers mean nothing, its way does."""
+"""`sgl-kvpool bench transfer` over emulated streams: its steps and output; its times mean nothing here."""
 
 import time
 
@@ -47,7 +47,7 @@ def gpu():
 )
 def test_every_engine_gets_a_row(gpu, monkeypatch, layout, host_layout, arrangement):
     monkeypatch.setattr(transfer_gpu, "ROUNDS", 1)
-    monkeypatch.setattr(transfer_gpu, "SHORTEST_RUN_BYTES", 417)  # of token-major fp4 they have 416
+    monkeypatch.setattr(transfer_gpu, "SHORTEST_RUN_BYTES", 417)  # runs of token-major fp4 have 416
 
     def caches(arrangement, pages, page_bytes, device):
         return transfer.caches(arrangement, pages, page_bytes, device, layer_count=3, page_size=2)

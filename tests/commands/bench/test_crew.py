@@ -11,7 +11,7 @@ import pytest
 from sgl_kvpool.commands.bench.crew import run_jobs
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Does what a job says; the hello is the process id.
+#: A worker that does what a job says; its hello is its process id.
 WORKER = """
 import os, signal, sys, time
 from sgl_kvpool.commands.bench.crew import Jobs
@@ -30,7 +30,7 @@ for job in jobs.begin(os.getpid()):
 
 @pytest.fixture
 def crew(tmp_path):
-    """`crew(jobs)`: (outcomes in the order in which they ended, why jobs are left)."""
+    """`crew(jobs)`: (outcomes in order of completion, why jobs were left undone)."""
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
 

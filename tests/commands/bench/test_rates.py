@@ -16,8 +16,9 @@ from sgl_kvpool.commands.bench.rates import library, measure
 NVDISASM = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"
 MUL = r"H(MUL2|FMA2)(\.MMA)?(\.BF16_V2)?"
 LOP3, SHIFT, CVT = r"LOP3\.LUT", r"SHF.*|IMAD\.SHL.*|LEA.*", r"F2FP\.F16\.E4M3\.UNPACK_B"
-#: Share of a loop's instructions that each kernel of `OPERATIONS` is to have, in its order. What decodes has,
-#: for 8 values of FP4, 8 LOP3, 7 shifts and 4 products; by way of e4m3 4, 3, 4 conversions and 4.
+#: Expected share of a loop's instructions for each kernel of `OPERATIONS`, in its order. Decoding 8 FP4
+#: values takes 8 LOP3, 7 shifts and 4 products, or by way of e4m3 4 LOP3, 3 shifts, 4 conversions and 4
+#: products.
 SHARES = [
     {LOP3: 1},
     {r"SHF\.R\.W.*": 1},
@@ -54,7 +55,7 @@ def compiled(tmp_path_factory):
 
 
 def loop(code):
-    """How often each instruction is in the longest loop."""
+    """Count of each instruction in the longest loop."""
     lines, labels, longest = code.splitlines(), {}, []
     for number, line in enumerate(lines):
         if label := re.match(r"\s*\.(L_x_\d+):", line):
@@ -77,7 +78,7 @@ def kernels(codes, pattern):
 def test_nothing_is_spilled_or_serialised(compiled):
     output, codes = compiled
     assert "warning" not in output
-    assert "erializ" not in output  # what ptxas says of wgmma that it cannot keep apart
+    assert "erializ" not in output  # ptxas reports wgmma instructions that it serialises
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output)
     gathers = len(measure.ROW_BYTES) * len(measure.HOWS)
     assert len(codes) == len(frames) == len(library.OPERATIONS) + 3 * 3 * 2 + gathers
@@ -89,7 +90,7 @@ def test_a_loop_is_what_it_is_called(compiled, op):
     (code,) = kernels(compiled[1], rf"instructionsILi{op}E").values()
     found = loop(code)
     total = found.total()
-    assert total >= 64  # or the loop itself would be in the way
+    assert total >= 64  # otherwise the loop's own instructions would shift the shares
     for pattern, share in SHARES[op].items():
         count = sum(number for name, number in found.items() if re.fullmatch(pattern, name))
         assert count / total == pytest.approx(share, rel=0.15), (library.OPERATIONS[op], pattern, found)

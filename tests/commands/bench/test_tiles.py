@@ -78,13 +78,13 @@ def test_jobs_are_measured_with_the_splits_of_the_rule():
             fmt = FP4.row_format(512, 64)
             assert job["splits"] == decode_config(fmt, 16, 1, work.batch, work.rows_per_list).splits
     assert {job["batch"] for job in jobs} == {1, 16, 64, 128}
-    # Those of a workload and layout follow each other: they share their inputs.
+    # Jobs of a workload and layout are adjacent: they share their inputs.
     groups = [key for key, _ in itertools.groupby((j["kind"], j["batch"]) for j in jobs)]
     assert len(groups) == len(set(groups)) == 8
 
 
 def test_a_check_compiles_what_is_measured():
-    """Triton compiles anew for sizes that are no multiples of 16: checks have multiples of it, too."""
+    """Triton compiles anew for sizes that are not multiples of 16, so checks use multiples of 16 too."""
     for heads in cases.HEADS:
         small, large = cases.checks([heads], [FP4]), cases.jobs([heads], [FP4], 132)
         assert {str(j["tile"]) for j in small} == {str(j["tile"]) for j in large}
@@ -103,7 +103,7 @@ def test_other_splits():
 
 # ------------------------------------------------------------------------------------------ which table
 
-#: What stands in decode_config.py, for these tests.
+#: Stands in for the table of decode_config.py.
 TABLE = [
     (BF16, tile(16, (64, 8, 3, 1))),
     *((layout, tile(16, SLOW)) for layout in MLAKVCacheLayout if layout.latent.values is Encoding.E4M3),

@@ -1,4 +1,4 @@
-"""`sgl-kvpool plan --model owner/name`: config.json from Hugging Face or its cache, or a refusal in time."""
+"""`sgl-kvpool plan --model owner/name`: config.json from Hugging Face or its cache, or an early refusal."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from sgl_kvpool.commands.plan import command
 
 V32 = Path(__file__).resolve().parent / "configs" / "deepseek_v32.json"
 
-#: The command, with another limit of the time that Hugging Face has.
+#: The command, with another time limit for Hugging Face.
 WITH_LIMIT = (
     "import sys; from sgl_kvpool import cli; from sgl_kvpool.commands import named_model; "
     "named_model.FETCH_LIMIT_S = {}; sys.exit({})"
@@ -67,7 +67,7 @@ def test_a_name_that_was_looked_up_before(tmp_path):
 
 
 def test_names_of_drafts_are_looked_up_too(tmp_path):
-    """And the target's own name is one checkpoint with it."""
+    """A draft with the target's own name gets the folder of the target."""
     (tmp_path / "config.json").write_text("{}")
     here = str(tmp_path)
     flag = "--speculative-draft-model-path"

@@ -185,7 +185,7 @@ def test_the_command_is_what_was_planned():
 
 
 def test_requests_on_the_host():
-    """In whole pages, each cache for itself, and with a slot for each where there are states."""
+    """Each cache takes whole pages, and each request a slot where there are states."""
     rows = {"token_bytes": 1 << 20, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
     [server] = plan((Candidate("fp4"), answer(host=rows)), host_gb=8.0, context=1).servers
     tokens = (int(1e9) // (1 << 20) // 64 + 1) * 64
@@ -227,7 +227,7 @@ def test_reasons_are_printed_without_a_picture(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_running(number):
-    """The process that asks SGLang has a fork for each server; the signal goes to the command alone."""
+    """The process that asks SGLang forks for each server; the signal goes to the command alone."""
     program = Path(sys.executable).parent / "sgl-kvpool"
     argv = [program, "plan", "--model", V32, "--gpu-gb", "80"]
     with subprocess.Popen(
@@ -235,7 +235,7 @@ def test_nothing_is_left_running(number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Jobs in the background of a script have Ctrl-C ignored, and their children too.
+        # Background jobs of a script, and their children, ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         started = []
@@ -342,7 +342,7 @@ def test_ranks_that_share_a_tier_hold_more_tokens():
     ("name", "value"), [("num_hidden_layers", 0), ("kv_lora_rank", "512"), ("qk_rope_head_dim", -64)]
 )
 def test_sizes_that_are_none(name, value, tmp_path, capsys):
-    """Before SGLang is asked, which would plan 0 bytes per token, or end in transformers."""
+    """Refused before SGLang is asked, which would plan 0 bytes per token or fail in transformers."""
     config = {**json.loads(Path(V32).read_text()), name: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80", "--weights-gb", "1"]) == 2

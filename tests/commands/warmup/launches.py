@@ -33,7 +33,7 @@ def record_launches():
         described = {p.name: list(map(str, s)) for p, s in zip(self.params, specialization, strict=True)}
         launched.append({"kernel": self.fn.__name__, "arguments": described})
         if "kv_indices_ptr" in given:
-            given["kv_indices_ptr"].zero_()  # lists of slots, which are looked at on a CPU
+            given["kv_indices_ptr"].zero_()  # lists of slots, which the CPU reads
 
     JITFunction.run = run
 
@@ -76,7 +76,7 @@ class Wrapper:
 
 
 def construct_on_cpu():
-    """Let the constructor of SGLang's backend, which ours goes on from, take a CPU."""
+    """Let the constructor of SGLang's backend, which ours extends, run on a CPU."""
     from flashinfer import BatchMLAPagedAttentionWrapper, BatchPrefillWithRaggedKVCacheWrapper
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
 

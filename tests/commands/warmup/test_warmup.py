@@ -12,7 +12,7 @@ from sgl_kvpool.cli import main
 from sgl_kvpool.commands.warmup.steps import Cache, Step, carry_out
 
 CPU = [sys.executable, "-m", "sgl_kvpool.cli", "warmup", "--device", "cpu"]
-#: As a server's host tier asks for it.
+#: Loads the engine as a server's host tier does.
 LOAD_ENGINE = (
     "from sgl_kvpool.transfer.cpu_engine import engine_class; print(engine_class(required=True).name)"
 )
@@ -75,7 +75,7 @@ def test_another_process_needs_no_compiler(warmed, no_compiler, tmp_path):
     command = [sys.executable, "-c", LOAD_ENGINE]
     done = run(command, environment(folder, PATH=no_compiler))
     assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
-    # Without a warmup it does.
+    # Without a warmup the process needs a compiler.
     done = run(command, environment(tmp_path, PATH=no_compiler))
     assert done.returncode == 1
     assert "c++: not found" in done.stderr
@@ -95,7 +95,7 @@ def test_a_failure_is_said_and_the_others_are_tried(warmed, no_compiler, tmp_pat
 
 
 def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path):
-    """Another process that compiles moves its files into place meanwhile; a link to nothing is like one."""
+    """Another process that compiles may move its files meanwhile; a dangling link stands for a moved file."""
     (tmp_path / "a.so").symlink_to(tmp_path / "gone")
     (tmp_path / "b.so").touch()
     assert list(Cache("a cache", "NONE", lambda: tmp_path).compiled()) == [tmp_path / "b.so"]
@@ -166,7 +166,7 @@ def test_help_names_what_moves_the_caches(capsys):
 
 
 def test_caches_are_where_their_owners_put_them(tmp_path):
-    """SGLang's import moves Triton's and FlashInfer's; each owner says itself where its folder is."""
+    """SGLang's import moves Triton's and FlashInfer's caches; each library reports its own folder."""
     code = (
         "import sglang; from sgl_kvpool.commands.warmup.steps import CACHES as c\n"
         "import triton, flashinfer.jit.env as f, torch.utils.cpp_extension as t\n"

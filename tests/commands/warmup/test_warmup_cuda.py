@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-#: What attends decoded rows with a latent of 512 and a rope of 64.
+#: The kernel that decodes with a latent of 512 and a rope of 64.
 GLUON = "gluon_decode_kernel"
 
 
@@ -49,7 +49,7 @@ def kernels(step):
 
 
 def decodes(step):
-    """What a server's decode kernel is looked up by, of what depends on the server."""
+    """The parts of a decode kernel's cache key that depend on the server."""
     names = ("ROW_STRIDE", "PAGE", "PAGE_ROWS", "HEADS", "QUERIES", "SPLIT")
     launched = step["launched"]
     taken = [launch["arguments"] for launch in launched if launch["kernel"] in ("decode_kernel", GLUON)]
@@ -78,7 +78,7 @@ def test_decode_of_other_arrangements_and_models(found):
     assert decodes(found["bf16"]["decode"]) == both(1152, 0, 0, 4, 1, counts="*i64", stride="")
     assert decodes(found["fp8 without rope"]["decode"]) == both(512, 0, 0, 8, 1, counts="*i64", stride="")
     assert "decode_kernel" in kernels(found["fp8 without rope"]["decode"])
-    # Rows of bf16 that lie as SGLang's own do are written by SGLang: on CUDA by a kernel, here by torch.
+    # bf16 rows in SGLang's own arrangement are written by SGLang: on CUDA by a kernel, here by torch.
     assert kernels(found["bf16"]["decode"]) == {"decode_kernel", "merge_kernel"}
     assert "store_kernel" in kernels(found["fp8_block_scale by tokens"]["decode"])
     for case, steps in found.items():

@@ -32,7 +32,7 @@ def _convolve(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def conv_extend(
     x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None, **_
 ):
-    """Packed sequences, ``[C, T]`` in and out; their `conv_states` ``[slots, C, W-1]`` move on."""
+    """Packed sequences, ``[C, T]`` in and out; updates their `conv_states` ``[slots, C, W-1]``."""
     out = torch.empty_like(x)
     bounds = query_start_loc.tolist()
     for row, slot in enumerate(cache_indices.tolist()):
@@ -150,5 +150,5 @@ def install() -> None:
     hybrid_linear_attn_backend.track_mamba_states_if_needed = track_one_layer
     hybrid_linear_attn_backend.track_mamba_states_all_layers = track_all_layers
     if not torch.cuda.is_available():
-        # `ScheduleBatch.prepare_for_decode` pins the mask of tracked requests without asking.
+        # `ScheduleBatch.prepare_for_decode` pins the mask of tracked requests, which needs a GPU.
         torch.Tensor.pin_memory = lambda self, *_, **__: self

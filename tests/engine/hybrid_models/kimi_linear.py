@@ -72,7 +72,7 @@ class KimiLinearForCausalLM(nn.Module):
         return self.logits_processor(input_ids, hidden, self.model.lm_head, forward_batch)
 
     def load_weights(self, weights) -> set[str]:
-        """Copy a checkpoint's tensors; one too many, one too few or a wrong shape is an error."""
+        """Copy a checkpoint's tensors; a surplus tensor, a missing one or a wrong shape is an error."""
         state = dict(weights)
         # RadixLinearAttention registers its layer's parameters a second time.
         own = {name: tensor for name, tensor in self.model.state_dict().items() if ".attn." not in name}

@@ -1,4 +1,4 @@
-"""Loaded by SGLang in each scheduler process: digests of the rows that a backup is given, undivided.
+"""Loaded by SGLang in each scheduler process: digests of all rows of a backup, before ranks divide them.
 
 One line for each backup, in a file for each rank of the folder that the variable ROWS_SEEN names.
 """

@@ -212,7 +212,7 @@ HANDLER(mbarrier) {  // in.a the operation; in.b 1: arrive.expect_tx; in.c 1: dr
   }
 }
 
-// cp.async.mbarrier.arrive: at some later moment, when the copies before it have landed.
+// cp.async.mbarrier.arrive: it arrives at some later moment, when the copies before it have landed.
 HANDLER(cp_arrive) {
   u64 a[32];
   x.address(w, in, in.o[0], m, a);

@@ -14,12 +14,13 @@ static double round_integral(double v, int mode) {
   }
 }
 
-// in.t destination, in.t2 source; in.a: rounds to an integer, in.b that mode
+// in.t destination, in.t2 source; in.a: rounds to an integer, in.b: its rounding mode
 HANDLER(v_cvt) {
   T dt = in.t, st = in.t2;
   const u64* a = x.rd(w, in, 1, m);
   u64 r[32];
-  if ((dt == F16X2 || dt == BF16X2 || dt == E4M3X2 || dt == E5M2X2) && st == F32) {  // a above, b below
+  // a in the upper half, b in the lower
+  if ((dt == F16X2 || dt == BF16X2 || dt == E4M3X2 || dt == E5M2X2) && st == F32) {
     const u64* b = x.rd(w, in, 2, m);
     int bits = bits_of(dt) / 2;
     u64* d = x.wr(w, in, 0, m);
@@ -95,7 +96,7 @@ HANDLER(v_cvt) {
           r[l] = f64_bits(q);
           return;
         }
-        double q = (double)v;  // 64-bit integers: to odd
+        double q = (double)v;  // 64-bit integers are rounded to odd
         if constexpr (sizeof(S) == 8) {
           __int128 back = (__int128)q, me = v;
           if (back != me && !(std::bit_cast<u64>(q) & 1)) q = std::nextafter(q, back < me ? INFINITY : -INFINITY);

@@ -45,7 +45,7 @@ static u64 sectors(u32 m, const u64* a, u32 size) {
 
 static void tally(Machine& x, const Inst& in, u32 m, const u64* a, const u32* off, bool shared, u32 size) {
   u64 bytes = (u64)std::popcount(m) * size, units = shared ? wavefronts(m, off, size) : sectors(m, a, size);
-  // Lanes that read one address need less than their bytes do.
+  // Lanes that read the same address need fewer units than their bytes.
   x.count(in, units, std::min(units, shared ? (bytes + 127) / 128 : (bytes + 31) / 32), bytes);
 }
 

@@ -82,7 +82,7 @@ struct Machine {
   void count(const Inst& in, u64 units, u64 ideal, u64 bytes);
 
   // shared_memory.h
-  // An address in the shared window: of this CTA, or with rank + 1 in the upper byte of a CTA of the cluster.
+  // An address in the shared window: of this CTA, or of a CTA of the cluster, whose rank + 1 is in the upper byte.
   Cta* owner(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
   Cta* owner_aligned(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what);
 
@@ -99,7 +99,7 @@ struct Machine {
   void shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, const u8* data = nullptr);
   // A read by the asynchronous proxy (wgmma, bulk copies); `vc` and `pvc` are those of the issuing warp at the issue.
   void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock);
-  // Releases: others that acquire this are ordered behind what came before.
+  // Releases: agents that acquire this are ordered after the work before it.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);
 

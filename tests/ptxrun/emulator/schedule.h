@@ -1,4 +1,4 @@
-// Warps take turns at random, one seed one order.
+// Warps take turns at random; the seed determines the order.
 #pragma once
 
 #include "select.h"

@@ -5,7 +5,7 @@
 
 namespace ptxrun {
 
-// An address in the shared window: of this CTA, or with rank + 1 in the upper byte of a CTA of the cluster.
+// An address in the shared window: of this CTA, or of a CTA of the cluster, whose rank + 1 is in the upper byte.
 inline Cta* Machine::owner(Warp& w, const Inst& in, u64 a, u32 size, int lane, u32& off, const char* what) {
   Cta* t = w.cta;
   u32 rank = (u32)a >> 24;
@@ -130,7 +130,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 si
     t->are[(size_t)g * 2 * TW + (kind - 2) * TW + w.gid] = {clock, in.line};
 }
 
-// Releases: others that acquire this are ordered behind what came before.
+// Releases: agents that acquire this are ordered after the work before it.
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {
   if (vc.empty()) vc.resize(4 * TW), pvc.resize(4 * TW);
   join(vc, w.vc);

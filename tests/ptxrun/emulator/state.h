@@ -63,14 +63,14 @@ struct ReadEpoch {
   u32 clock, line;
 };
 
-// A barrier of a CTA (or of the cluster). `vc` joins what its arrivals released, `pvc` what of that the
-// asynchronous proxy may see; so it is for all pairs of these names.
+// A barrier of a CTA (or of the cluster). `vc` joins what its arrivals released, `pvc` the part of it that the
+// asynchronous proxy may see. All pairs of these names have this meaning.
 struct Barrier {
   int expected = 0, arrived = 0;
   vector<int> waiting;
   Clock vc, pvc;
   u32 line = 0;
-  u32 pop = 0;  // of bar.red; of the cluster's barrier, its phase
+  u32 pop = 0;  // the count of bar.red; for the cluster's barrier, its phase
   bool all_and = true, any = false;
 };
 
@@ -97,7 +97,7 @@ struct Cta {
   vector<Warp> warps;
 };
 
-// Lanes that go together, of the stack of divergent ones; they wait for the others at `rpc`.
+// An entry of the stack of divergence: lanes that go together and wait for the others at `rpc`.
 struct Entry {
   int pc, rpc;
   u32 mask;

@@ -2,8 +2,8 @@
 // with streams and events that are queues. `play` carries out what was enqueued in some order that CUDA allows:
 // streams take turns at random, copies of a batch and warps of a kernel come in any order.
 //
-// A wait can be left out on purpose (`leave_out`), to see that tests notice. Kernels may be carried out by somebody
-// else (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled.
+// A wait can be left out on purpose (`leave_out`), to see that tests notice. Other code may carry out the kernels
+// (`carry_out_kernels`): tests/ptxrun executes those that nvcc compiled.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Step {
 using Kernel = void (*)(const kvpool::KernelJob*, const kvpool::Transfer*);
 
 struct Machine {
-  Kernel kernel = nullptr;  // who carries out kernels, if not this file
+  Kernel kernel = nullptr;  // carries out kernels in place of this file
   std::map<int64_t, std::deque<Step>> queues;
   std::map<int64_t, int64_t> recorded, reached;  // generations by event
   int64_t next_id = 1000;
@@ -60,7 +60,7 @@ struct EmulatedSteps {
       reads.emplace_back(from, from + bytes);
       writes.emplace_back(to, to + (job.from == nullptr ? bytes : bytes / job.from->row_bytes * job.to->row_bytes));
     });
-    // As a launch does, everything but what pointers point to is taken now.
+    // As at a launch, arguments are copied now, but not the memory that they point to.
     enqueue(stream, [job, transfer] {
       if (machine.kernel != nullptr) {
         machine.kernel(&job, &transfer);
@@ -153,8 +153,9 @@ struct EmulatedSteps {
   }
 };
 
-// Some order that streams and events allow; how many steps it had. A seed decides how often a stream goes on as long
-// as it can before another has its turn: with 1, all go on alike; with 64, one runs far ahead.
+// Carry out all queues in some order that streams and events allow; returns the number of steps. A seed decides how
+// often a stream goes on as long as it can before another has its turn: with 1, all go on alike; with 64, one runs far
+// ahead.
 int64_t play(int64_t seed) {
   machine.random.seed(static_cast<uint32_t>(seed));
   const uint32_t turns = 1u << (2 * (static_cast<uint32_t>(seed) % 4));
@@ -230,7 +231,7 @@ void conflicts(int64_t address) {
   }
 }
 
-// Number of waits so far; the next ones count from 0, and that with this number is left out (-1: none).
+// Returns the number of waits so far and counts the next ones from 0; the wait with this number is left out (-1: none).
 int64_t leave_out(int64_t number) {
   const int64_t before = machine.wait_number;
   machine.wait_number = 0;
