@@ -83,8 +83,8 @@ _PREFIXES = (_PREFIX, "SGL_KVPOOL_", "SGLANG_KVPOOL_")
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 PLUGIN = "sgl_kvpool"
 
-#: Variables that servers started by this package, and `plan`, do not inherit: all their arguments are given,
-#: or their results are compared.
+#: Variables that servers started by this package, and `plan`, do not inherit. Their command lines have all
+#: options, and the other variables would change the results that this package compares.
 NOT_INHERITED = (*OPTIONS, PREFILL_READS_ROWS, FIX_TOPK, DECODE_KERNEL, SGLANG_PLUGINS)
 
 _TRUE = ("1", "true", "yes", "on")

@@ -63,7 +63,7 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             "sgl_kvpool_transfer_bytes", "Bytes moved between device and host tier", labels
         )
         _metrics["seconds"] = Counter(
-            "sgl_kvpool_transfer_seconds", "Seconds that these transfers took", labels
+            "sgl_kvpool_transfer_seconds", "Seconds that transfers between device and host tier took", labels
         )
         _metrics["rate"] = Gauge(
             "sgl_kvpool_transfer_gigabytes_per_second",

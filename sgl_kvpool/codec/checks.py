@@ -192,6 +192,6 @@ def finite(
             token, column = bad.nonzero()[0].tolist()
             raise ValueError(
                 f"{name}[{token}, {column}] is {tensor[token, column].item()} and "
-                f"{int(bad.sum())} values of {name} are not finite; the model produced them before "
+                f"{int(bad.sum())} values of {name} are not finite; the model produced them, not "
                 f"the cache. Unset {env.CHECK_FINITE} to store 0 and the largest value instead"
             )

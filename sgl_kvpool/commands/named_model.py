@@ -43,7 +43,7 @@ class NamedModel:
 
     @property
     def launch_path(self) -> str:
-        """Value of --model-path; MODEL for a config.json outside of a checkpoint."""
+        """Value of --model-path; MODEL if the user named a file with another name than config.json."""
         path = Path(self.named)
         if not path.is_file():
             return self.named

@@ -89,7 +89,7 @@ KVPOOL_HD float e2m1_rounded(float size) {
 
 // Quotient of a bf16 and a ue5m3 number, rounded, at most 6. `product` is the bf16 times the rounded reciprocal.
 // A quotient halfway between two e2m1 magnitudes is exact. All other quotients are at least 2^-10 away from the middle,
-// and the result is on the same side of the middle as the quotient. (tests/codec/test_codec_laws.py checks all pairs.)
+// and the result is on the same side of the middle as the quotient. (tests/codec/test_codec_rules.py checks all pairs.)
 KVPOOL_HD float e2m1_quotient(float product) {
   const float size = product < kE2m1Max ? product : kE2m1Max;
   return subtract(add(size, 3072.0f), 3072.0f);  // a multiple of 2^-12

@@ -12,7 +12,7 @@
 
 namespace kvpool {
 
-// Number of threads for work on `bytes`, with at least `bytes_per_thread` each: at most `most`, and at most the number
+// Number of threads for work on `bytes`: one, plus one for each `bytes_per_thread`, at most `most`, and at most the number
 // of cores that the calling thread may run on, since its threads inherit its affinity.
 inline int64_t threads_for(int64_t bytes, int64_t bytes_per_thread, int64_t most) {
   int64_t threads = std::min(most, bytes / bytes_per_thread + 1);

@@ -1,7 +1,7 @@
 """The GPU part of `bench transfer`: our engines beside SGLang's backends and a pinned copy.
 
-Every number is a ratio to torch's copy of as many bytes between pinned memory and the device in the same run,
-which is the limit of the link. Transcoding counts the bytes that cross the link.
+Rates of engines and backends are ratios to torch's copy of as many bytes between pinned memory and the device
+in the same run, which is the limit of the link. Transcoding counts the bytes that cross the link.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def measure_shape(
 
 
 def _against(gpu: Gpu, direction: str, call: Callable, peer: Callable, moved_bytes: int) -> dict:
-    """Submit time, solo time and back-to-back rate of a call as ratios to a peer, and its cost to a step."""
+    """Submit time of a call, its solo and back-to-back rates as ratios to a peer, and its cost to a step."""
     submit, solo, _ = median(gpu, call)
     peer_solo = median(gpu, peer).until_done
     in_a_row = median(gpu, lambda: [call() for _ in range(IN_A_ROW)]).until_done

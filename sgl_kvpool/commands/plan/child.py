@@ -129,7 +129,7 @@ def _answer(wanted: Any, machine: Any) -> dict[str, Any]:
         )
         flags = {word.partition("=")[0] for word in named}
         if flags & {word.partition("=")[0] for word in wanted.arguments}:
-            return {"refused": str(error)}  # depends on the user's files, or has been tried already
+            return {"refused": str(error)}  # the user named a backend, or this pair was tried
         return {"refused": str(error), "instead": named}
     except (OSError, IncompleteConfig) as error:
         # A missing model, no network or a config without sizes: the reason does not depend on the layout.

@@ -30,7 +30,7 @@ class HostBytes:
     draft_bytes : int
         Bytes of a token in a draft's own host pool, which has as many tokens; not part of --hicache-size.
     sharing_ranks : int
-        Ranks of a node that share one copy of a page; sizes are the part of one rank.
+        Ranks of a node that share one copy of a page; --hicache-size is the part of one rank.
     """
 
     token_bytes: int

@@ -41,7 +41,7 @@ class TooHeavy(ValueError):
     ----------
     tp_size : int
     attention_ranks, heads : int
-        Ranks that share the attention heads, and the heads; every number of ranks must divide the heads.
+        Ranks that share the attention heads, and the number of heads. The ranks must divide the heads.
     """
 
     def __init__(self, reason: str, tp_size: int, attention_ranks: int, heads: int):

@@ -80,7 +80,7 @@ def _notes(plan: Plan) -> list[str]:
         sharing = max((server.host_sharing_ranks for server in tiers), default=1)
         where = "on its GPU and in its host memory" if tiers and sharing == 1 else "on its GPU"
         lines.append(
-            f"each of the {plan.row_copies} ranks of a cache has all its rows {where}: tokens "
+            f"each of the {plan.row_copies} ranks of a cache has all rows of the cache {where}: tokens "
             "are counted once"
         )
         if sharing > 1:
@@ -112,7 +112,7 @@ def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
     if beside != {0}:
         line += (
             f". It counts rows only: {'/'.join(map(str, sorted(beside)))} bytes per token of index keys and "
-            "drafts are added, a larger share beside narrow rows"
+            "drafts are added; the narrower the rows, the larger their share"
         )
     if any(server.host_slots for server in tiers):
         line += ". Rows and states of linear layers share it"
@@ -122,7 +122,7 @@ def _sizes(tiers: list[PlannedServer], rank_gb: float) -> str:
 def _host_contents(tiers: list[PlannedServer]) -> list[str]:
     lines = [
         "host tokens include copies of device tokens (--hicache-write-policy write_through, SGLang's "
-        "default): the two do not add up"
+        "default), so the sum of both counts these tokens twice"
     ]
     small = [server.name for server in tiers if server.host_tokens <= server.tokens]
     if small:

@@ -115,7 +115,8 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     check_geometry(model_config, Path(request.model_path))
     check_heads(model_config)
     layout = None if request.layout is None else MLAKVCacheLayout.parse(request.layout)
-    # --dp-size counts attention ranks with DP attention, and replicas without it.
+    # The resolved `dp_size` counts replicas. Groups of DP attention, which share the `tp_size` ranks, are in
+    # `attn_dp_size`.
     ranks = view.tp_size * view.dp_size
     configurator = _configurator(server_args, view, model_config)
     caches = configurator.attn_dp_size * view.dp_size

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     helps = {
         LAYOUT: "only this layout (all)",
         ARRANGEMENT: "memory order of the pages of all layers (layer_major)",
-        HOST_LAYOUT: "no effect: engines include all layouts; accepted as a server's argument",
-        HOST_ENGINE: "no effect: engines are compiled together; accepted as a server's argument",
-        HOST_SHARING: "no effect; accepted as a server's argument",
+        HOST_LAYOUT: "no effect: engines include all layouts; accepted because servers have it",
+        HOST_ENGINE: "no effect: engines are compiled together; accepted because servers have it",
+        HOST_SHARING: "no effect; accepted because servers have it",
     }
     for option in OPTIONS:
         choices = option.values if option is LAYOUT else option.choices

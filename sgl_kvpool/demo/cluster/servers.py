@@ -75,7 +75,7 @@ def small_server(
 
 
 def store_arguments(backend: str) -> list[str]:
-    """Arguments of a host tier over a store, which waits for the store's pages before it computes."""
+    """Arguments of a host tier over a store; a server with them waits for stored pages before a prefill."""
     return [
         *("--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-storage-backend", backend),
         *("--hicache-storage-prefetch-policy", "wait_complete"),

@@ -310,7 +310,7 @@ def test_what_the_ranks_hold_is_explained():
         (Candidate("bf16", "fp4"), answer(host=host)),
     )
     shown = report.text(plan(*servers, host_gb=1000.0))
-    assert "each of the 8 ranks of a cache has all its rows on its GPU and in its host" in shown
+    assert "each of the 8 ranks of a cache has all rows of the cache on its GPU and in its host" in shown
     # 125 GB of a rank: 70272 of 78324 bytes are rows, 25376 of 33428.
     sizes = "--hicache-size 112 with bf16 rows on the host, 94 with fp4 rows on the host: GB of the 125 GB"
     assert sizes in shown

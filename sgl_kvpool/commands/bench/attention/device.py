@@ -19,7 +19,7 @@ __all__ = ["CpuDevice", "CudaDevice"]
 
 Call = Callable[[], torch.Tensor]
 
-#: Bytes that the rotating sets of lists read together, at least, as a multiple of the L2 cache.
+#: Least number of bytes that all rotating sets of lists read together, as a multiple of the L2 cache.
 _L2_TIMES = 4
 _MAX_SETS = 512
 #: Cycles for which the device waits before a timed call, so that the time excludes launches.

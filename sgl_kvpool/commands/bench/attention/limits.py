@@ -11,7 +11,7 @@ Work of a call with N lists of M rows, T queries of H heads, R = 512 latent and 
   multiprocessor. The clocks are counted in the machine code of each tile (``attention_facts.py``) and
   stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
 
-The clock is the highest that the device reports, so a kernel need not reach any of the limits.
+The clock is the highest that the device reports; at a lower clock no kernel can reach the third limit.
 """
 
 from __future__ import annotations

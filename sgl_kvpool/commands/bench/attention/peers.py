@@ -294,7 +294,7 @@ class FlashmlaSparseFp8(Flashmla):
 class GatherFlashmla(FlashmlaSparseFp8):
     """Alternative to our kernel on FP4 rows: gather and decode a batch's rows, then run FlashMLA over them.
 
-    The lists are gathered into 16-bit keys, one run per query, which FlashMLA then attends.
+    The keys are 16-bit; the keys of a query are contiguous.
     """
 
     def prepare(self, problem: Problem) -> Prepared:

@@ -4,7 +4,8 @@
 
 * instructions that decode rows: lanes per clock and SM, alone and alternating with others; and whole decoders
   of e2m1 and e4m3, the present ones and alternatives, in values per clock and SM;
-* wgmma of 8, 16 and 32 columns with A in registers or in shared memory: clocks per product of the SM;
+* wgmma of 8, 16 and 32 columns with A in registers or in shared memory: SM clocks per wgmma, with the wgmma
+  of all warp groups counted;
 * whether products use the exact values of bf16 subnormals;
 * gathers of rows from memory by one bulk copy per row, by copies or by loads of 16 bytes: bytes per second.
 
