@@ -3,10 +3,10 @@
 
     python scripts/accuracy_rope.py [--json docs/benchmarks/rope_cpu.json]
 
-Our layouts never store rotary values in 4 bits, but SGLang's own FP4 rows do. So this script uses no server:
-it runs the model in float32 in the absorbed form, as a server does, and attends rows that were encoded and
-decoded. Latents use our codec and SGLang's own functions; so do rotary values, since blocks of 16 are
-independent. The script takes two minutes on one core and needs SGLang.
+Our layouts never store rotary values in 4 bits, unlike SGLang's own FP4 rows, so servers cannot measure all
+cases. This script runs the model in float32, in the absorbed form of a server, and attends rows that were
+encoded and decoded. Latents use our codec and SGLang's own functions; so do rotary values, since blocks of 16
+are independent. The script takes two minutes on one core and needs SGLang.
 """
 
 from __future__ import annotations

@@ -263,9 +263,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     layouts = [layout.value for layout in MLAKVCacheLayout]
-    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="to count (all)")
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts, help="layouts (all)")
     parser.add_argument(
-        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank; with --try, the tile's"
+        "--heads", type=int, nargs="+", default=HEADS, help="query heads per rank (with --try: the tile's)"
     )
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5,

@@ -4,7 +4,7 @@
     python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
     python scripts/h100_regression.py --core                  steps that need only torch and triton
     python scripts/h100_regression.py                         also servers of small random models
-    python scripts/h100_regression.py --model PATH --tp 8     also servers of a real checkpoint
+    python scripts/h100_regression.py --model PATH --tp 8     servers of a real checkpoint instead
     python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
     python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 

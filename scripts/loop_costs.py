@@ -123,7 +123,7 @@ def _access_bytes(operation: str) -> int:
 
 
 def _wgmma(instruction: str, operation: str) -> tuple[float, float]:
-    """A warp's share of its warp group's access: shared memory bytes, and bf16 multiply-adds."""
+    """A warp's share of its warp group's wgmma: bytes read from shared memory, and bf16 multiply-adds."""
     m, n, k = map(int, re.findall(r"(\d+)x(\d+)x(\d+)", operation)[0])
     eight_bits = not operation.startswith("HGMMA")
     size = 1 if eight_bits else 2

@@ -64,7 +64,7 @@ def make_prompts(
     ----------
     text_ids : sequence of int
         Tokens of a text from which prompts are cut; a text shorter than two pools is `lengthened`, since a
-        tokenizer of words gives few tokens for the package's text.
+        subword tokenizer gives few tokens for the package's text.
     device_tokens, page_size_tokens : int
         Sizes of the pool and of a page.
     working_set_tokens : int
@@ -74,8 +74,8 @@ def make_prompts(
     Returns
     -------
     list of Prompt
-        Prompts, reproducible from the arguments. A few are shorter than a page; one of eight takes more than
-        half of the pool, up to 0.8 of it.
+        Prompts, reproducible from the arguments. A few are shorter than a page; about one of eleven takes
+        more than half of the pool, up to 0.8 of it.
 
     Raises
     ------

@@ -32,8 +32,8 @@ _SGLANG_CHECKS = {
 }
 
 
-#: Limits a cache: torch's products on a CPU keep compiled code for up to 1024 row counts of each kind, 1.3 GB
-#: in a soak, which would hide a leak.
+#: Limits torch's caches of compiled matrix multiplications on a CPU: for up to 1024 numbers of rows of each
+#: kind they take 1.3 GB in a soak, which would hide a leak.
 _FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 
 

@@ -76,7 +76,7 @@ def sources() -> dict[str, bytes]:
 
 
 def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
-    """Two windows of each held-out module, at about one and two thirds of it, starting at a line."""
+    """Two windows of each held-out module, near one third and two thirds of it, starting at a line."""
     windows = []
     for name in HELD_OUT:
         text = modules[name]

@@ -164,7 +164,7 @@ def main() -> int:
                 found = [Measurement(f"{what}: wrong bytes", wrong, "bytes", "count", "lower", at_most=0)]
                 if second == "page_major":
                     ratio = copy_ratio(source, target, device)
-                    name = f"{what}: time of a torch copy of all pages to a contiguous one"
+                    name = f"{what}: time of a torch copy of all pages, ratio to one contiguous copy"
                     # Launches dominate at this size, so the number is reported but not compared.
                     found.append(Measurement(name, round(ratio, 3), "x", "fact", "lower"))
                 write_measurements(arguments.out, [replace(one, layout=layout.value) for one in found])

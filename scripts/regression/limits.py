@@ -23,11 +23,11 @@ class Limits:
     Attributes
     ----------
     near : float
-        Largest mean distance (nats) of a prompt's log-probabilities from stock SGLang's and bf16 rows'.
+        Largest mean distance (nats) of the prompts' log-probabilities from stock SGLang's and bf16 rows'.
     far : float
         Smallest distance from stock SGLang's; below it, another layout was served or rows were not read.
     same_top : float
-        Least share of a prompt's positions at which both have the same most probable token. Each position is
+        Least share of the prompts' positions with the same most probable token as the peer. Each position is
         predicted from the text as it is (teacher-forced), so that one difference does not change the next.
     """
 
@@ -40,7 +40,7 @@ _Margins = TypeVar("_Margins")
 
 
 def _by_layout(table: str, by_latent: dict[SegmentEncoding, _Margins]) -> dict[str, _Margins]:
-    """Margins depend on how latents are stored; RuntimeError names the table that lacks a line."""
+    """Margins by layout, from margins by latent encoding; RuntimeError if the table lacks one."""
     check_complete(
         [layout for layout in MLAKVCacheLayout if layout.latent in by_latent],
         f"{table} of scripts/regression/limits.py",
@@ -125,7 +125,7 @@ SAME_TOKENS_SPARSE = 0.8
 
 @dataclass(frozen=True)
 class ScoreLimits:
-    """Largest score difference below the bf16 layout's in the same run, as shares of questions."""
+    """How far a score may be below its peer's in the same run, as shares of questions."""
 
     gsm8k: float
     retrieval: float

@@ -106,7 +106,7 @@ class Asked:
                 continue
             near = limits if name in ("stock", BASELINE) else same_rows
             far = near.far if name == "stock" else None
-            note = "below the least distance: rows of this layout were not read" if far else ""
+            note = "if below the lower limit: rows of this layout were not read" if far else ""
             self.tell(
                 distance, scored.distance(peer.scored), "nats", "distance", "lower",
                 at_most=near.near, at_least=far or None, note=note,

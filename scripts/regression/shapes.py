@@ -116,7 +116,8 @@ class Shape:
         Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
         """
         asked = _READS_ROWS if layout is not None and not self.is_sparse else {}
-        # The demo's class would replace that of every checkpoint with DeepseekV2ForCausalLM.
+        # The demo's class would replace SGLang's for every checkpoint of the architecture
+        # DeepseekV2ForCausalLM.
         classes = {} if self.name == "demo" else {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""}
         return {**classes, **self.environment, **asked}
 
@@ -177,7 +178,8 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
 def _sparse(machine: Machine) -> Shape:
     # fa3 is SGLang's choice for BF16 rows on Hopper.
     bf16 = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
-    # The first available backend that SGLang does not choose by default: on Hopper tilelang for fp8.
+    # The first pair of backends that works, for layouts that SGLang's default does not read: on Hopper
+    # tilelang for `fp8`.
     paired = {
         layout.value: next(working_pairs(layout))
         for layout in MLAKVCacheLayout

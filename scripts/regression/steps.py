@@ -31,7 +31,8 @@ class Options:
     on_gpu : bool
     layouts, arrangements : tuple of str
     arrangements_named : bool
-        Whether the user named arrangements; otherwise a real checkpoint is served in one.
+        Whether the user named arrangements; otherwise a real checkpoint, and every model on a CPU, is
+        served only in `layer_major`.
     model : str or None
     tp : int
     server_arguments : tuple of str

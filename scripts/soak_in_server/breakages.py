@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["BREAKAGES", "apply"]
 
-#: One in this many transfers or allocations is damaged.
+#: One in this many transfers is damaged; a leak happens once, after a multiple of this many frees.
 EVERY = 3
 
 
