@@ -105,6 +105,6 @@ def _asked_for() -> str | None:
 
 
 def _exported(option: Option) -> bool:
-    """Whether the environment requests an option, by the user or by the server that spawned this process."""
+    """Whether the user, or the server that spawned this process, requests an option in the environment."""
     told = option is LAYOUT and env.text(env.CHILD_HOOK_GROUPS) is not None
     return told or (env.text(option.env) or option.default) != option.default

@@ -325,7 +325,7 @@ def require(groups: Iterable[HookGroup], *, applied: bool = False) -> None:
 
 
 def apply(groups: Iterable[HookGroup]) -> None:
-    """Hook SGLang for some groups; Refusal, before the first hook, if one of them does not work."""
+    """Hook SGLang for some groups; Refusal if a hook point fails before, or a hook is missing afterwards."""
     groups = tuple(groups)
     require(groups)
     for group in groups:

@@ -129,9 +129,9 @@ def wrap(target: str, hook: Callable) -> None:
     """Put `hook(original, *args, **kwargs)` around a function of SGLang; once per process.
 
     The hook is applied by SGLang's own code, which keeps static and class methods and reaches modules that
-    have imported the function by name. `HookRegistry.register` is not used: it applies all hooks of a target
-    at once and swallows errors, so a plugin that is loaded after ours would lose its hook on the same target,
-    and a failure of our hook would only be logged.
+    have imported the function by name. `HookRegistry.register` is not used, because `apply_hooks` applies
+    registered hooks once per target and swallows errors: a plugin that is loaded after ours would lose its
+    hook on the same target, and a failure of our hook would only be logged.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 

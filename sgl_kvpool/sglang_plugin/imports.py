@@ -63,7 +63,7 @@ def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def imports_of(module: str) -> Imports:
-    """Imports of a module of this package, given its full name; OSError if its source is missing."""
+    """Imports of a module of this package, given its full name; AssertionError if there is no such module."""
     reader = _Reader()
     path = _path(module)
     assert path is not None, module

@@ -210,5 +210,5 @@ def choose_arrangement(requested: str) -> KVArrangement:
     if requested != AUTO:
         return KVArrangement.parse(requested)
     # Layer-major rows lie as in SGLang's own pool, and all readers support them. Reads of the other two have
-    # not been measured on a GPU, where this release does not make use of their contiguous pages.
+    # not been measured on a GPU.
     return KVArrangement.LAYER_MAJOR

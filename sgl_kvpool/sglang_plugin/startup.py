@@ -69,7 +69,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def leave(text: str) -> None:
     """Pass the text of a refusal to the launcher; print it where no launcher reads it.
 
-    The function ignores errors of the file system: the caller ends the process, also with a full disk.
+    Errors of the file system are ignored, so that the caller can end the process even if the disk is full.
     """
     path = env.text(env.CHILD_REFUSAL)
     if path is not None:

@@ -26,7 +26,7 @@ def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
 def asked_arrangement(configurator: Any) -> KVArrangement:
     """Arrangement of a KVCacheConfigurator's rows."""
     # A draft's rows are layer-major: it has few layers, nothing reads its pages as contiguous bytes, and with
-    # a single layer strides cannot distinguish packed rows from others.
+    # a single layer all arrangements have the same strides.
     if configurator.is_draft_worker:
         return KVArrangement.LAYER_MAJOR
     return arrangement_of(configurator.server_args)

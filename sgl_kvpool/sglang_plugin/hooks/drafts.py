@@ -49,12 +49,12 @@ class OwnDraft:
         return self.config.attention_arch == AttentionArch.MLA
 
     def token_bytes(self, layout: MLAKVCacheLayout) -> int:
-        """Bytes per token of the draft's pool; MLA rows have this layout.
+        """Bytes per token of the draft's pool; a draft with MLA stores rows of `layout`.
 
         Raises
         ------
         ValueError
-            SGLang knows no such --kv-cache-dtype for the draft.
+            SGLang does not know the --kv-cache-dtype that it would use for the draft.
         """
         if self.has_rows:
             return self.layers * row_format_of(self.config, layout).row_bytes
@@ -79,7 +79,7 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     """The draft of a KVCacheConfigurator's target, unless its pool counts as more layers of the target.
 
     SGLang sizes every draft of EAGLE and STANDALONE as more layers of the target, and says that this is right
-    for drafts with the target's attention (`pool_configurator.py:246`). Keys and values of heads are wider
+    for drafts with the target's attention (`pool_configurator.py:259`). Keys and values of heads are wider
     than a latent, and narrower rows of the target give both pools more tokens: with Kimi-K2 in `fp4` on 8
     GPUs, a draft of 64 heads of 128 needs 4096 bytes per token where 416 would be charged. Drafts with sparse
     attention, which also have index keys, are left to SGLang.
@@ -103,10 +103,10 @@ def own_draft(configurator: Any) -> OwnDraft | None:
 
 
 def packed_layers(configurator: Any) -> int:
-    """Draft layers whose rows lie in the pages of the target's host tier, if there is one.
+    """Number of draft layers whose rows a host tier keeps in the target's pages.
 
     SGLang packs layers of multi-token prediction (`base_spec_worker._can_pack_hicache_mtp`); other drafts
-    have a host pool of their own, with as many tokens.
+    have a host pool of their own, with as many tokens as the target's.
     """
     algorithm = configurator.spec_algorithm
     if not _drafts(configurator) or not algorithm.is_eagle() or algorithm.is_eagle3():

@@ -108,7 +108,10 @@ def _readers(configurator: Any) -> tuple[str, ...]:
 
 
 def _layers_with_rows(configurator: Any) -> Collection[int] | None:
-    """Model layers with rows; None if all have rows. A linear layer may be a `RadixAttention` (lightning)."""
+    """Model layers with rows; None if all have rows.
+
+    `collect_k_scales` also finds linear layers, if these are `RadixAttention` modules (lightning).
+    """
     layers = layers_with_rows(configurator.model_config)
     # A hybrid draft is one MLA layer, to which SGLang's builder of pools gives the number 0.
     return (0,) if layers is not None and configurator.is_draft_worker else layers
@@ -148,7 +151,7 @@ def collect_k_scales(model: Any) -> dict[int, float]:
     Returns
     -------
     dict of int to float
-        Model layer id to scale; layers without a scale are absent and have 1.0.
+        Model layer id to scale; for a layer that is absent, the scale is 1.0.
 
     Raises
     ------

@@ -71,7 +71,7 @@ def install() -> None:
     for name, step in STEPS.items():
         register_resolution_hook(name)(step)
     add_attention_backend_choices([KVPOOL_BACKEND])
-    # Flags and keywords come last: if an earlier step fails, they are unknown to SGLang, and never ignored.
+    # Flags and keywords are added last: if a line above fails, SGLang rejects them as unknown.
     hook_points.wrap_all(HOOKS)
     _extend_engine()
 

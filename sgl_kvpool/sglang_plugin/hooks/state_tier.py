@@ -42,7 +42,7 @@ _building: ContextVar[_Stack | None] = ContextVar("sgl_kvpool_hybrid_tier", defa
 
 
 def _build_hybrid_mamba_stack(original, *, params, decls, mamba_pool, **kwargs):
-    """Record the rows and states for which SGLang builds host pools next, and whose size it splits."""
+    """Record the rows and states of the host pools that SGLang builds next, to split `--hicache-size`."""
     from sgl_kvpool.srt.host.memory import HostTierTooLarge
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool
     from sgl_kvpool.srt.host.tier_bytes import TierBytes, rows_declared
@@ -209,7 +209,10 @@ def _init_load_back(original, self, params):
 
 
 def watch_store(controller: Any) -> None:
-    """Check the states that a store reads and writes; on the object, since a store may be of any class."""
+    """Check the states that a store reads and writes.
+
+    The methods are replaced on the store object, since it may be of any class.
+    """
     tier, store = _state_tier(controller), controller.storage_backend
     if tier is not None:
         store.batch_get_v2 = functools.partial(_get_states, tier, store.batch_get_v2)

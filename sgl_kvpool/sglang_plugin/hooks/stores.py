@@ -46,8 +46,8 @@ def _generic_page_get(original, self, operation, hash_values, host_indices, extr
 def _page_get_zero_copy(original, self, operation, hash_values, host_indices, extra_info=None):
     """`_generic_page_get` for stores that write the tier's memory; the written pages are verified afterwards.
 
-    Such a store may fail the whole batch for one bad page (NIXL). SGLang requests pages that the store has
-    reported, so a page that does not arrive could not be read.
+    Such a store may fail the whole batch for one bad page (NIXL). SGLang requests only pages that the store
+    has reported, so a page that does not arrive is counted as a failure, not as an ordinary miss.
     """
     return _get_pages(original, self, operation, hash_values, host_indices, extra_info, in_place=True)
 

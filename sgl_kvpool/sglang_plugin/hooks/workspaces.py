@@ -1,4 +1,4 @@
-"""Memory that is allocated after the pool and besides it, for SGLang's budget."""
+"""Bytes of the attention workspaces, which are allocated after the pool; SGLang's budget reserves them."""
 
 from __future__ import annotations
 

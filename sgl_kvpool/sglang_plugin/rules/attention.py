@@ -70,7 +70,8 @@ def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str)
     """Whether `kvpool_mla` is the default for phases without an explicit backend.
 
     On CUDA, rows in SGLang's own format stay with SGLang's kernels, which read these directly and which
-    SGLang chooses by GPU. For fp8, SGLang's defaults cast the full pool of a layer in every call.
+    SGLang chooses by GPU, except in page_major, which only `kvpool_mla` reads. For fp8, SGLang's defaults
+    cast the full pool of a layer in every call.
     """
     if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True
@@ -114,7 +115,7 @@ def _check_reader(
 def _unreadable(
     flag: str, backend: str, layout: MLAKVCacheLayout, arrangement: KVArrangement, phase: str | None
 ) -> str:
-    """Error text for a backend that cannot read a layout or its arrangement, or only with a copy."""
+    """Error text for a backend that cannot read a layout or its arrangement, or casts the whole pool."""
     able = use(readers(layout, arrangement, phase))
     if casts_pool(backend, layout, phase):
         return (

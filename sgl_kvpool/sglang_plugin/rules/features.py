@@ -93,7 +93,7 @@ def _shared_buffer(arrangement: KVArrangement) -> bool:
     return not arrangement.is_layer_packed
 
 
-#: Features that build another pool, or read rows without knowing the layout.
+#: Features that build another pool, read rows without knowing the layout, or start schedulers without it.
 LAYOUT_FEATURES = (
     Feature("enable_unified_memory", "it allocates a pool of its own"),
     Feature("enable_hisparse", "it allocates a pool of its own"),

@@ -147,7 +147,7 @@ def check_host_model(
 
     from sgl_kvpool.transfer.conversion import host_layout_problem
 
-    # Compressed index keys have a tail per request outside of the pages (`pool.regions`).
+    # Compressed index keys have a tail per request outside of the pages (`srt.pool.regions`).
     ours = options.takes(layout, arrangement, view.device)
     if ours and is_hybrid(model_config):
         _check_states(layout, model_config, view)

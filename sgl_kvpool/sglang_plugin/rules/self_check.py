@@ -27,7 +27,7 @@ class FirstLight:
 
 
 #: Committed runs: none yet. An installed wheel has no docs/, so the needed facts of a run stand here, and
-#: tests/sglang_plugin/test_self_check_rules.py compares each entry with its file.
+#: tests/sglang_plugin/test_self_check.py compares each entry with its file.
 FIRST_LIGHT: tuple[FirstLight, ...] = ()
 
 
