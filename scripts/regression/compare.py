@@ -22,6 +22,8 @@ class Comparison:
     ----------
     regressions, improvements : list of str
         One line each.
+    remarks : list of str
+        What limits the comparison as a whole, one line each.
     not_compared : Counter
         Number of metrics that were not compared, by reason.
     compared : int
@@ -29,6 +31,7 @@ class Comparison:
 
     regressions: list[str] = field(default_factory=list)
     improvements: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     not_compared: Counter = field(default_factory=Counter)
     compared: int = 0
 
@@ -43,6 +46,7 @@ class Comparison:
         """Lines for a terminal."""
         found = [f"REGRESSION  {line}" for line in self.regressions]
         found += [f"better      {line}" for line in self.improvements]
+        found += self.remarks
         found += [f"not compared: {count} metrics: {reason}" for reason, count in self.not_compared.items()]
         if not self.compared and not self.regressions:
             found.append("no metric could be compared")
@@ -71,7 +75,7 @@ def compare(old: Run, new: Run) -> Comparison:
     other_model = _other_model(old.facts, new.facts)
     layouts = new.facts.get("options", {}).get("layouts")
     if not old.is_complete:
-        found.not_compared["the older run did not finish; metrics that it lacks are ignored"] += 1
+        found.remarks.append("the older run did not finish; metrics that it lacks are ignored")
     for name, step in old.steps.items():
         count = len(step.measurements)
         now = new.steps.get(name)

@@ -55,7 +55,8 @@ def codec(folder: Path) -> list[Measurement]:
         ]
         if row["target"] is not None:
             name = f"target: {what}: {row['target']} of the speed of a copy"
-            found.append(Measurement(name, float(row["passed"]), "", target, layout=layout))
+            state = "passed" if row["passed"] else "missed"
+            found.append(Measurement(name, float(row["passed"]), "", target, note=state, layout=layout))
     return found
 
 
@@ -215,7 +216,7 @@ def _transfer_gpu(report: dict[str, Any]) -> list[Measurement]:
             "targets",
             "target",
             "lower",
-            note="; ".join(missed),
+            note="; ".join(["missed", *missed] if missed else ["passed"]),
         )
     )
     return found

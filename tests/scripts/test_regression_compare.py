@@ -16,6 +16,12 @@ def run(*measurements, facts=H100, step="attention", status="ok", reason="", com
     return Run(dict(facts), {step: record}, complete)
 
 
+def test_an_older_run_that_did_not_finish_is_a_remark_and_not_a_metric():
+    found = compare(run(one(2.0), complete=False), run(one(2.0)))
+    assert (found.compared, found.not_compared.total(), found.status) == (1, 0, 0)
+    assert found.lines()[0] == "the older run did not finish; metrics that it lacks are ignored"
+
+
 def one(value, kind="kernel_ratio", better="higher", **more):
     return Measurement("speed", value, "x", kind, better, **more)
 

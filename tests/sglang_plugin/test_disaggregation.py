@@ -198,9 +198,9 @@ def test_a_draft_of_another_kind_keeps_its_pool(manager_of):
 
 
 def test_a_pool_that_is_not_ours_is_noticed(manager_of):
-    with pytest.raises(RuntimeError, match=r"buffer 0 of 3 .* pages of 1664 bytes, and no pool .*report the"):
+    with pytest.raises(RuntimeError, match=r"buffer 1 of 3 .* pages of 1664 bytes, and no pool .*report the"):
         manager_of("prefill", device_pool("fp4"))  # not built through our hook
-    with pytest.raises(RuntimeError, match="buffer 0 of 3"):
+    with pytest.raises(RuntimeError, match="buffer 1 of 4"):
         manager_of("decode", device_pool("bf16"), layout="fp4", draft=pool_of("fp4", layers=1))
 
 

@@ -112,9 +112,9 @@ def _pools_behind(args: Any) -> list[Any]:
             continue  # SGLang's string is right for the pool of a draft without MLA
         if pool is None or page_bytes != size:
             raise RuntimeError(
-                f"SGLang describes buffer {number} of {of_target} to its peers with pages of {size} bytes, "
-                f"and no pool of sgl-kvpool has such pages; leave out {LAYOUT.flag} or --disaggregation-mode"
-                ", and report the server's arguments"
+                f"SGLang describes buffer {number + 1} of {len(args.kv_data_ptrs)} to its peers with pages "
+                f"of {size} bytes, and no pool of sgl-kvpool has such pages; leave out {LAYOUT.flag} or "
+                "--disaggregation-mode, and report the server's arguments"
             )
         found[pool] = None
     return list(found)
