@@ -7,9 +7,9 @@ means the bytes ::
     tensors[r.tensor_index][p, r.offset_bytes + i * r.run_stride_bytes:][:r.run_bytes]   for i < r.run_count
 
 A group is a set of layers that share their page indices: all layers of a plain model, full or window layers
-of a sliding-window model. Recurrent states are groups too, indexed by state slot instead of page. Several
-groups may lie on the same bytes, where a page belongs to one of them at a time; inside a group references
-never overlap. What a page holds beyond its references (padding, holes) is never read, written or counted.
+of a sliding-window model. Recurrent states are groups too, indexed by state slot instead of page. Groups may
+share bytes if each page belongs to only one of them at a time; inside a group references never overlap. What
+a page holds beyond its references (padding, holes) is never read, written or counted.
 
 Torch is its only dependency; `sgl_kvpool.srt.pool.describe` makes a view of a pool of SGLang.
 """
@@ -75,7 +75,7 @@ class CanonicalGroup:
     Raises
     ------
     ValueError
-        If a number of pages or tokens is not positive.
+        If `num_pages` is negative, or `page_size_tokens` is not positive.
     """
 
     name: str

@@ -82,7 +82,7 @@ class PageRuns:
 
 
 def merged(references: Iterable[PageRuns]) -> tuple[PageRuns, ...]:
-    """References with neighbours joined: each begins where another of the same stride pattern ends.
+    """Join adjacent references that have the same stride pattern.
 
     References that overlap stay apart.
     """

@@ -20,7 +20,7 @@ from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
 
 #: Conversions load and store this many bytes at once, so rows have to begin at multiples of it. Rows of a
-#: dense pool are padded to it; rows of DSA pools are not, and 264 bytes are not such a multiple.
+#: dense pool are padded to it. Rows of a DSA pool are not: rows of 264 bytes cannot be converted.
 CONVERTED_ALIGNMENT_BYTES = 16
 
 

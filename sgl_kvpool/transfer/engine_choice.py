@@ -45,7 +45,7 @@ class LinkRates:
 
     @property
     def crossover_bytes(self) -> int | None:
-        """Smallest measured size from which on all reach 95 % of the link; None if the largest does not."""
+        """Smallest measured run size from which on every size reaches 95 % of the link's rate, or None."""
         shortest = None
         for run_bytes in sorted(self.gb_per_s, reverse=True):
             if self.gb_per_s[run_bytes] < _WORTH * self.link_gb_per_s:

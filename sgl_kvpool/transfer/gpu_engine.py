@@ -29,7 +29,7 @@ __all__ = [
     "counted_from",
 ]
 
-#: Blocks of a kernel, at most one per SM: a load or a store leaves the other SMs to the model.
+#: Blocks of a kernel, which therefore occupies at most 16 SMs and leaves the others to the model.
 KERNEL_BLOCKS = 16
 #: Word sizes of the copy kernels, the widest first.
 _WORD_BYTES = (16, 8, 4)

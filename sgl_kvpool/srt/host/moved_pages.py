@@ -171,7 +171,7 @@ class MovedPagesPool(StoredPagesPool):
         return host_slots, device_slots
 
     def _lists_of(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[np.ndarray, Any]:
-        """Lists for the channels, the same objects for all layers of a load: engines recognize it by them."""
+        """Lists for the channels, the same objects for a whole load: engines recognize a load by them."""
         known_host, known_device, lists = self._listed
         if known_host is not host_slots or known_device is not device_slots:
             host_pages = pages_of(host_slots.cpu(), self.page_size)

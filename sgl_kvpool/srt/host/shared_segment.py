@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes that are faulted in, in about a second, between two decisions whether to log the progress.
+#: Bytes to fault in, which takes about a second, before the next check whether to log the progress.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 

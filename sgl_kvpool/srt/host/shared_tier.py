@@ -44,8 +44,8 @@ class SharedTier:
     has_to_compare : bool
         Whether the ranks are in a step in which they have not compared their logs yet.
     may_submit : bool
-        Whether the ranks have compared, so that backups may be submitted. Backups to a tier that has ended
-        store nothing.
+        Whether backups may be submitted: the ranks have compared their logs in this step, or the tier has
+        ended, so that backups store nothing.
     """
 
     lost: LostPages
@@ -63,7 +63,7 @@ class SharedTier:
         Parameters
         ----------
         wanted_bytes, available_bytes : int
-            Size of this rank's part of the segment, and SGLang's share of the free memory for it.
+            Size of this rank's part of the segment, and the host memory that SGLang lets this rank take.
         """
         (spare,) = self.ranks.minimum(available_bytes - wanted_bytes)
         if spare >= 0:

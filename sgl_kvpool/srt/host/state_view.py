@@ -54,7 +54,7 @@ class StateView:
         TypeError
             If a pool is of another kind.
         ValueError
-            If a part is not described or a draft lacks it, or if a draft has fewer slots.
+            If a pool keeps states outside of its layers, or a draft's pool has fewer slots than the target's.
         """
         tensors: list = []
         layers: list[LayerReference] = []

@@ -21,7 +21,7 @@ class TierBytes:
     rows : int
         Rows in the host's layout, including packed drafts, padding and checksums.
     index_keys : int
-        Index keys of models with sparse attention, which are kept under the pages of the rows.
+        Index keys of models with sparse attention, which are kept under the rows' page indices.
     states : int
     device_rows : int
         Rows in the device's layout.
@@ -84,7 +84,7 @@ def rows_declared(decls: Sequence[Any]) -> Any:
 
 
 def _beside_rows(decl: Any) -> int:
-    """Bytes per token of the data that the host keeps under the pages of the rows, over all its layers."""
+    """Bytes per token, over all layers, of data that the host keeps under the rows' page indices."""
     layers = decl.owned_device_layers
     count = decl.device_pool.layer_num if layers is None else len(layers)
     return count * decl.storage_info.bytes_per_token_per_layer

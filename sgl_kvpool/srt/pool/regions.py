@@ -46,7 +46,7 @@ from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
 __all__ = ["describe"]
 
-#: Layer ids by the layer ids of a wrapped pool; None if they are the same.
+#: Model layer ids by the layer ids of a wrapped pool; None if they are the same.
 _LayerIds = Mapping[int, int] | None
 
 
@@ -273,7 +273,7 @@ class _Regions:
         if (pool.size + pool.page_size) % page:
             raise ValueError(
                 f"{type(pool).__name__} has {pool.size} + {pool.page_size} slots, which are not a multiple "
-                f"of the page size {page}; choose a pool size and a page size that divide"
+                f"of the page size {page}; choose another pool size, or a page size that divides the slots"
             )
         return page
 

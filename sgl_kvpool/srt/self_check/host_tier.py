@@ -58,7 +58,7 @@ def check_tier(controller: Any, everywhere: Callable[[bool], bool]) -> str:
             except Exception as error:  # after any exception, since other ranks wait for the result
                 problem = error
             if not everywhere(problem is None):
-                raise problem or Difference("the host tier: another rank found a difference, see its line")
+                raise problem or Difference("the host tier: another rank found a difference, see its log")
     finally:
         check.restore()
     return f"{check.pages} pages to the host tier and back"
@@ -114,7 +114,7 @@ class _TierCheck:
         controller.ack_write_queue.pop().finish_event.synchronize()
 
     def compare_host(self) -> None:
-        """Compare the host's rows, including rows of other ranks, which have agreed that all are stored."""
+        """Compare the host's rows, also those stored by other ranks: all ranks have finished `back_up`."""
         assert self._host is not None
         host, tier = self._host[0], self._tier
         problem = tier.slots_problem(host)

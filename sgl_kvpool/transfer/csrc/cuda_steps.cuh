@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(Transfer trans
   });
 }
 
-// One warp per row. A lane takes a block of 16 latent values, and two rope values: the lanes of a warp access adjacent
-// words, 4 sectors of 32 bytes for a rope of 64 (with a block per lane they would access 32 sectors).
+// One warp per row. A lane takes a block of 16 latent values, but only two rope values, so that lanes access adjacent
+// words of the rope: 4 sector accesses for 64 values in bf16 (with 16 values per lane it would be 32).
 template <Latent kFrom, Latent kTo>
 __global__ void __launch_bounds__(kConvertThreads, 1)
     convert_pages_kernel(Transfer transfer, RowLayout from, RowLayout to, const float* k_scales) {

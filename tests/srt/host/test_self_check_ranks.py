@@ -38,5 +38,5 @@ def test_a_load_that_fails_on_one_rank_ends_the_check_on_all(seen, broken):
                 "rows of fp4 loaded from the host tier: byte 0 of layer 0, token 0"
             )
         else:
-            assert rank["found"] == "the host tier: another rank found a difference, see its line"
+            assert rank["found"] == "the host tier: another rank found a difference, see its log"
         assert rank["same"]

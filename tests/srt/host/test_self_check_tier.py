@@ -217,6 +217,6 @@ def test_another_rank_that_fails(controller_of):
     left = Left(controller, pool)
     for step in range(1, 6):
         answers = iter([True] * step + [False])
-        with pytest.raises(Difference, match="another rank found a difference, see its line"):
+        with pytest.raises(Difference, match="another rank found a difference, see its log"):
             check_tier(controller, lambda good, answers=answers: next(answers))
         assert left.now() == left.before
