@@ -198,8 +198,9 @@ def test_every_number_is_tested():
     assert {number.field for number in argument_rules.NUMBERS} == set(NONSENSE)
 
 
-def test_without_a_layout_numbers_are_sglangs_to_judge(resolve, checkpoints):
-    resolve(checkpoints["mla"], "--max-total-tokens", "-5", "--max-running-requests", "0")
+def test_without_a_layout_numbers_are_passed_to_sglang(resolve, checkpoints):
+    found = resolve(checkpoints["mla"], "--max-total-tokens", "-5", "--max-running-requests", "0")
+    assert (found.max_total_tokens, found.max_running_requests) == (-5, 0)
 
 
 @pytest.mark.parametrize("named", [("--page-size", "64"), ("--enable-hierarchical-cache",)])
@@ -208,4 +209,4 @@ def test_a_pool_without_a_page(resolve, checkpoints, named):
     text = "^--max-total-tokens 63 is less than a page, which has 64 tokens; give at least as many"
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "63", *named)
-    resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "64", *named)
+    assert resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "64", *named).max_total_tokens == 64
