@@ -78,7 +78,7 @@ def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy)
         (("--page-size", "-1"), "--page-size -1 is not a valid number of tokens"),
     ],
 )
-def test_numbers_that_are_none(arranged, argv, text):
+def test_invalid_numbers_are_refused(arranged, argv, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         arranged(None, HICACHE, *argv, layout="fp4")
 

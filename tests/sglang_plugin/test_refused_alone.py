@@ -94,14 +94,14 @@ def test_what_the_arguments_say_by_themselves(start, argv, environment, text):
     assert refused_by_arguments(start(*argv, **environment)).startswith(text)
 
 
-def test_of_the_other_command(start):
+def test_refusals_of_sglang_serve(start):
     last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="serve"))
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
     last = refused_by_arguments(start(command="serve", KVPOOL_LAYOUTS="fp4"))
     assert last.startswith("KVPOOL_LAYOUTS='fp4' is not a variable of sgl-kvpool")
 
 
-def test_of_a_file_of_arguments(start, tmp_path):
+def test_refusals_of_a_configuration_file(start, tmp_path):
     config = tmp_path / "server.yaml"
     config.write_text("kv-cache-layout: fp4\nkv-host-layout: fp4\n")
     last = refused_by_arguments(start("--config", str(config)))

@@ -281,7 +281,7 @@ def test_what_tests_on_a_gpu_ask_for(own, other, arrangement, engine):
 
 
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
-def test_and_neighbours_in_registered_chunks(engine):
+def test_round_trips_of_adjacent_pages_in_registered_chunks(engine):
     def make(page_bytes, host):
         return tools(page_bytes, RegisteredChunks(host.data_ptr(), 3 * page_bytes))
 
@@ -293,7 +293,7 @@ def test_and_neighbours_in_registered_chunks(engine):
 
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
-def test_and_other_geometries(own, other, geometry):
+def test_round_trips_of_other_geometries(own, other, geometry):
     engine_cases.round_trip(
         "staged", own, other, "layer_major", 3, geometry=geometry, device=torch.device("cpu"),
         make_tools=lambda page_bytes, host: tools(page_bytes), finish=lambda: calls().play(11),
