@@ -50,12 +50,12 @@ def workspace_bytes(
     max_rows : int
         Largest `max_rows` of a call, by default the width of its `kv_indices`.
     queries_per_list : int
-        As in the calls. A workspace for several values needs the maximum of their sizes.
+        Value passed to `mla_decode`. A workspace for several values needs the maximum of their sizes.
     sm_count : int
         Streaming multiprocessors of the device.
     """
     most = 0
-    # If there are more lists than programs in all rounds, lists are not split.
+    # Larger batches need no check: with more lists than `MAX_ROUNDS` rounds have programs, no list is split.
     lists = min(max(1, max_tokens // queries_per_list), MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count)
     for count in range(1, lists + 1):
         config = decode_config(fmt, heads, queries_per_list, count, max_rows, sm_count)

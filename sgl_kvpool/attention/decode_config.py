@@ -260,7 +260,7 @@ def decode_config(
 def config_of_tile(
     tile: TileConfig, query_heads: int, lists: int, max_rows: int, sm_count: int
 ) -> DecodeConfig:
-    """As `decode_config`, with a tile that the table need not have; `query_heads` are those of a list."""
+    """As `decode_config`, for any tile, also outside the table; `query_heads` is the number per list."""
     tiles = -(-query_heads // tile.query_heads)
     slots = sm_count * tile.programs_per_sm
     blocks = -(-max_rows // tile.block_rows)

@@ -288,7 +288,7 @@ def gluon_decode_kernel(
         decay_of_rows = decay[None, :].broadcast_to([BLOCK, BLOCK_H])
         decay_of_lanes = gl.max(_rows_of_lanes(decay_of_rows), 1)  # of two equal values
         total = total * decay_of_lanes + gl.sum(_rows_of_lanes(weights), 1)
-        # Rows are contiguous, as the products of the values require.
+        # Stored with the weights of each query head contiguous, as the value products require.
         if SCALE == "fp32":
             for c in gl.static_range(R // 128):
                 factor = (weights * of_tiles[c]).to(gl.bfloat16)

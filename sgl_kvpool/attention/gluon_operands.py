@@ -94,7 +94,7 @@ def _copy_rope_layout(WARPS):
 
 @gluon.constexpr_function
 def _copy_scales_layout(WARPS, SCALE):
-    """Layout with fewer lanes per row: with four, at least half of the copies of scales would be idle."""
+    """Layout with fewer lanes per row: with four, at least half of the lanes would copy no scales."""
     if SCALE == "fp32":
         return gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     return gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
@@ -108,8 +108,8 @@ def _entries_layout(WARPS):
 # -------------------------------------------------------------------------------- shared memory
 #: Words [rows, 16]. Rows are 64 bytes: the four lanes of the next row use the other half of the banks.
 _S_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-#: FP4's scales [rows, 32]. In every other four rows, the halves are swapped: 8 lanes read 8 bytes of 8 rows
-#: each, which would otherwise use half of the banks twice.
+#: FP4's scales [rows, 32]. In every second group of four rows, the halves of a row are swapped: a warp reads
+#: 8 bytes of each of 8 rows, and rows g and g + 4 would otherwise use the same banks.
 _S_BLOCK_SCALES = gl.constexpr(gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
 _S_TILE_SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 _S_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -118,7 +118,7 @@ A_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 # --------------------------------------------------------------------------------------- late parts
-# The first of the LATE parts of a row is the rope; the others are the latent's last words, 64 bytes each.
+# The first of the LATE parts of a row is the rope; the others are the last 64-byte units of the latent.
 @gluon.constexpr_function
 def words_of_latent(R, NOPE):
     """Number of 64-byte units of a latent."""

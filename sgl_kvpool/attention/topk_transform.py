@@ -114,7 +114,7 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     _AUTO: _Implementation(decode=False),
     # :2737, treats the last dimension of rows as 16-bit values.
     "fa3": _Implementation(),
-    # :3440; arg_groups/overrides.py:571 requires that raw fp8 rows have no other reader.
+    # :3440; over raw fp8 rows SGLang requires it for both sides (arg_groups/overrides.py:571).
     "tilelang": _Implementation(),
     # :3801. If only one side were trtllm, SGLang would store raw rows for both
     # (kv_cache_configurator.py:3434), and its model would leave the rotary embedding to a kernel that is not

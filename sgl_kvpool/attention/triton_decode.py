@@ -10,7 +10,7 @@ The latent is processed in chunks of `CHUNK` values, each with a separate accumu
 one chunk per tile; the tile's scale is multiplied into the scores and weights of the chunk instead of its
 values.
 
-Tuples grow by `t + (x,)` in place: in a separate function, Triton 3.6 would confuse a tuple of tensors with a
+Tuples grow by inline `t + (x,)`: in a helper function, Triton 3.6 would confuse a tuple of tensors with a
 tuple of tuples, because it gives both the same mangled name.
 
 Everything that depends on the batch is computed on the device from the counts, so that a captured CUDA graph
@@ -295,9 +295,8 @@ def decode_kernel(
     state = (top, total, accumulators)
     if AHEAD:
         # Rows are loaded one block ahead, row numbers two blocks ahead. Operands are passed from one
-        # iteration to the next for another reason too: Triton puts the first operand of a product into shared
-        # memory only if it comes from a load or an earlier iteration. Otherwise the same rows would be stored
-        # twice.
+        # iteration to the next, because Triton puts the first operand of a product into shared memory only if
+        # it comes from a load or an earlier iteration. Otherwise the same rows would be stored twice.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,

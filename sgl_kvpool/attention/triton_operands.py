@@ -28,7 +28,7 @@ __all__ = [
 #: Operands of FP4 latents are the values times 2 to the power of this; see `_fp4_operand`.
 VALUE_SCALE_EXPONENT = -16
 #: Factors of FP4's operands, of e4m3 codes (their bits are the numbers times 2**-120) and of ue5m3 scales
-#: (the bits of e2m1 codes are the numbers times 2**-126).
+#: (which also make up for the bits of e2m1 codes, the numbers times 2**-126).
 _OPERAND_FACTOR = tl.constexpr(2.0**VALUE_SCALE_EXPONENT)
 _E4M3_FACTOR = tl.constexpr(2.0**120)
 _SCALE_FACTOR = tl.constexpr(2.0 ** (126 + VALUE_SCALE_EXPONENT))

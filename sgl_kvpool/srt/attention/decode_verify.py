@@ -108,7 +108,7 @@ class QueryCounts:
         """The buffer of a batch's counts; computes nothing and reads no lengths.
 
         When SGLang replays a graph, it passes a padded number of requests with unpadded tensors, so the
-        number of queries per request is taken from the batch's own declaration.
+        number of queries per request is taken from `spec_info`.
 
         Raises
         ------

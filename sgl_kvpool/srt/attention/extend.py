@@ -125,7 +125,7 @@ class ExtendReader:
     def __init__(self, fmt: RowFormat, heads: int, workspace: torch.Tensor, *, wrapper: Any = None):
         self.fmt, self.heads, self.workspace = fmt, heads, workspace
         self.workspace_tokens, self.dtype = len(workspace), workspace.dtype
-        # FlashInfer's kernel needs separate rotary values.
+        # FlashInfer's kernel requires rotary values.
         self.wrapper: Any = wrapper if fmt.qk_rope_head_dim else None
         self._refusal_logged = False
 

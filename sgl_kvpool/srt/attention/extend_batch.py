@@ -24,7 +24,8 @@ class PrefixChunk:
         Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
     continued_until : int
         End of the first request's queries if that request has rows in earlier chunks, else `first_query`. No
-        other request of the chunk can have rows in earlier chunks.
+        other request of the chunk can have rows in earlier chunks, except in the last chunk, which covers all
+        requests and is merged as a whole.
     kv_indptr : torch.Tensor
         `[last_request - first_request + 1]` int32: bounds of each request's rows within the chunk.
     """
@@ -55,7 +56,7 @@ class ExtendBatch:
         Chunks of the stored rows. The last one is attended together with the new tokens and therefore covers
         all requests.
     one_call : bool
-        Whether FlashInfer attends stored rows and new tokens in one call; there is at most one chunk then.
+        Whether FlashInfer attends stored rows and new tokens in one call; there is only one chunk then.
     """
 
     prefix_tokens: int

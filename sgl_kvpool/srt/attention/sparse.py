@@ -25,7 +25,7 @@ def sparse_workspace_bytes(fmt: RowFormat, heads: int, top_k: int, device: torch
     """Bytes of workspace that decoding needs for a batch of any size.
 
     Each query has its own list, and lists are not split if there are more of them than a GPU runs programs at
-    a time. Therefore the workspace has a maximum (on an H100, 9 MB for 16 heads and 17 MB for 32 or more),
+    a time. Therefore the workspace has a maximum (on an H100, 9 MB for 8 heads and at most 17 MB for more),
     whatever the batch size and padding.
 
     Parameters
