@@ -82,7 +82,7 @@ def test_print_command_refuses_where_the_plugin_would_not_load(capsys, monkeypat
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "", "1e3", "\u0663"])
-def test_ports_that_are_none(capsys, port):
+def test_invalid_ports_are_refused(capsys, port):
     with pytest.raises(SystemExit):
         main(["demo", "--model", "bytes", "--print-command", "--port", port])
     assert "from 1 to 65535" in capsys.readouterr().err

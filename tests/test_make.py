@@ -108,7 +108,7 @@ def test_the_default_python_does_not_have_to_be_the_environments(checkout, tmp_p
     assert f".venv keeps its Python {HERE}; python3 is Python 3.99" in printed
 
 
-def test_a_python_that_is_none(checkout):
+def test_a_python_that_does_not_exist_is_refused(checkout):
     status, printed = make(checkout, "venv", "PYTHON=nowhere/python")
     assert status == 2
     assert "PYTHON=nowhere/python does not run" in printed

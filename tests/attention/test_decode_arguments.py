@@ -106,8 +106,24 @@ def test_refusals(changes, error, words):
         call(**changes)
 
 
-def test_entries_beyond_the_count_may_be_anything():
-    call(kv_lens=torch.tensor([0, 4]))
+@pytest.mark.parametrize("garbage", [None, 2**31 - 1, -(2**31), 0])
+def test_entries_beyond_the_count_are_not_read(garbage):
+    """A list of 9 rows of which a query attends 2: the other 7, and what follows them, are ignored."""
+    case = make_case("fp4", rank=128, counts=((9,), (4,)), width=12, heads=3)
+    kv_lens = torch.tensor([2, 4])
+    kv_indices = case.kv_indices.clone()
+    if garbage is not None:
+        kv_indices[0, 2:] = kv_indices[1, 4:] = garbage
+    check(call(kv_lens=kv_lens, kv_indices=kv_indices), case.but(kv_lens=kv_lens), rounding=0)
+
+
+def test_a_query_without_entries_gives_zero():
+    case = make_case("fp4", rank=128, counts=((9,), (4,)), width=12, heads=3)
+    kv_lens = torch.tensor([0, 4])
+    out, lse = call(kv_lens=kv_lens)
+    assert not out[0].any()
+    assert torch.isneginf(lse[0]).all()
+    check((out, lse), case.but(kv_lens=kv_lens), rounding=0)
 
 
 def test_limits_of_the_kernel():

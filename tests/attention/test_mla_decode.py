@@ -158,7 +158,7 @@ def test_query_types(dtype):
     check((out, lse), case, rounding=0)
 
 
-def test_counts_and_lists_that_mean_nothing():
+def test_invalid_counts_and_lists():
     """Negative counts, counts beyond the list, lists that do not exist: read as no row, all rows, no row."""
     case = make_case("fp4", rank=128, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
     check_everything(case)
@@ -174,7 +174,7 @@ def test_counts_and_lists_that_mean_nothing():
         assert not out.any()
 
 
-def test_entries_that_wrap_around_are_none_in_the_kernel():
+def test_the_kernel_skips_slots_whose_row_number_overflows():
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("bf16", rank=128, arrangement="page_major", counts=((9,),))
     ids = case.kv_indices.long()
@@ -197,7 +197,7 @@ def test_a_query_of_nans_is_no_query_without_rows(splits):
 
 
 @pytest.mark.parametrize("page", [None, (4, 12)])
-def test_rows_beyond_the_pool_are_none_in_the_kernel(page):
+def test_the_kernel_skips_slots_beyond_the_pool(page):
     case = make_case("bf16", rank=128, arrangement="page_major" if page else "layer_major", counts=((9,),))
     assert case.page == page
     case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])

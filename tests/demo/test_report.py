@@ -154,7 +154,7 @@ def test_table(results):
     assert len({len(line) for line in lines[:4]}) == 1
 
 
-def test_a_change_of_nothing_has_no_sign_to_trip_over(results):
+def test_a_change_of_zero_is_printed_without_a_minus_sign(results):
     same = dataclasses.replace(results[1], difference=Difference(-1e-7, 1e-7, 1.0))
     assert "+0.00 % (0.00)" in report.table([results[0], same], "byte")
 

@@ -23,7 +23,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), lifespan="off")
 """
 
 
-def test_nobody_gets_the_port_by_asking_for_any():
+def test_free_ports_are_below_the_ephemeral_range():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = [free_port() for _ in range(300)]
     assert len(set(ports)) == 300

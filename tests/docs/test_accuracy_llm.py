@@ -117,7 +117,7 @@ def test_keys_before_rope_are_turned_back_exactly():
 
 
 @needs_smollm2
-def test_a_cut_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys):
     state, found = tmp_path / "state.pt", tmp_path / "found.json"
 
     def run(*arguments):

@@ -49,7 +49,7 @@ def test_bars_are_to_scale_and_numbered(number):
         assert (shown[str(offset)] - left) / scale == pytest.approx(offset, abs=0.5)
 
 
-def test_nothing_leaves_the_picture():
+def test_texts_are_inside_the_picture():
     drawing = ET.fromstring(draw_rows.PICTURE.read_text())
     width, height = float(drawing.get("width")), float(drawing.get("height"))
     letter = 8.5  # wider than a letter of the largest text

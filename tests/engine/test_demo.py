@@ -98,7 +98,7 @@ def test_greedy_tokens(record, results, goldens, layout):
 
 
 @pytest.mark.engine("killed")
-def test_a_server_that_is_killed_is_said_in_a_line(record):
+def test_a_killed_server_is_reported_in_one_line(record):
     found = record("killed")
     assert found["status"] == 1
     lines = found["printed"].splitlines()

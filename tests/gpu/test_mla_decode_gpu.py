@@ -151,7 +151,7 @@ def test_a_call_with_room_allocates_nothing():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_rows_beyond_the_pool_are_none():
+def test_slots_beyond_the_pool_are_skipped():
     case = make_case("bf16", rank=128, counts=((9,),))
     case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     check(run(case), case)

@@ -144,7 +144,7 @@ def test_views_share_the_buffers_storage_at_an_offset():
 
 @pytest.mark.parametrize("field", ["layers", "pages", "page_size_tokens", "row_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3", True, None])
-def test_sizes_that_are_none(field, value):
+def test_invalid_sizes_are_refused(field, value):
     sizes = {"layers": 1, "pages": 1, "page_size_tokens": 1, "row_bytes": 1, field: value}
     with pytest.raises(ValueError, match=f"{field}={value!r} is not a positive integer"):
         RowPlacement(KVArrangement.LAYER_MAJOR, **sizes)

@@ -201,7 +201,7 @@ def test_bytes_in_another_order_do_not_move():
         ([0, 1], [4, 4], "listed twice"),
     ],
 )
-def test_page_lists_that_are_none(source, target, message):
+def test_invalid_page_lists_are_refused(source, target, message):
     caches, memory = checklist_d1(1)
     before = [m.clone() for m in memory]
     with pytest.raises(ValueError, match=message):
@@ -234,7 +234,7 @@ def test_structs_are_frozen():
         ({"run_count": 2, "run_stride_bytes": 7}, "runs 7 bytes apart overlap"),
     ],
 )
-def test_runs_that_are_none(change, message):
+def test_invalid_runs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         PageRuns(**{"tensor_index": 0, "offset_bytes": 0, "run_bytes": 8, **change})
 
@@ -287,7 +287,7 @@ def test_memory_or_a_name_that_is_listed_twice():
         (True, 1, "num_pages"),
     ],
 )
-def test_groups_of_numbers_that_are_none(pages, tokens, message):
+def test_invalid_numbers_of_a_group_are_refused(pages, tokens, message):
     with pytest.raises(ValueError, match=message):
         CanonicalGroup(name="kv", layers=(), num_pages=pages, page_size_tokens=tokens)
 

@@ -335,7 +335,7 @@ def test_pages_an_arrangement_cannot_cut(extra, arrangement, message):
         ({"backend": None}, "layer a names no backend"),
     ],
 )
-def test_layers_that_are_none(extra, message):
+def test_invalid_layers_are_refused(extra, message):
     with pytest.raises(ValueError, match=message):
         LayerPages(**{"name": "a", "page_bytes": 64, "backend": READER, **extra})
 

@@ -199,7 +199,7 @@ def test_strides(runs, kernel, rank):
 
 @of_kernels
 @pytest.mark.parametrize("splits", [1, 2])
-def test_counts_and_lists_that_mean_nothing(runs, kernel, rank, splits):
+def test_invalid_counts_and_lists(runs, kernel, rank, splits):
     """Negative counts, counts beyond the list, lists that do not exist: read as no row, all rows, no row."""
     case = make_case("fp4", rank=rank, counts=((-3,), (2**31 - 1,), (64,), (9,), (5,)), width=64)
     decode(case, splits, tile=tile_of(kernel, case))
@@ -210,7 +210,7 @@ def test_counts_and_lists_that_mean_nothing(runs, kernel, rank, splits):
 
 
 @of_kernels
-def test_entries_that_wrap_around_are_none(runs, kernel, rank):
+def test_slots_whose_row_number_overflows_are_skipped(runs, kernel, rank):
     """int64 slots times rows per page leave 64 bits; the row number is negative then."""
     case = make_case("fp4", rank=rank, arrangement="page_major", counts=((9,),))
     ids = case.kv_indices.long()

@@ -82,7 +82,7 @@ def test_a_metric_that_vanished():
         run(status="skipped", reason="torch sees no GPU"),
     ],
 )
-def test_a_step_that_was_not_run_is_said(new):
+def test_a_step_that_was_not_run_is_reported(new):
     found = compare(run(one(2.0)), new)
     assert found.regressions == []
     assert found.status == 2

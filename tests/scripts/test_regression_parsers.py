@@ -144,7 +144,7 @@ def test_transfer_on_a_gpu(parsed):
 
 @pytest.mark.parametrize("parser", [attention, transfer, codec, arrangements])
 @pytest.mark.parametrize("broken", ["", "[1]", '{"results": []}', "{}", '{"results": [{}], "targets": []}'])
-def test_files_that_are_none(parser, broken, tmp_path):
+def test_malformed_results_are_refused(parser, broken, tmp_path):
     (tmp_path / "results.json").write_text(broken)
     with pytest.raises((ValueError, KeyError, TypeError)):
         parser(tmp_path)

@@ -102,7 +102,7 @@ def test_one_bad_step_does_not_stop_the_others(run):
         ('{"metric": "a", "value": null, "unit": "s", "kind": "fact"}', "no note"),
     ],
 )
-def test_numbers_that_are_none(run, line, why):
+def test_invalid_measurements_fail_the_step(run, line, why):
     found = run(step("one", f"(folder / 'measurements.jsonl').write_text({line!r})"))["one"]
     assert found.status == "failed"
     assert why in found.reason
@@ -181,7 +181,7 @@ def test_orphans_of_a_server_end_with_its_step(run, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [1, 600])
-def test_who_is_still_dying_is_waited_for(run, tmp_path, monkeypatch, seconds):
+def test_children_that_end_slowly_are_waited_for(run, tmp_path, monkeypatch, seconds):
     """A server's child that takes a while to stop is not left behind; a child that never ends is."""
     monkeypatch.setattr(processes, "_DYING_S", 4.0)
     code = f"""

@@ -240,7 +240,7 @@ def test_every_step_says_how_long_it_takes(machine, options):
         assert in_all(found, on_gpu=True).startswith("84 steps, about 4 h 0 min in all (estimate)")
 
 
-def test_an_older_run_says_it_better():
+def test_durations_of_an_older_run_are_preferred():
     every = list(steps(core=True).values())
     old = Run(
         {},

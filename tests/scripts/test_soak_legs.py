@@ -109,7 +109,7 @@ def test_the_tolerance_reaches_every_server(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["-0.1", "nan", "inf"])
-def test_a_tolerance_that_is_none(capsys, value):
+def test_invalid_tolerances_are_refused(capsys, value):
     with pytest.raises(SystemExit):
         soak.parse([f"--tie-tolerance={value}"])
     assert "--tie-tolerance" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_an_exported_arrangement_needs_a_layout(resolve, checkpoints, monkeypatc
     assert arrangement_of(resolve(checkpoints["mla"])) == "token_major"
 
 
-def test_auto_needs_none(resolve, checkpoints):
+def test_arrangement_auto_needs_no_layout(resolve, checkpoints):
     args = resolve(checkpoints["mla"], "--kv-cache-arrangement", "auto")
     assert layout_of(args) is None
     assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
@@ -175,7 +175,7 @@ def test_the_demos_servers_are_asked_by_their_arguments_alone():
         ("--disaggregation-mode", "decode"),
     ],
 )
-def test_features_that_take_packed_rows(arranged, arrangement, argv):
+def test_disaggregation_refuses_other_arrangements(arranged, arrangement, argv):
     text = f"^{' '.join(argv)} does not work with --kv-cache-arrangement {arrangement}: .*one of the two"
     with pytest.raises(ValueError, match=text):
         arranged(arrangement, *argv)
@@ -183,7 +183,7 @@ def test_features_that_take_packed_rows(arranged, arrangement, argv):
 
 @pytest.mark.parametrize("arrangement", [None, "auto", "layer_major"])
 @pytest.mark.parametrize("argv", [("--disaggregation-mode", "prefill"), ("--enable-hierarchical-cache",)])
-def test_which_work_with_sglangs_arrangement(arranged, arrangement, argv):
+def test_disaggregation_and_host_tier_take_layer_major(arranged, arrangement, argv):
     assert arrangement_of(arranged(arrangement, *argv)) == "layer_major"
 
 

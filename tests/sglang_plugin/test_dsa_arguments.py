@@ -7,6 +7,12 @@ import pytest
 from shown import SHOWN_SPARSE as SHOWN
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
+#: SGLang's prefill and decode backend on Hopper if neither is named.
+CHOSEN = {
+    "bf16": ("flashmla_sparse", "fa3"),
+    "fp8_block_scale": ("flashmla_kv", "flashmla_kv"),
+    "fp4": ("flashmla_sparse", "flashmla_sparse"),
+}
 
 
 def pair(prefill, decode):
@@ -30,10 +36,8 @@ def serve(resolve, checkpoints, monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "argv", "expected"),
     [
-        ("bf16", (), ("flashmla_sparse", "fa3")),
-        ("fp8_block_scale", (), ("flashmla_kv", "flashmla_kv")),
+        *((layout, (), backends) for layout, backends in CHOSEN.items()),
         ("fp8", pair("tilelang", "tilelang"), ("tilelang", "tilelang")),
-        ("fp4", (), ("flashmla_sparse", "flashmla_sparse")),
     ],
 )
 def test_choice(serve, layout, argv, expected):
@@ -45,24 +49,27 @@ def test_choice(serve, layout, argv, expected):
 
 
 @pytest.mark.parametrize(
-    ("layout", "argv"),
+    ("layout", "named", "argv"),
     [
-        ("bf16", pair("flashmla_sparse", "flashmla_sparse")),
-        ("bf16", pair("tilelang", "fa3")),
-        ("bf16", pair("flashmla_sparse_q8", "fa3")),
-        ("bf16", ("--kv-cache-dtype", "bfloat16")),
-        ("fp8_block_scale", pair("flashmla_sparse", "flashmla_kv")),
-        ("fp8_block_scale", (*pair("flashmla_sparse", "flashmla_kv"), "--enable-mixed-chunk")),
-        ("fp8_block_scale", pair("triton_sparse_mla", "flashmla_kv")),
-        ("fp8_block_scale", pair("flashmla_auto", "flashmla_kv")),
-        ("fp8_block_scale", ("--kv-cache-dtype", "fp8_e4m3")),
-        ("fp4", ("--enable-mixed-chunk",)),
-        ("fp4", pair("flashmla_sparse", "flashmla_sparse")),
-        ("fp4", ("--attention-backend", "dsa")),
+        ("bf16", ("flashmla_sparse", "flashmla_sparse"), ()),
+        ("bf16", ("tilelang", "fa3"), ()),
+        ("bf16", ("flashmla_sparse_q8", "fa3"), ()),
+        ("bf16", None, ("--kv-cache-dtype", "bfloat16")),
+        ("fp8_block_scale", ("flashmla_sparse", "flashmla_kv"), ()),
+        ("fp8_block_scale", ("flashmla_sparse", "flashmla_kv"), ("--enable-mixed-chunk",)),
+        ("fp8_block_scale", ("triton_sparse_mla", "flashmla_kv"), ()),
+        ("fp8_block_scale", ("flashmla_auto", "flashmla_kv"), ()),
+        ("fp8_block_scale", None, ("--kv-cache-dtype", "fp8_e4m3")),
+        ("fp4", None, ("--enable-mixed-chunk",)),
+        ("fp4", ("flashmla_sparse", "flashmla_sparse"), ()),
+        ("fp4", None, ("--attention-backend", "dsa")),
     ],
 )
-def test_accepted(serve, layout, argv):
-    serve(layout, *argv)
+def test_accepted_backends_are_used(serve, layout, named, argv):
+    view = serve(layout, *(pair(*named) if named else ()), *argv)
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == (named or CHOSEN[layout])
+    assert (view.attention_backend, view.kv_cache_dtype, view.page_size) == ("dsa", SHOWN[layout], 64)
+    assert view.enable_mixed_chunk == ("--enable-mixed-chunk" in argv)
 
 
 def test_blackwell_would_store_other_rows(serve):

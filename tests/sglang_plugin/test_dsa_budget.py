@@ -166,7 +166,7 @@ def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
 
 
 @pytest.mark.parametrize("draft", [None, "mla3"])
-def test_dense_models_keep_out_of_it(hooked, resolve, checkpoints, monkeypatch, draft):
+def test_dense_models_keep_sglangs_dsa_class(hooked, resolve, checkpoints, monkeypatch, draft):
     """SGLang selects a `dsa` class for them too. Their readers may have a k_scale."""
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.overrides import model_config_of

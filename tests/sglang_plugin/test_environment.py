@@ -105,7 +105,7 @@ def test_a_flag_that_is_neither_yes_nor_no(environment, name):
 
 
 @pytest.mark.parametrize("name", env.OPTIONS)
-def test_an_option_that_has_no_such_value(environment, name):
+def test_unknown_values_of_options_are_problems(environment, name):
     environment(**{name: "int2"})
     (problem,) = environment_problems()
     assert problem.startswith(f"{name}='int2' is not a KV ")

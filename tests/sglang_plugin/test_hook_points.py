@@ -306,7 +306,7 @@ def test_a_hook_group_that_is_not_known_stops_a_scheduler(run_in_scheduler):
         ),
     ],
 )
-def test_a_fix_that_cannot_be_had_stops_a_scheduler(run_in_scheduler, breakage, value, text):
+def test_a_fix_that_cannot_be_applied_stops_a_scheduler(run_in_scheduler, breakage, value, text):
     code = breakage + LOAD.format(argv=["x"]) + "print('went on')"
     done = run_in_scheduler(code, KVPOOL_FIX_TOPK=value)
     assert done.returncode == 1, done.stderr

@@ -78,19 +78,23 @@ def test_what_is_refused_names_the_remedy(arranged, layout, flag, value, remedy)
         (("--page-size", "-1"), "--page-size -1 is not a valid number of tokens"),
     ],
 )
-def test_numbers_that_are_none(arranged, argv, text):
+def test_invalid_numbers_are_refused(arranged, argv, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         arranged(None, HICACHE, *argv, layout="fp4")
 
 
 def test_a_size_makes_the_ratio_unimportant(arranged):
-    arranged(None, HICACHE, "--hicache-size", "3", "--hicache-ratio", "0", layout="fp4")
+    found = view(arranged(None, HICACHE, "--hicache-size", "3", "--hicache-ratio", "0", layout="fp4"))
+    assert (found.hicache_size, found.hicache_ratio) == (3, 0)
+    assert (found.page_size, found.hicache_mem_layout) == (64, "page_first")
 
 
 def test_a_store_without_a_tier(arranged):
     with pytest.raises(ValueError, match="--hicache-storage-backend file does nothing without --enable-hier"):
         arranged(None, "--hicache-storage-backend", "file", layout="fp4")
-    arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4")
+    found = view(arranged(None, HICACHE, "--hicache-storage-backend", "file", layout="fp4"))
+    assert (found.enable_hierarchical_cache, found.hicache_storage_backend) == (True, "file")
+    assert (found.page_size, found.hicache_mem_layout) == (64, "page_first")
 
 
 OFFLOAD = (
@@ -109,8 +113,9 @@ def test_a_decode_server_that_offloads_has_a_tier(arranged):
         arranged(None, *OFFLOAD, "--hicache-mem-layout", "layer_first", layout="fp4")
 
 
-def test_which_are_not_looked_at_without_a_host_tier(arranged):
-    arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4")
+def test_arguments_of_the_host_tier_are_not_checked_without_one(arranged):
+    found = view(arranged(None, "--hicache-mem-layout", "layer_first", layout="fp4"))
+    assert (found.hicache_mem_layout, found.page_size) == ("layer_first", 1)
 
 
 def on_a_gpu(

@@ -139,7 +139,9 @@ def test_more_tokens_fit_and_states_stay(hooked):
         sizes = sizes_of(kvc)
         tokens[layout] = (int(rest * GB) - sizes._fixed_overhead_bytes) // sizes._cell_size
     assert tokens[None] > tokens["bf16"]  # our attention needs a workspace
-    assert tokens["bf16"] < tokens["fp8_block_scale"] < tokens["fp8"] < tokens["fp4"]
+    in_order = ("bf16", "fp8_block_scale", "fp8", "fp4", "fp4_fp8_rope")
+    assert sorted(in_order) == sorted(LAYOUTS)
+    assert [tokens[layout] for layout in in_order] == sorted({tokens[layout] for layout in LAYOUTS})
 
 
 def test_sglang_as_it_is_keeps_its_pool(hooked):

@@ -94,14 +94,14 @@ def test_what_the_arguments_say_by_themselves(start, argv, environment, text):
     assert refused_by_arguments(start(*argv, **environment)).startswith(text)
 
 
-def test_of_the_other_command(start):
+def test_refusals_of_sglang_serve(start):
     last = refused_by_arguments(start(*LAYOUT, "--kv-host-layout", "fp4", command="serve"))
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
     last = refused_by_arguments(start(command="serve", KVPOOL_LAYOUTS="fp4"))
     assert last.startswith("KVPOOL_LAYOUTS='fp4' is not a variable of sgl-kvpool")
 
 
-def test_of_a_file_of_arguments(start, tmp_path):
+def test_refusals_of_a_configuration_file(start, tmp_path):
     config = tmp_path / "server.yaml"
     config.write_text("kv-cache-layout: fp4\nkv-host-layout: fp4\n")
     last = refused_by_arguments(start("--config", str(config)))
@@ -198,8 +198,9 @@ def test_every_number_is_tested():
     assert {number.field for number in argument_rules.NUMBERS} == set(NONSENSE)
 
 
-def test_without_a_layout_numbers_are_sglangs_to_judge(resolve, checkpoints):
-    resolve(checkpoints["mla"], "--max-total-tokens", "-5", "--max-running-requests", "0")
+def test_without_a_layout_numbers_are_passed_to_sglang(resolve, checkpoints):
+    found = resolve(checkpoints["mla"], "--max-total-tokens", "-5", "--max-running-requests", "0")
+    assert (found.max_total_tokens, found.max_running_requests) == (-5, 0)
 
 
 @pytest.mark.parametrize("named", [("--page-size", "64"), ("--enable-hierarchical-cache",)])
@@ -208,4 +209,4 @@ def test_a_pool_without_a_page(resolve, checkpoints, named):
     text = "^--max-total-tokens 63 is less than a page, which has 64 tokens; give at least as many"
     with pytest.raises(ValueError, match=text):
         resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "63", *named)
-    resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "64", *named)
+    assert resolve(checkpoints["mla"], *LAYOUT, "--max-total-tokens", "64", *named).max_total_tokens == 64

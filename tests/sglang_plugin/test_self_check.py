@@ -172,7 +172,7 @@ def test_drafts_and_two_layers(scheduler, monkeypatch, caplog):
     assert caplog.text.count("attention of 3 requests") == 2
 
 
-def test_a_difference_is_a_refusal(scheduler, monkeypatch):
+def test_a_difference_refuses_the_start(scheduler, monkeypatch):
     from sgl_kvpool.attention import cpu
 
     monkeypatch.setattr(cpu, "gather_rows", lambda *args, out, **named: out.zero_())
@@ -187,7 +187,7 @@ def test_a_difference_is_a_refusal(scheduler, monkeypatch):
     assert text.endswith("; serve without --kv-cache-layout, and report this line")
 
 
-def test_an_sglang_that_is_called_otherwise_is_a_refusal(scheduler):
+def test_a_check_that_cannot_be_run_refuses_the_start(scheduler):
     del scheduler.tp_worker.model_runner.attn_backend
     with pytest.raises(Refusal, match=r"could not be run: AttributeError\(.*attn_backend.*; serve without"):
         run(scheduler)

@@ -193,7 +193,7 @@ def test_every_code_and_scale_comes_back(device, host):
 
 
 @pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
-def test_a_page_of_bf16_may_travel_again(host):
+def test_a_page_of_bf16_is_rounded_once(host):
     """A page is rounded once: after the second trip at the latest, encoding gives the same values."""
     own, other = formats("bf16", host)
     there = RowConversion(source=own, target=other, k_scales=(1.0,))

@@ -131,7 +131,7 @@ def test_instructions_are_those_of_the_machine():
     assert not [flag for flag in cpu_flags("AVX2") if "fast" in flag or "fma" in flag]
 
 
-def test_nothing_is_copied_of_lists_that_are_none():
+def test_nothing_is_copied_for_empty_or_invalid_page_lists():
     source, _ = side("page_major", distinct)
     target, to_pages = side("layer_major", -18)
     engine = CpuEngine(TransferPlan(source, target, "kv"))

@@ -230,20 +230,27 @@ def test_bad_lists_are_refused_before_anything_is_enqueued():
 
 
 def test_no_pages_and_no_layers():
+    """A copy of no pages, or between caches of no layers, writes no byte."""
     none, empty = slots_of([]), np.array([], dtype=np.int64)
+    memory = []
     for layers, (name, engine) in itertools.product((LAYERS, 0), GPU_ENGINES.items()):
-        device, host = (side("layer_major", 0, layers=layers)[0], side("layer_major", 0, layers=layers)[0])
+        device, on_device = side("layer_major", distinct, layers=layers)
+        # The staged engine copies to page-major hosts only.
+        arrangement = "page_major" if layers and name == "staged" else "layer_major"
+        host, on_host = side(arrangement, -18, layers=layers)
+        memory.append((on_device, on_host))
         for plan, to_host in (
             (TransferPlan(device, host, "kv"), True),
             (TransferPlan(host, device, "kv"), False),
         ):
-            if layers and name == "staged":
-                continue  # a host tier is page-major
-            made = engine(plan, tools(64), to_host)
+            made = engine(plan, tools(LAYERS * TOKENS * ROW), to_host)
             made.copy(*((none, empty) if to_host else (empty, none)))
             if not layers:
                 made.copy(*((slots_of([1]), np.array([1])) if to_host else (np.array([1]), slots_of([1]))))
     calls().play(0)
+    for on_device, on_host in memory:
+        assert np.array_equal(on_device, distinct(on_device.shape))
+        assert (on_host == -18).all()
 
 
 def test_what_an_engine_cannot_do():
@@ -274,7 +281,7 @@ def test_what_tests_on_a_gpu_ask_for(own, other, arrangement, engine):
 
 
 @pytest.mark.parametrize("engine", ["staged", "copy_engine"])
-def test_and_neighbours_in_registered_chunks(engine):
+def test_round_trips_of_adjacent_pages_in_registered_chunks(engine):
     def make(page_bytes, host):
         return tools(page_bytes, RegisteredChunks(host.data_ptr(), 3 * page_bytes))
 
@@ -286,7 +293,7 @@ def test_and_neighbours_in_registered_chunks(engine):
 
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), engine_cases.CONVERSIONS)
-def test_and_other_geometries(own, other, geometry):
+def test_round_trips_of_other_geometries(own, other, geometry):
     engine_cases.round_trip(
         "staged", own, other, "layer_major", 3, geometry=geometry, device=torch.device("cpu"),
         make_tools=lambda page_bytes, host: tools(page_bytes), finish=lambda: calls().play(11),

@@ -126,7 +126,7 @@ def test_as_few_runs_as_the_bytes_allow(device, host, copy_runs, runs_of_a_page)
         ([[0]], [[1]], TypeError, "expected a 1-d array of integers"),
     ],
 )
-def test_page_lists_that_are_none(source, target, error, message):
+def test_invalid_page_lists_are_refused(source, target, error, message):
     plan = TransferPlan(side("page_major", 0)[0], side("layer_major", 0)[0], "kv")
     with pytest.raises(error, match=message):
         plan.check_pages(np.array(source), np.array(target))

@@ -140,8 +140,8 @@ class ExtendReader:
 
         Bounds and lengths stay on the host, where FlashInfer takes them, so nothing waits for the GPU.
         Returns False if FlashInfer's kernel refuses the batch, which is then attended in chunks: it refuses
-        some lengths if the heads of a rank do not divide its tile (12, 20, 24, 40 heads), and more than
-        16384 work items.
+        some lengths if the heads of a rank do not divide its tile of 64 or 128 (12, 20, 24, 40 heads), and
+        more than 16384 work items.
         """
         lengths = [stored + own for stored, own in zip(prefix_lens, query_lens, strict=True)]
         rows = rows_of_requests(prefix_lens, query_lens).pin_memory()

@@ -86,7 +86,7 @@ def test_nothing_is_spilled_or_serialised(compiled):
 
 
 @pytest.mark.parametrize("op", range(len(library.OPERATIONS)))
-def test_a_loop_is_what_it_is_called(compiled, op):
+def test_each_loop_consists_of_its_operations_instructions(compiled, op):
     (code,) = kernels(compiled[1], rf"instructionsILi{op}E").values()
     found = loop(code)
     total = found.total()

@@ -178,7 +178,7 @@ def test_plugin_lists_that_let_us_load(monkeypatch, value):
     assert probes.plugin().problems == []
 
 
-def test_an_entry_point_of_somebody_elses(tmp_path, monkeypatch):
+def test_an_entry_point_of_another_package_is_reported(tmp_path, monkeypatch):
     info = tmp_path / "evil-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")

@@ -97,7 +97,7 @@ def test_arguments_of_a_file_are_looked_at(text, message, tmp_path, capsys):
     assert "asking SGLang" not in said.err
 
 
-def test_a_list_is_no_configuration(tmp_path, capsys):
+def test_a_config_json_that_contains_a_list_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[1]")
     assert main(["plan", "--model", str(tmp_path), "--gpu-gb", "80"]) == 2
     assert "contains a list" in capsys.readouterr().err
@@ -341,7 +341,7 @@ def test_ranks_that_share_a_tier_hold_more_tokens():
 @pytest.mark.parametrize(
     ("name", "value"), [("num_hidden_layers", 0), ("kv_lora_rank", "512"), ("qk_rope_head_dim", -64)]
 )
-def test_sizes_that_are_none(name, value, tmp_path, capsys):
+def test_invalid_sizes_in_config_json_are_refused(name, value, tmp_path, capsys):
     """Refused before SGLang is asked, which would plan 0 bytes per token or fail in transformers."""
     config = {**json.loads(Path(V32).read_text()), name: value}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -332,15 +332,31 @@ def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
     assert case.backend._rows_to_write._rows is None
 
 
-def test_prefill_does_not_wait_for_what_a_step_needs_not(monkeypatch):
-    """needs_cpu_seq_lens is False: decode and verify batches must not read lengths on the host."""
+@pytest.mark.parametrize(
+    ("mode", "seq_lens", "kv_lens"),
+    [
+        ("DECODE", [4, 40, 7], [4, 40, 7]),
+        ("TARGET_VERIFY", [0, 36, 3], [1, 2, 3, 4, 37, 38, 39, 40, 4, 5, 6, 7]),
+        ("DRAFT_EXTEND_V2", [4, 40, 7], [1, 2, 3, 4, 37, 38, 39, 40, 4, 5, 6, 7]),
+    ],
+)
+def test_decode_and_verify_are_planned_without_lengths_on_the_host(mode, seq_lens, kv_lens, monkeypatch):
+    """needs_cpu_seq_lens is False, so SGLang passes no lengths on the host; nor may a plan fetch them."""
     case = CudaCase("bf16", [4, 40, 7], [0, 36, 3], monkeypatch)
     assert case.backend.needs_cpu_seq_lens is False
-    for mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"):
-        batch = case.batch(mode)
-        batch.batch_size, batch.out_cache_loc = 3, batch.out_cache_loc[:12]
-        batch.seq_lens_cpu = batch.seq_lens_sum = None
+    batch = case.batch(mode)
+    assert batch.seq_lens.tolist() == seq_lens
+    batch.batch_size, batch.out_cache_loc = 3, batch.out_cache_loc[:12]
+    batch.seq_lens_cpu = batch.seq_lens_sum = None
+
+    def waits(*args, **named):
+        raise AssertionError("reads a tensor on the host, which waits for the GPU")
+
+    with monkeypatch.context() as patch:
+        for name in ("cpu", "item", "numpy", "tolist", "__bool__", "__index__", "__int__"):
+            patch.setattr(torch.Tensor, name, waits)
         case.backend.init_forward_metadata(batch)
+    assert case.backend.forward_metadata.kv_lens.tolist() == kv_lens
 
 
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])

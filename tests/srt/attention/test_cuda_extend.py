@@ -153,13 +153,28 @@ def test_what_fits_is_one_call(layout, monkeypatch):
 
 
 class Refusing(Paged):
-    """FlashInfer 0.7.2 refuses some lengths if the number of heads (12, 20, 40) does not divide its tile."""
+    """FlashInfer's wrapper for a batch that its kernel does not take."""
 
     def plan(self, **arguments):
         raise ValueError("causal tile bound")
 
 
-def test_what_flashinfer_refuses_goes_by_prefix_chunks(monkeypatch, caplog):
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 12, 20, 24, 40])
+def test_flashinfer_refuses_heads_that_do_not_divide_its_tile(heads):
+    """FlashInfer's own check on Hopper: its tile has 64 queries times heads, or 128 in long batches."""
+    from flashinfer.mla._batch_mla._backends._fa_common import _validate_fa_causal_tile_bound
+
+    def refused(stored):
+        try:
+            _validate_fa_causal_tile_bound([64], [stored + 64], heads, "fa3", torch.bfloat16, "cuda")
+        except ValueError as refusal:
+            return "causal tile boundary is unsupported" in str(refusal)
+        return False
+
+    assert any(map(refused, range(64))) == (heads in (12, 20, 24, 40))
+
+
+def test_a_batch_that_flashinfer_refuses_is_attended_in_chunks(monkeypatch, caplog):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     batch = Batch("fp4", [0, 23, 2, 0], [4, 3, 1, 2])
     reader = reader_of(batch, 35, wrapper=Refusing())

@@ -119,7 +119,7 @@ def test_steps(layout, placed, factory, monkeypatch):
     case.assert_stored()
 
 
-def test_its_scale_is_that_of_layer_0(monkeypatch):
+def test_a_draft_uses_the_k_scale_of_its_own_layer(monkeypatch):
     """The k_scale of the draft's own module, whatever the target's first MLA layer has."""
     case = draft_case("fp8", [9], [8], monkeypatch)
     assert case.pool.k_scale(LAYER) == 0.75

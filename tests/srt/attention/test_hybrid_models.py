@@ -252,5 +252,13 @@ def test_without_rotation(named):
     assert torch.equal(rows[slots, RANK:], latent[:, -ROPE:])
 
 
-def test_the_layer_is_sglangs():
-    assert type(build_layer()).__name__ == "DeepseekV2AttentionMLA"
+@pytest.mark.parametrize(("name", "kind", "layers"), TARGETS)
+def test_mla_layers_of_the_models_run_the_code_that_is_tested_here(build, name, kind, layers):
+    """`Server` runs one layer of DeepSeek's class; the models must not override what it runs."""
+    model = build(name, kind)
+    found = {m.attn_mqa.layer_id: m for m in model.modules() if hasattr(m, "attn_mqa")}
+    assert sorted(found) == sorted(layers)
+    tested = type(build_layer())
+    for layer in found.values():
+        for method in ("forward_prepare", "forward_core", "forward_absorb_core", "forward_normal_core"):
+            assert getattr(type(layer), method) is getattr(tested, method)

@@ -124,7 +124,7 @@ def test_an_idle_rank_does_not_reach_the_backend(layers):
 
 
 @pytest.mark.parametrize("batch", ["no prefix", "long prefix"])
-def test_more_than_one_piece(layers, monkeypatch, batch):
+def test_prefills_beyond_the_chunk_capacity_are_chunked(layers, monkeypatch, batch):
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "8")
     server = layers[Q_RANK]
     run(server, "EXTEND", batch)
@@ -204,7 +204,7 @@ def test_absorbed_calls_of_models_that_do_not_know_our_name(layers, named, mode)
 
 
 @pytest.mark.parametrize(("batch", "tokens", "rows"), [("no prefix", 14, 14), ("long prefix", 8, 25)])
-def test_multi_head_calls_in_one_piece(layers, batch, tokens, rows):
+def test_one_shot_mha_calls(layers, batch, tokens, rows):
     server = layers[Q_RANK]
     before = server.backend.chunk_metadata
     run(server, "EXTEND", batch)
@@ -220,7 +220,7 @@ def test_multi_head_calls_in_one_piece(layers, batch, tokens, rows):
     assert not call.tensors["v"].is_contiguous()  # a slice of kv_b_proj's result
 
 
-def test_multi_head_calls_in_pieces(layers, monkeypatch):
+def test_chunked_mha_calls(layers, monkeypatch):
     """The new tokens, then the prefixes in chunks of 4 tokens per request; each call returns natural LSE."""
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "8")
     server = layers[Q_RANK]

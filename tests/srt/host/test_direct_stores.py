@@ -194,7 +194,7 @@ def test_a_store_that_fails_once(direct, failures, caplog, way):
     assert "all of which a retry has read" in caplog.text
 
 
-def test_a_lost_page_is_not_sealed(direct, failures):
+def test_a_lost_page_gets_no_checksum(direct, failures):
     controller = direct("fp4", 64)
     filled(tier_of(controller))
     tier_of(controller)._lost.set(4, True)

@@ -54,7 +54,7 @@ def test_a_lost_backup_is_a_miss_of_index_keys_too(hybrid_of, kernels, failures,
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_host_slots_that_are_nobodys_are_a_miss_of_both(hybrid_of, failures, which):
+def test_freed_host_slots_are_a_miss_of_rows_and_states(hybrid_of, failures, which):
     model = hybrid_of()
     model.put(prompt(4))
     model.put(prompt(9))
@@ -85,7 +85,7 @@ def test_no_device_slot_for_the_state_is_a_miss_of_the_rows(hybrid_of):
 
 
 @pytest.mark.parametrize("given", [[5, 5], [0], [7]])
-def test_device_slots_of_states_that_are_none(hybrid_of, failures, given):
+def test_invalid_device_slots_of_states_are_refused(hybrid_of, failures, given):
     """Lists of SGLang's allocator: slot 0 takes writes of padded tokens, a repeated slot has two owners."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 

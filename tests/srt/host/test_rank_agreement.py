@@ -48,7 +48,7 @@ def test_a_list_that_one_rank_refuses_is_a_miss_on_both(seen):
     assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})
 
 
-def test_slots_of_one_allocator_that_are_none_are_given_back_by_neither(seen):
+def test_invalid_slots_of_one_ranks_allocator_are_freed_by_no_rank(seen):
     lengths, one, other = agreed(seen["bad-slots-of-the-allocator"])
     assert lengths == [0, LESS]
     assert (one, other) == ({"load_elsewhere": 1}, {"load_pages": 1})

@@ -183,7 +183,7 @@ def test_sglangs_broadcast_of_loaded_rows(broadcasters, layout):
         assert np.array_equal(arrived, expected)
 
 
-def test_it_would_take_other_rows_of_a_page_major_pool():
+def test_sglangs_dedup_takes_other_rows_of_a_page_major_pool():
     """Refused for this reason; SGLang uses it only with `--enable-linker-mla-dedup`."""
     from sglang.srt.mem_cache import mla_host_dedup
 

@@ -221,7 +221,7 @@ def test_every_difference_changes_the_digest(change):
     assert one.digest != two.digest
 
 
-def test_a_difference_that_both_have_forgotten():
+def test_a_difference_older_than_the_logs_of_both_ranks():
     one, two = AllocationLog(), AllocationLog()
     one.add("alloc", np.arange(4))
     two.add("alloc", np.arange(5))

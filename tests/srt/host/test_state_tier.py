@@ -280,7 +280,7 @@ def test_pages_that_are_not_what_was_stored():
         other.set_from_flat_data_page(3, page[: len(small)])
 
 
-def test_a_slot_is_sealed_and_verified_where_it_lies():
+def test_checksums_of_slots_are_written_and_verified_in_place():
     """For stores without copies: every byte and the key are covered; other slots are not touched."""
     pool = state_pool("odd")
     fill_states(pool)

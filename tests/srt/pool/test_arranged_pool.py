@@ -287,7 +287,7 @@ def test_bind_checks_names_and_takes_them_as_strings():
 
 
 @pytest.mark.parametrize("name", ["head_major", "nhd", ""])
-def test_arrangements_that_are_none_of_rows(name):
+def test_arrangements_without_rows_are_refused(name):
     with pytest.raises(ValueError, match="head_major splits pages by head|unknown KV cache arrangement"):
         make_pool("bf16", name)
 

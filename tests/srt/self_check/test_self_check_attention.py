@@ -101,7 +101,7 @@ def test_k_scale_that_is_not_applied(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_list_that_is_one_short(kind, monkeypatch):
+def test_lengths_without_the_new_token_are_noticed(kind, monkeypatch):
     """No request attends the token that the step itself stores."""
     case = backend_of(kind, "bf16", monkeypatch)
     plan = case.backend.init_forward_metadata
