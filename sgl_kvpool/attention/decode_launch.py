@@ -18,9 +18,9 @@ from sgl_kvpool.layout import Encoding, RowFormat
 __all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merge_constants"]
 
 _LOG2_E = 1.4426950408889634
-#: Latent values per product; every rank is a multiple of it. Decoded rows without tile scales use one product
-#: for all values, because a program waits for each product. Copies of `bf16` rows to shared memory need fewer
-#: addresses with this size.
+#: Latent values per product; every `kv_lora_rank` is a multiple of it. Decoded rows without tile scales use
+#: one product for all values, because a program waits for each product. Copies of `bf16` rows to shared
+#: memory need fewer addresses with this size.
 _CHUNK_VALUES = 128
 #: Bytes of a row that a load takes at a time, 16 for each of 8 threads: this gives the fewest rows per
 #: thread.

@@ -255,7 +255,7 @@ def gluon_decode_kernel(
     top = gl.full([BLOCK_H], _LOWEST, gl.float32, PER_HEAD)  # largest score so far, in powers of two
     # Sums of weights are kept per lane; lanes are added up at the end.
     total = gl.sum(_rows_of_lanes(gl.zeros([BLOCK, BLOCK_H], gl.float32, S)), 1)
-    # If the rope is an operand as copied, a fence makes the copy visible to its product in every block.
+    # If the copied rope itself is an operand, a fence in every block makes the copy visible to the product.
     COPIED_OPERAND: gl.constexpr = ROPE == "bf16" and LATE == 0
     if not COPIED_OPERAND:
         fence_async_shared()  # the queries

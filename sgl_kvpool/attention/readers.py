@@ -139,8 +139,8 @@ def sglang_dsa_reads(layout: MLAKVCacheLayout) -> bool:
 
 
 #: Stock backends that can read rows with other layers' rows between them, if they can read the layout. A
-#: kernel that assumes packed rows would attend rows of another layer. In token-major pools a row's address is
-#: still linear in its slot, and SGLang has audited its MLA backends for that: the allow-list in
+#: kernel that assumes contiguous rows would attend rows of another layer. In token-major pools a row's
+#: address is still linear in its slot, and SGLang has audited its MLA backends for that: the allow-list in
 #: arg_groups/kv_cache_hook.py:802, for views whose "slot stride is the whole entry, not one row". Each line
 #: names the place that uses the stride.
 STRIDED_READERS: dict[KVArrangement, frozenset[str]] = {

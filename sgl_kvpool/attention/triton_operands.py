@@ -72,8 +72,8 @@ def _spread(x, ENCODING: tl.constexpr):
     and 2 for e4m3, and store one group at a time. In the order of values these 8 groups would lie in 4 or 2
     lines of 128 bytes, at the same banks. Therefore the bits of a group's number, whose upper 3 bits are the
     thread's number, are permuted: the 8 groups become one line. (With 4 threads per row, as for a
-    rope, the order of values has no conflicts. For e2m1 it would have two-way conflicts, but no model has a
-    rank that is read by 4 threads.)
+    rope, the order of values has no conflicts. For e2m1 it would have two-way conflicts, but 4 threads read
+    an e2m1 latent only if `kv_lora_rank` is not a multiple of 256.)
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]

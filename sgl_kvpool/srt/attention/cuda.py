@@ -3,9 +3,9 @@
 SGLang calls an MLA backend in three forms. Absorbed decode, verification of drafts and a draft's extend have
 the same small number of queries per request: `mla_decode` attends them over the lists in SGLang's own request
 table, so that only counts are computed per step. Absorbed prefill decodes stored rows in chunks (`extend`);
-requests with one new token at the end of its batch are attended like a decode. The MHA form, with keys and
-values computed from the latent, reads no pool: FlashInfer computes it through the base class and its runner,
-with the natural log-sum-exp that SGLang expects (`mha_form`).
+requests with one new token at the end of its batch are attended like a decode. In the MHA form SGLang
+passes keys and values that the model has computed from the latent. FlashInfer attends them through the base
+class and its runner, with the natural log-sum-exp that SGLang expects (`mha_form`).
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         return reader.attend(q, q_rope, extend_kv, rows, batch, layer.scaling, k_scale=k_scale)
 
     def _plan_extend(self, reader: ExtendReader, forward_batch, requests: int, scale: float) -> ExtendBatch:
-        """Plan the first requests, with lengths from the host and rows from the request table."""
+        """Plan the first `requests` requests, with lengths from the host and rows from the request table."""
 
         def list_rows(lengths: torch.Tensor, bounds: torch.Tensor, total: int) -> torch.Tensor:
             slots = torch.empty(total, dtype=torch.int32, device=self.device)

@@ -30,8 +30,8 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     model : torch.nn.Module
     pool : RowPool
     multi_head : bool
-        Whether the backend also computes the multi-head form that SGLang's DeepSeek classes keep beside each
-        absorbed layer and choose for some prefills.
+        Whether the backend also computes the MHA form. SGLang's DeepSeek classes have a layer for it beside
+        each absorbed layer, and choose it for some prefills.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
         elif module.is_cross_attention or module.attn_type != AttentionType.DECODER:
             problem = f"is not causal ({getattr(module.attn_type, 'value', module.attn_type)})"
         elif module.head_dim != width and not (multi_head and module.layer_id in absorbed):
-            # On a CPU SGLang does not choose between two forms, so the layer cannot be the multi-head form.
+            # On a CPU SGLang does not choose between two forms, so the layer cannot be for the MHA form.
             problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
         if problem:
             raise Refusal(_text(model, name, problem, where))
