@@ -80,7 +80,7 @@ def test_pages_are_stored_once_or_by_each_rank(record, name):
         lines = [line for line in answers["log"].splitlines() if f" TP{rank}]" in line]
         pages = PAGES_OF_TWO if shared else PAGES_OF_ONE
         assert sum(f"sgl-kvpool: host tier of {pages} pages" in line for line in lines) == 1
-        held = f"one copy for the 2 ranks of this machine: {PAGES_OF_TWO * PAGE_SIZE} tokens, 2 times those"
+        held = f"one copy for the 2 ranks of this machine: {PAGES_OF_TWO * PAGE_SIZE} tokens, 2 times as many"
         assert sum(held in line for line in lines) == shared
         assert sum("KV cache layout fp4: 416 bytes per token" in line for line in lines) == 1
     page_bytes = PAGE_SIZE * LAYERS * ROW_BYTES["fp4"]
