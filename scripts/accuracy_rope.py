@@ -5,8 +5,9 @@
 
 Our layouts never store rotary values in 4 bits, unlike SGLang's own FP4 rows, so servers cannot measure all
 cases. This script runs the model in float32, in the absorbed form of a server, and attends rows that were
-encoded and decoded. Latents use our codec and SGLang's own functions; so do rotary values, since blocks of 16
-are independent. The script takes two minutes on one core and needs SGLang.
+encoded and decoded. Latents and rotary values go through the same functions, our codec's or SGLang's: blocks
+of 16 values are independent, so functions for latents also serve rotary values. The script takes two minutes
+on one core and needs SGLang.
 """
 
 from __future__ import annotations

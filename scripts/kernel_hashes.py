@@ -12,8 +12,8 @@ every CUDA source of the package by nvcc; without nvcc, a message says that the 
 FILE is JSON, ``{kernel and configuration: sha256 of its SASS}``, with the versions of both compilers: hashes
 of other versions cannot be compared. Instructions are hashed without their addresses, and labels and symbols
 by their order instead of their names, so that a hash depends neither on the place of a source nor on its
-names. ptxas numbers some registers by addresses of its own memory: it runs without address space
-randomisation, and with fixed line numbers and path lengths.
+names. ptxas numbers some registers by addresses of its own memory, so it runs without address space
+randomisation, gets no line numbers, and its temporary files have paths of fixed length.
 
 ``--compare`` prints a line for every kernel that differs, is new or is missing; the exit status is then 1.
 """

@@ -6,7 +6,7 @@
     python scripts/soak.py --model PATH          # a GPU; not run yet
 
 docs/soak.md lists the checks. Exits with 1 after a violation, with 2 for wrong
-arguments. Ctrl-C, SIGTERM and SIGHUP end the server too; the status is then 128 and the signal's number.
+arguments. Ctrl-C, SIGTERM and SIGHUP end the server too; the status is then 128 plus the signal's number.
 """
 
 from __future__ import annotations

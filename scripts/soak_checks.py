@@ -143,7 +143,7 @@ def counters(metrics: str) -> dict[str, float]:
 
 
 def metrics_problems(values: dict[str, float], census: dict[str, Any]) -> list[str]:
-    """Survived failures, and our counts that differ from SGLang's."""
+    """Failures that the server counted, and our transferred bytes that differ from SGLang's token counts."""
     found = [
         f"{name} is {value:.0f}"
         for name, value in values.items()

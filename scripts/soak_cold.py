@@ -82,7 +82,8 @@ class Comparison:
     largest_difference, mean_difference : float
         Differences of log-probabilities after the same preceding tokens.
     mismatches : list of dict
-        All other outputs.
+        Outputs beyond the tolerance or the limit of `compare`, with the problem. An output beyond the limit
+        may also be a same output or a near tie.
     """
 
     outputs: int = 0

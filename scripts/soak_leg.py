@@ -39,8 +39,8 @@ FLUSH_EVERY = 3
 #: the machine of the measurement with the demo's model: its logits are bfloat16 numbers around 8, at
 #: distances of 0.03.
 TOLERANCE = 0.05
-#: The same for other models, whose logits SGLang also computes in bfloat16: from 16 to 32 bfloat16 numbers
-#: are 0.125 apart, and the logits of both compared tokens may be rounded.
+#: The same for other models, whose logits SGLang also computes in bfloat16: between 16 and 32,
+#: bfloat16 numbers are 0.125 apart, and the logits of both compared tokens may be rounded.
 TOLERANCE_MODEL = 0.5
 #: The same if rows loaded from the host have been rounded once more.
 TOLERANCE_ROUNDED = 0.5
@@ -210,7 +210,8 @@ def _rounds(
     censuses.append(idle_census(server))
     violations += census_problems(censuses[-1])
     spent, number, known = 0.0, 0, set[str]()
-    # Violations do not end the soak, since later rounds may find more; the end of the server does.
+    # Violations do not end the soak, since later rounds may find more. MANY failed requests end it: the
+    # server has probably ended.
     while spent < seconds - 1 and len(traffic.problems) < MANY:
         began = time.monotonic()
         traffic.run(min(ROUND_S, seconds - spent))

@@ -3,7 +3,8 @@
 
     python -m regression.canonical --device cuda|cpu --out FOLDER
 
-The expected places of bytes are computed from axes in numpy, independently of the package. Needs only torch.
+The expected places of bytes are computed from axes in numpy, independently of the package. Needs only torch
+and numpy.
 """
 
 from __future__ import annotations

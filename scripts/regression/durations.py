@@ -1,4 +1,4 @@
-"""Expected durations of steps, shown before a run beside the time limits.
+"""Expected durations of steps, shown by --list and before each step.
 
 GPU durations are estimates: no GPU has run a step yet. CPU durations were measured on two cores. A run with
 --compare shows the durations of the older run instead.

@@ -38,7 +38,8 @@ class Step:
     command : tuple of str
         Command; "{folder}" in a word is the step's folder.
     limit_s : float
-        Time limit, several times the expected duration, so that only a step that hangs reaches it.
+        Time limit. Except in first light it is several times the expected duration, so that only a step that
+        hangs reaches it.
     parse : callable
         Function from its folder to its measurements; it raises ValueError, KeyError, TypeError or OSError if
         it cannot read them.

@@ -59,7 +59,7 @@ class Shape:
     hit_tokens : int
         Length of the prompts whose first token is timed; for hybrid models see `HYBRID_HIT_TOKENS`.
     pool_tokens : int or None
-        Size of the pool; None: SGLang chooses it, and the server has no host tier.
+        Size of the pool; None: SGLang chooses it, and a server has a host tier only if its step requests it.
     concurrency, request_tokens, new_tokens : int
         For throughput: concurrent requests, prompt length, and generated tokens per request.
     writer : (str, str) or None

@@ -9,7 +9,8 @@ import torch
 
 __all__ = ["BREAKAGES", "apply"]
 
-#: One in this many transfers is damaged; a leak happens once, after a multiple of this many frees.
+#: "load-byte" and "host-overwrite" damage one in this many transfers; a leak happens once, after a multiple
+#: of this many frees.
 EVERY = 3
 
 

@@ -1,7 +1,7 @@
 """Census of the pages of a running scheduler, from the allocators' lists and the nodes of the tree.
 
-SGLang sums up sizes; this census compares page numbers of the device and of the host, so that a page in two
-places does not compensate for a leaked page.
+SGLang sums up sizes; this census counts the occurrences of every page, on the device and on the host, so that
+a page in two places does not compensate for a leaked page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def take(scheduler: Any) -> dict[str, Any]:
     -------
     dict
         `idle` (bool), `busy` (reasons why it is not idle), `requests`, `device`, `host` (None without a
-        tier), `tree`, `bytes` (None without a tier of ours), `transfers` (None without a watch),
+        tier), `tree`, `bytes` (None without a tier of ours), `transfers` (None if none was compared),
         `resident_bytes` (of the process).
     """
     tree = scheduler.tree_cache

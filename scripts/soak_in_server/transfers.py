@@ -22,7 +22,7 @@ _digests: dict[int, bytes] = {}
 
 
 def report() -> dict[str, Any] | None:
-    """Number of compared pages, and the first problems; None without a watch."""
+    """Number of compared pages, and the first problems; None if no page was compared."""
     return dict(_counts) if _counts["backed_up_pages"] or _counts["loaded_pages"] else None
 
 
