@@ -78,7 +78,7 @@ def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTE
     total_bytes : int
         Bytes of the buffer.
     page_bytes : int
-        Maximum bytes of one copy.
+        Bytes of a host page with padding; chunks hold whole pages.
     chunk_bytes : int
         Approximate bytes of a chunk; at least the common multiple of both page sizes.
 
@@ -104,7 +104,7 @@ def pin(
     buffer : Tensor, on the CPU, contiguous
         SGLang's `HostKVCache.destroy` unregisters what is registered here.
     page_bytes : int
-        Maximum bytes of one copy.
+        Bytes of a host page with padding; chunks hold whole pages.
     cudart : module, optional
         Module to call; `torch.cuda.cudart()` by default.
     chunk_bytes : int

@@ -64,7 +64,7 @@ class MovedPagesPool(StoredPagesPool):
         return slots
 
     def free(self, indices: torch.Tensor) -> int:
-        """Free slots; returns how many slots are free again."""
+        """Free slots; returns their number."""
         if self.shared is not None:
             self.shared.log.add("free", indices.cpu().numpy())
         return super().free(indices)

@@ -99,12 +99,12 @@ class SharedTier:
         return host_pages[own], device_pages[own]
 
     def begin_step(self) -> None:
-        """Hold back copies from now on, until the ranks have compared their allocation logs."""
+        """Keep backups queued until the ranks have compared their allocation logs."""
         self.may_submit = self.lost.is_closed
         self.has_to_compare = not self.may_submit
 
     def end_step(self) -> None:
-        """Hold everything that is queued from now on until the next step."""
+        """Keep further backups queued until the ranks compare their logs in the next step."""
         self.may_submit = self.has_to_compare = False
 
     def compare_in(self, data: torch.Tensor, reduce: Callable[[torch.Tensor], object]) -> None:

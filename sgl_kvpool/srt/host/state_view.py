@@ -29,7 +29,7 @@ _SSM = "ssm"
 
 
 def _order(part: str) -> int:
-    """Sort key of a part within a layer: ssm, conv_0, conv_1, ..."""
+    """Sort key of a part in a slot: ssm, conv_0, conv_1, ..."""
     return 0 if part == _SSM else 1 + int(part.removeprefix("conv_"))
 
 

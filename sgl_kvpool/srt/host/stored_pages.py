@@ -53,7 +53,7 @@ def storage_format_tag(
 
 
 class StoredPagesPool(HostKVCache):
-    """Base of the host tier's pools, which set these attributes.
+    """Base of the host tier's pools; subclasses set `storage_format_tag` and `page_format`.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class StoredPagesPool(HostKVCache):
         return getattr(self._key_of, "keys", {}).get(slot, "")
 
     def first_pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Page indices of a slot list, `[pages]` int64, from the first slot of every `page_size` slots alone.
+        """Page indices of a slot list, `[pages]` int64; only the first of every `page_size` slots is read.
 
         Raises
         ------
