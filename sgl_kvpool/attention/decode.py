@@ -55,7 +55,8 @@ def workspace_bytes(
         Streaming multiprocessors of the device.
     """
     most = 0
-    # Larger batches need no check: with more lists than `MAX_ROUNDS` rounds have programs, no list is split.
+    # Larger batches need no check: if there are more lists than programs in `MAX_ROUNDS` rounds, no list is
+    # split.
     lists = min(max(1, max_tokens // queries_per_list), MAX_ROUNDS * MAX_PROGRAMS_PER_SM * sm_count)
     for count in range(1, lists + 1):
         config = decode_config(fmt, heads, queries_per_list, count, max_rows, sm_count)

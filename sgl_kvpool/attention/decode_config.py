@@ -46,9 +46,9 @@ _ROUND_COST = 0.05
 MAX_SPLITS = 256
 #: Maximum number of rounds of programs, of which the last one may be partly filled.
 MAX_ROUNDS = 2
-#: Minimum number of rows of a split, and the minimum if the lists alone fill an eighth of the device; a
-#: shorter list is one split. The partial results of a split, 16 query heads in float32, cost as much traffic
-#: as 157 rows of `fp4`; a list with one split writes no partial results.
+#: Minimum number of rows of every split but a list's last, and the minimum if the lists alone fill an eighth
+#: of the device; a shorter list is one split. The partial results of a split, 16 query heads in float32, cost
+#: as much traffic as 157 rows of `fp4`; a list with one split writes no partial results.
 _MIN_ROWS, _MIN_ROWS_OF_MANY_LISTS = 128, 256
 _SHARE_OF_MANY_LISTS = 1 / 8
 #: Maximum number of values per row that a program's accumulators hold.
@@ -88,7 +88,7 @@ class TileConfig:
 
     @property
     def min_blocks(self) -> int:
-        """Minimum number of blocks of a split if there are few lists."""
+        """Minimum number of blocks of every split but a list's last, if there are few lists."""
         return max(1, _MIN_ROWS // self.block_rows)
 
 
@@ -104,7 +104,7 @@ class DecodeConfig:
     splits : int
         Maximum number of splits of a list.
     min_blocks : int
-        Minimum number of blocks of a split.
+        Minimum number of blocks of every split but a list's last.
     """
 
     tile: TileConfig

@@ -1,9 +1,10 @@
 """Rows in shared memory and in registers of the Gluon kernel: copies, decoding, layouts.
 
-A block has 16 rows per warp of the program. Warp w decodes rows 16 w to 16 w + 15. Its lane (g, c), g = 0..7
-and c = 0..3, decodes rows g and g + 8: 16 contiguous bytes of every 64. The decoded values are the A operand
-of `wgmma` in registers without a permutation, because the columns of an operand may be in any order if the
-queries use the same order. `stmatrix` stores the same registers to shared memory as the tile of values.
+A block has 16 rows per warp of the program. Each warp decodes 16 consecutive rows. Its lane (g, c), g = 0..7
+and c = 0..3, decodes rows g and g + 8 of the warp: 16 contiguous bytes of every 64. The decoded values are
+the A operand of `wgmma` in registers without a permutation, because the columns of an operand may be in any
+order if the queries use the same order. `stmatrix` stores the same registers to shared memory as the tile of
+values.
 
 Position k of 128 decoded FP4 values holds value d = 32 c + 8 w + 4 h + 2 i2 + i1, where k = 32 w + 16 i2 +
 8 i1 + 2 c + h: lane c has the words 4 c to 4 c + 3, and w counts them. Position k of 64 decoded e4m3

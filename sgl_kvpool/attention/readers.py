@@ -59,7 +59,8 @@ class SGLangReaders:
     dsa : frozenset of str
         Implementations of sparse attention that read the rows directly.
     dsa_gathered : frozenset of str
-        Implementations for which, in extends, SGLang gathers and decodes the rows first.
+        Implementations for which, in extends, SGLang first gathers the rows and converts them to 16-bit or
+        fp8 keys.
     dsa_copied : frozenset of str
         Subset of `dsa`: implementations that encode the full pool again in every call before they read it.
     dsa_paired : frozenset of str

@@ -4,8 +4,9 @@ SGLang's sparse attention (DSA, formerly NSA) selects the top-k tokens of each q
 two forms:
 
 * **PAGED**: slots of the pool, from which the attention kernel reads rows.
-* **RAGGED**: positions in a tensor of 16-bit keys. If no request has a prefix, these are the keys of the
-  batch itself, otherwise all rows of its requests, gathered and decoded before the kernel runs.
+* **RAGGED**: positions in a tensor of keys, 16-bit or, for `flashmla_sparse_q8`, fp8. If no request has a
+  prefix, these are the keys of the batch itself, otherwise all rows of its requests, gathered and converted
+  before the kernel runs.
 
 Metadata, indexer, forward pass and draft seeds must use the same form, and the kernel must be able to read
 it. SGLang 0.5.23 decides from the dtype of the KV cache and the names of the two implementations, and only

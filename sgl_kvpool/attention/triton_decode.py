@@ -216,7 +216,7 @@ def decode_kernel(
     lists,
     bound,  # maximum count
     splits,
-    min_blocks,  # minimum number of blocks of a split
+    min_blocks,  # minimum number of blocks of every split but a list's last
     query_heads,  # T * H
     q_token_stride,  # strides count elements
     q_head_stride,
@@ -296,7 +296,8 @@ def decode_kernel(
     if AHEAD:
         # Rows are loaded one block ahead, row numbers two blocks ahead. Operands are passed from one
         # iteration to the next, because Triton puts the first operand of a product into shared memory only if
-        # it comes from a load or an earlier iteration. Otherwise the same rows would be stored twice.
+        # it comes from a load or an earlier iteration. Otherwise the first operand of the scores would be in
+        # registers, loaded from a second copy of the rows in shared memory.
         entries = _load_entries(ids, begin, end, ids_stride, BLOCK)
         stored, live = _load_block(
             entries, pool_ptr, row_count, ROW_STRIDE, PAGE, PAGE_ROWS, R, P, NOPE, NOPE_AT, SCALE,

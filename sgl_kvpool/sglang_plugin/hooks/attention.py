@@ -46,14 +46,14 @@ def register_names() -> None:
 
 
 def _forward_method(attention: Any, forward_batch: Any):
-    """How DeepSeek's attention computes a batch: absorbed, or multi-head in one or several chunks."""
+    """How DeepSeek's attention computes a batch: absorbed, or in the MHA form, in one or several chunks."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._handle_attention_backend(attention, forward_batch, _LIKE)
 
 
 def _absorbed(attention: Any, forward_batch: Any):
-    """The absorbed form for every batch; the multi-head form would attend new keys before rounding."""
+    """The absorbed form for every batch; the MHA form would attend new keys before rounding."""
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     return attention_backend_handler._dispatch_mla_subtype(attention, forward_batch)

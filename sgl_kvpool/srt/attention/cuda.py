@@ -201,7 +201,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 plan=forward_batch.kv_loc_plan,
             )
         else:
-            # One-shot MHA over a prefix reads the lengths of whole sequences here.
+            # One-shot MHA over a prefix reads the bounds of whole sequences from `kv_indptr`.
             requests = forward_batch.batch_size
             self.kv_indptr[1 : requests + 1] = torch.cumsum(forward_batch.seq_lens[:requests], dim=0)
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_paged, use_ragged)

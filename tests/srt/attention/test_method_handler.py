@@ -100,7 +100,7 @@ def test_method(layers, mode, batch):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_prefill_that_reads_rows_is_absorbed(layers, monkeypatch, mode, batch):
-    """The multi-head form would attend keys of the chunk before they are encoded."""
+    """The MHA form would attend keys of the chunk before they are encoded."""
     from sgl_kvpool.sglang_plugin.hooks import attention
 
     monkeypatch.setenv("KVPOOL_PREFILL_READS_ROWS", "1")
