@@ -149,6 +149,10 @@ def options_of(arguments: argparse.Namespace, machine: Machine, out: Path) -> Op
         for name in ("gsm8k_data", "server_args"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} needs --model")
+        if arguments.tp != 1:
+            raise ValueError(
+                f"--tp {arguments.tp} needs --model; servers of random models with two ranks: --only 'tp2-*'"
+            )
     try:
         lengths = tuple(int(text) for text in arguments.retrieval_characters.split(","))
     except ValueError:

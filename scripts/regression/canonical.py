@@ -147,7 +147,7 @@ def copy_ratio(source: Pool, target: Pool, device: str) -> float:
 
 def main() -> int:
     """Check, measure, write; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -321,6 +321,7 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
         (["--device", "cuda"], "torch sees no GPU"),
         (["--core", "--model", "x"], "--core starts no servers"),
         (["--gsm8k-data", __file__], "needs --model"),
+        (["--tp", "2"], "--tp 2 needs --model; servers of random models with two ranks: --only 'tp2-*'"),
         (["--model", "/no/such/model"], "config.json is missing"),
         (["--layouts", "fp3"], "choose from bf16, fp8, fp8_block_scale, fp4"),
         (["--minutes", "0"], "not a positive number"),
