@@ -84,7 +84,7 @@ class _Reader(ast.NodeVisitor):
         self._depth = 0
         self._names: tuple[set[str], set[str]] = (set(), set())  # at import, in functions
         self._own: set[str] = set()
-        #: Local name -> dotted name in SGLang; None for names that something else is bound to as well.
+        #: Local name -> dotted name in SGLang; None for a name that is also bound to something else.
         self._bound: dict[str, str | None] = {}
         self._attributes: set[tuple[str, str, bool]] = set()
 

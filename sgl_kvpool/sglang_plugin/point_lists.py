@@ -41,7 +41,8 @@ STEPS = (
     "validate_deepep_v2_dispatch_token_budget",
 )
 
-#: Fields of ServerArgs that the package reads.
+#: Fields of ServerArgs that the package reads, except those that only `rules.host_sharing` and transfers on a
+#: CPU read.
 FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "cuda_graph_config"),

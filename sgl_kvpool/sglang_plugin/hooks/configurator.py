@@ -13,7 +13,7 @@ __all__ = ["asked_arrangement", "asked_layout"]
 
 
 def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
-    """Requested layout of a KVCacheConfigurator's server; None for models it does not apply to."""
+    """Requested layout of a KVCacheConfigurator's server; None without one, and for a draft without MLA."""
     require_decided(configurator.server_args)
     layout = layout_of(configurator.server_args)
     if layout is None or configurator.use_mla_backend:

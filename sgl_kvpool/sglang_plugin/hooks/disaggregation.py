@@ -1,8 +1,8 @@
 """Hooks of prefill and decode servers (`--disaggregation-mode`): peers must store the same rows.
 
 SGLang's transfer engines copy bytes by pointers, lengths and page sizes, which a layer-major pool of any
-layout reports correctly. Before a transfer, peers compare `KVArgs.kv_cache_dtype_str`, and the packed layouts
-declare `bfloat16` to SGLang. So the row format is added to that string, for example
+layout reports correctly. Before a transfer, peers compare `KVArgs.kv_cache_dtype_str`, but several layouts
+declare the same dtype to SGLang. So the row format is added to that string, for example
 `bfloat16+kvpool:fp4-r512-p64-b416-v1`: every peer compares it, also one without this plugin.
 """
 
@@ -82,7 +82,8 @@ def rows_name(pools: list[Any]) -> str:
 
     from sgl_kvpool.srt.pool.k_scales import k_scales_digest
 
-    # A draft with the target's row format adds nothing: SGLang compares whether both sides have a draft.
+    # A draft with the target's row format adds nothing. Neither this name nor SGLang's comparison shows that
+    # only one of two peers has a draft.
     name = "+".join(dict.fromkeys(pool.row_format.tag for pool in pools))
     scales = k_scales_digest(pools)
     if not scales:

@@ -115,7 +115,7 @@ def _local_checks(runner: Any) -> Iterator[str]:
 def _own_class(device: str) -> type | tuple[()]:
     """Class of our attention backend, for `isinstance`; () if only SGLang's backends read the rows.
 
-    Such a server does not use the hook groups of our backends, whose modules may not import on its SGLang.
+    Without our backend, its hook groups were not checked, so its modules may fail to import on this SGLang.
     """
     from sglang.srt.runtime_context import attention_backends
 

@@ -183,8 +183,9 @@ def _decide(server_args):
 def _check_model(server_args):
     """Before SGLang adjusts arguments to the model, refuse a model whose rows no layout stores.
 
-    The rule declares `kv_cache_dtype`, for sparse attention its implementations, and otherwise the page size
-    of a host tier unless the user sets one.
+    The rule declares `kv_cache_dtype`. For sparse attention it also declares the implementations if SGLang's
+    kernels cannot read the rows. For other models with a host tier it declares the page size, unless the user
+    sets one or the prefix cache needs pages of one token.
     """
     layout = layout_of(server_args)
     if layout is None:

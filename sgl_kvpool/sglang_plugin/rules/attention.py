@@ -70,8 +70,8 @@ def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str)
     """Whether `kvpool_mla` is the default for phases without an explicit backend.
 
     On CUDA, rows in SGLang's own format stay with SGLang's kernels, which read these directly and which
-    SGLang chooses by GPU, except in page_major, which only `kvpool_mla` reads. For fp8, SGLang's defaults
-    cast the full pool of a layer in every call.
+    SGLang chooses by GPU, except in page_major and with KVPOOL_PREFILL_READS_ROWS=1, which only `kvpool_mla`
+    supports. For fp8, SGLang's defaults cast the full pool of a layer in every call.
     """
     if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True
@@ -100,7 +100,7 @@ def check_named(
 
 
 def check_draft(layout: MLAKVCacheLayout, arrangement: KVArrangement, backend: str | None) -> None:
-    """Refuse a draft's explicit backend that cannot read its pool in every phase; it serves all of them."""
+    """Refuse a draft's explicit backend unless it can read the draft's pool in all phases: it serves all."""
     for phase in PHASES:
         _check_reader("--speculative-draft-attention-backend", backend, layout, arrangement, phase)
 

@@ -1,9 +1,8 @@
 """Implementations, dtype and refusals of a server whose model has sparse attention (DSA).
 
 SGLang has one attention backend for such models and, in it, implementations for prefill and decode.
-`sgl_kvpool.attention.topk_transform` decides which of them work with a layout. This module checks them once,
-after SGLang has made its own choices, and sets those that the user left open where SGLang would choose
-wrongly.
+`sgl_kvpool.attention.topk_transform` decides which of them work with a layout. Before SGLang chooses, this
+module declares those that the user left open, if SGLang would choose wrongly; afterwards it checks the pair.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def prepare(
 def check_draft_backend(backend: str | None, name: str) -> None:
     """Refuse a draft's explicit backend that does not support sparse attention.
 
-    The attention of a separate draft model is not known before its pool is built.
+    A separate draft model is checked when its pool is built, since its attention is not known before.
     """
     if backend is not None:
         _check_backend(f"--speculative-draft-attention-backend {backend}", backend, name)
