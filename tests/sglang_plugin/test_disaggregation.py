@@ -169,11 +169,28 @@ def test_a_mismatch_of_stock_rows_keeps_sglangs_error(manager_of, bootstrap):
 # -------------------------------------------------------------------- drafts
 
 
-def test_a_draft_with_the_targets_rows_adds_nothing(manager_of):
+def test_a_draft_with_the_targets_rows(manager_of, bootstrap):
     manager = manager_of("prefill", pool_of("fp8"), draft=pool_of("fp8", layers=1))
     assert manager.kv_args.num_draft_entries == 1
     assert len(manager.kv_args.kv_data_ptrs) == LAYERS + 1
-    assert manager.kv_cache_dtype_str == STRINGS["fp8"]
+    assert manager.kv_cache_dtype_str == STRINGS["fp8"] + "+draft"
+    peer = manager_of("decode", pool_of("fp8"), draft=pool_of("fp8", layers=1))
+    assert peer.try_ensure_parallel_info(bootstrap)
+
+
+@pytest.mark.parametrize("with_draft", ["prefill", "decode"])
+@pytest.mark.parametrize("layout", ["fp8", "fp4"])
+def test_a_draft_of_one_server_only_is_refused(manager_of, bootstrap, layout, with_draft):
+    """SGLang would send a prefill server's draft rows to the last layer of the decode server's target."""
+    drafts = {with_draft: pool_of(layout, layers=1)}
+    sends = manager_of("prefill", pool_of(layout), draft=drafts.get("prefill"))
+    peer = manager_of("decode", pool_of(layout), draft=drafts.get("decode"))
+    if with_draft == "prefill":
+        theirs = peer.kv_args.kv_data_ptrs
+        sources, targets, _ = sends.get_mla_kv_ptrs_with_pp(sends.kv_args.kv_data_ptrs, theirs)
+        assert (sources[-1], targets[-1]) == (drafts["prefill"].get_contiguous_buf_infos()[0][0], theirs[-1])
+    with pytest.raises(RuntimeError, match=r"-v1\+draft\).*with the same draft model \(--speculative-algo"):
+        peer.try_ensure_parallel_info(bootstrap)
 
 
 def test_a_draft_with_other_rows_is_compared_too(manager_of, bootstrap):
@@ -194,7 +211,7 @@ def test_a_draft_of_another_kind_keeps_its_pool(manager_of):
     )  # fmt: skip
     manager = manager_of("prefill", pool_of("fp8"), draft=draft)
     assert manager.kv_args.num_draft_entries == 2
-    assert manager.kv_cache_dtype_str == STRINGS["fp8"]
+    assert manager.kv_cache_dtype_str == STRINGS["fp8"] + "+draft"
 
 
 def test_a_pool_that_is_not_ours_is_noticed(manager_of):

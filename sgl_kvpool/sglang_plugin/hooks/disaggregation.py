@@ -49,7 +49,7 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
     layout = layout_of(server_args)
     # Rows in SGLang's own format get no mark, since peers without the plugin read and write them.
     if layout is not None and not layout.is_sglang_native and MARK not in args.kv_cache_dtype_str:
-        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args))
+        args.kv_cache_dtype_str += MARK + rows_name(_pools_behind(args), bool(args.num_draft_entries))
     if layout is not None:
         from sglang.srt.runtime_context import get_device, get_disagg
 
@@ -59,19 +59,22 @@ def _init_kv_manager(original, self, args, disaggregation_mode, server_args, *mo
     return original(self, args, disaggregation_mode, server_args, *more, **named)
 
 
-def rows_name(pools: list[Any]) -> str:
+def rows_name(pools: list[Any], has_draft: bool = False) -> str:
     """Name of the rows of some pools, equal only where peers may copy them from each other.
 
     Parameters
     ----------
     pools : list of LayoutMLATokenToKVPool
         The target's pool, then the draft's if it has a layout.
+    has_draft : bool
+        Whether the server has a draft model, with a layout or without.
 
     Returns
     -------
     str
-        Row formats, with sizes in bytes and version, and a digest of the k_scales if one is not 1. The name
-        leaves out page size, number of pages and number of layers, which SGLang compares or handles.
+        Row formats, with sizes in bytes and version, `draft` for a draft whose rows have no name of their
+        own, and a digest of the k_scales if one is not 1. The name leaves out page size, number of pages and
+        number of layers, which SGLang compares or handles.
 
     Raises
     ------
@@ -82,9 +85,12 @@ def rows_name(pools: list[Any]) -> str:
 
     from sgl_kvpool.srt.pool.k_scales import k_scales_digest
 
-    # A draft with the target's row format adds nothing. Neither this name nor SGLang's comparison shows that
-    # only one of two peers has a draft.
-    name = "+".join(dict.fromkeys(pool.row_format.tag for pool in pools))
+    tags = list(dict.fromkeys(pool.row_format.tag for pool in pools))
+    if has_draft and len(tags) == 1:
+        # SGLang sends a draft's buffers to the last buffers of its peer, and does not compare whether that
+        # has a draft: without one, the rows of its last layer would be overwritten.
+        tags.append("draft")
+    name = "+".join(tags)
     scales = k_scales_digest(pools)
     if not scales:
         return name

@@ -116,7 +116,10 @@ def _described(text: str) -> str:
 
 def _remedy(prefill: str, decode: str) -> str:
     if _layout_name(prefill) == _layout_name(decode):
-        return "Serve the same model and checkpoint with the same release of sgl-kvpool on both."
+        return (
+            "Serve the same model and checkpoint on both, with the same draft model "
+            "(--speculative-algorithm) and the same release of sgl-kvpool."
+        )
     return (
         f"Start both with the same {LAYOUT.flag}; {MLAKVCacheLayout.BF16} also works with servers that do "
         "not have sgl-kvpool."
