@@ -156,7 +156,7 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     OSError
         If SGLang cannot read the model, or another file of the arguments.
     RuntimeError
-        If the process has not answered; the message has its last output.
+        If a server could not be sized, or the process has not answered; the message has its last output.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
     # GPUs are hidden from it, and it forks, so it must have no threads.

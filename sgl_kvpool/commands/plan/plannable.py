@@ -66,7 +66,10 @@ def check_geometry(model_config: Any, folder: Path) -> None:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Raise ValueError if a size in config.json is not a positive whole number; SGLang does not check it."""
+    """Raise ValueError if a size in config.json is not a whole number above 0 (rope: 0 or more).
+
+    SGLang does not check this.
+    """
     names = {name for names in _GEOMETRY for name in names}
     for name, value in _fields(config):
         least = 0 if name == "qk_rope_head_dim" else 1
@@ -137,7 +140,7 @@ def check_weights(weights_gib: float, machine: Any, tp_size: int, fraction: floa
     machine : Machine
     tp_size : int
     fraction : float
-        --mem-fraction-static: the part of the memory before loading that weights and rows may take.
+        --mem-fraction-static: weights and rows may take this fraction of the memory free before loading.
     model_config : ModelConfig
     """
     from sglang.srt.runtime_context import get_parallel

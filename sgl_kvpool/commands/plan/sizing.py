@@ -90,7 +90,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
     Returns
     -------
     dict
-        Plain values of one rank; see the keys below.
+        Values that JSON can hold, with sizes of one rank; the `return` statement has the keys.
 
     Raises
     ------

@@ -8,20 +8,20 @@ __all__ = ["LostPages"]
 
 
 class LostPages:
-    """One column of flags per rank, which only that rank writes; a page is lost if any column says so.
+    """Flags of each rank, which only that rank writes; a page is lost if any rank has flagged it.
 
     Therefore a slow rank cannot clear the flag of another rank.
 
     Parameters
     ----------
-    columns : ndarray [ranks, pages], uint8
+    flags : ndarray [ranks, pages], uint8
         Zeros, in memory that the ranks share if there are several.
     rank : int
-        Rank whose column is written here.
+        Rank whose flags this object writes.
     """
 
-    def __init__(self, columns: np.ndarray, rank: int = 0):
-        self._columns, self._own = columns, columns[rank]
+    def __init__(self, flags: np.ndarray, rank: int = 0):
+        self._flags, self._own = flags, flags[rank]
         self.is_closed = False
 
     @classmethod
@@ -31,7 +31,7 @@ class LostPages:
 
     def of(self, pages: np.ndarray) -> np.ndarray:
         """Flags of some pages, `[pages]` bool: whether each is lost."""
-        return np.asarray(self._columns[:, pages].any(axis=0) | self.is_closed)
+        return np.asarray(self._flags[:, pages].any(axis=0) | self.is_closed)
 
     def any(self, pages: np.ndarray | slice | int) -> bool:
         """Whether any of some pages is lost."""
@@ -39,7 +39,7 @@ class LostPages:
 
     def any_flagged(self, pages: np.ndarray | slice | int) -> bool:
         """As `any`, but ignores `close`: loads on which the ranks agreed before the close continue."""
-        return bool(self._columns[:, pages].any())
+        return bool(self._flags[:, pages].any())
 
     def set(self, pages: np.ndarray | slice | int, lost: bool) -> None:
         """Set this rank's flags of some pages."""

@@ -18,7 +18,7 @@ __all__ = ["CHECKSUM_BYTES", "DIRECT_IO_BYTES", "HostPageFormat"]
 
 #: Bytes of a checksum, XXH3-128.
 CHECKSUM_BYTES = 16
-#: Alignment of addresses and sizes that O_DIRECT needs on every file system that SGLang names.
+#: Alignment of addresses and sizes for O_DIRECT; the default of SGLang's `is_stride_page_aligned`.
 DIRECT_IO_BYTES = 4096
 #: Minimum alignment of pages: enough for every dtype and for the widest words of kernels.
 _ALIGNMENT_BYTES = 16

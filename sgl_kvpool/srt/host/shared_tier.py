@@ -80,8 +80,8 @@ class SharedTier:
         flags_bytes = self.ranks.count * shape[0]
         self._segment = SharedSegment(self.ranks, flags_at + flags_bytes)
         memory = self._segment.memory
-        columns = memory[flags_at : flags_at + flags_bytes].numpy().reshape(self.ranks.count, shape[0])
-        self.lost = LostPages(columns, self.ranks.rank)
+        flags = memory[flags_at : flags_at + flags_bytes].numpy().reshape(self.ranks.count, shape[0])
+        self.lost = LostPages(flags, self.ranks.rank)
         return memory[:pages_bytes].view(dtype).view(shape)
 
     @property

@@ -148,8 +148,8 @@ def shared_bytes():
 
 
 def test_a_rank_cannot_clear_what_another_one_lost():
-    columns = np.zeros((3, 10), dtype=np.uint8)
-    ranks = [LostPages(columns, rank) for rank in range(3)]
+    flags = np.zeros((3, 10), dtype=np.uint8)
+    ranks = [LostPages(flags, rank) for rank in range(3)]
     ranks[1].set(np.array([4, 5]), True)
     ranks[2].set(np.array([5]), True)
     for rank in (ranks[0], ranks[2]):
