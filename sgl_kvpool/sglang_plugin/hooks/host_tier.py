@@ -53,7 +53,8 @@ def _build_kv_host_pool(original, *, kv_pool, **kwargs):
         memory.hicache_mem_layout,
         draft_pools=kwargs.get("mtp_draft_device_pools", ()),
         io_backend=memory.hicache_io_backend,
-        # With "default", a store that needs memory of its own allocator refuses this pool.
+        # A shared tier does not use the store's allocator. With "default", a store that needs memory of its
+        # own allocator refuses this pool.
         allocator_type=get_allocator_type() if node_ranks is None else "default",
         pool_label=kwargs.get("pool_label", "kv"),
         node_ranks=node_ranks,

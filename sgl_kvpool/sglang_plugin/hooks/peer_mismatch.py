@@ -1,8 +1,8 @@
 """Hooks of decode servers: a prefill server with other rows fails only its own requests.
 
-At the first request of such a prefill server, SGLang ends the decode server. A decode server learns of a
-prefill server with that request, so the mismatch cannot be found at start. SGLang does not notify the prefill
-server, which holds the request, and with it the client behind a router, for
+Without these hooks, SGLang ends the decode server at the first request of such a prefill server. A decode
+server learns of a prefill server from that request, so the mismatch cannot be found at start. SGLang does not
+notify the prefill server, which holds the request, and with it the client behind a router, for
 `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT` (300 s).
 """
 

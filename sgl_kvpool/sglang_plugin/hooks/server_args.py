@@ -48,8 +48,8 @@ _installed = False
 def require_decided(server_args: Any) -> None:
     """Raise RuntimeError for a `ServerArgs` that was resolved before the plugin was loaded.
 
-    Then the environment requests a layout, but no argument was checked, and the layout's dtype was not
-    declared to SGLang.
+    The hooks that call this are applied because the environment requests a layout, but no argument was
+    checked, and the layout's dtype was not declared to SGLang.
     """
     if getattr(server_args, LAYOUT.attribute, None) is None:
         raise RuntimeError(
@@ -121,7 +121,7 @@ def _load_plugins(original):
 
 
 def _extend_engine() -> None:
-    """Make `Engine(...)` accept our keywords, once its module is imported; the command line does not need it.
+    """Make `Engine(...)` accept our keywords if its module is imported; the command line does not use them.
 
     A REPLACE hook of SGLang is not used, since it would change every binding of ServerArgs.
     """

@@ -71,6 +71,7 @@ def _most_queries() -> int:
     return max_speculative_num_draft_tokens() or 1
 
 
-#: SGLang fixes the number of requests after the pool. With more requests than concurrent programs on the GPU,
-#: their kv indices are not split, so the workspace stops growing far below this number.
+#: Requests for which the workspace is sized: SGLang resolves `max_running_requests` after it has sized the
+#: pool. With more requests than concurrent programs on the GPU, their kv indices are not split, so the
+#: workspace stops growing far below this number.
 _MOST_REQUESTS = 4096

@@ -147,10 +147,10 @@ def check_host_model(
 
     from sgl_kvpool.transfer.conversion import host_layout_problem
 
-    # Compressed index keys have a tail per request outside of the pages (`srt.pool.regions`).
     ours = options.takes(layout, arrangement, view.device)
     if ours and is_hybrid(model_config):
         _check_states(layout, model_config, view)
+    # Compressed index keys have a tail per request outside of the pages (`srt.pool.regions`).
     if ours and get_dsa_index_kpool_compress(model_config.hf_config):
         raise Refusal(
             f"{model_name(model_config)} has compressed index keys, whose tails do not lie in the pages of a "
