@@ -41,14 +41,14 @@ STEPS = (
     "validate_deepep_v2_dispatch_token_budget",
 )
 
-#: Fields of ServerArgs that the package reads, except those that only `rules.host_sharing` and transfers on a
-#: CPU read.
+#: Fields of ServerArgs that the plugin reads.
 FIELDS = (
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("device", "cuda_graph_config"),
     *("enable_hierarchical_cache", "hicache_mem_layout", "hicache_io_backend", "page_size"),
     *("hicache_ratio", "hicache_size", "hicache_storage_backend", "enable_metrics"),
-    "disaggregation_decode_enable_offload_kvcache",
+    *("hicache_storage_backend_extra_config", "hicache_write_policy", "hicache_host_memory_mode"),
+    *("disaggregation_decode_enable_offload_kvcache", "disaggregation_transfer_backend", "attn_dp_size"),
     *SPECULATIVE_FIELDS,
     *(feature.field for feature in BACKEND_FEATURES),
     *(feature.field for feature in LAYOUT_FEATURES),

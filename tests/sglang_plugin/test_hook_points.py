@@ -1,5 +1,6 @@
 """The hook points in the installed SGLang, and the behaviour on another version."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,22 @@ def test_a_step_or_field_that_is_gone_is_named():
     assert check([HookPoint(steps, hooked=False, members=("handle_hicache", "gone", "left"))]) == [
         f"{steps}: has no gone, left"
     ]
+
+
+def test_every_argument_that_is_read_is_a_checked_field():
+    """A renamed field is named in the refusal, instead of an AttributeError at the first read."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_kvpool.sglang_plugin.point_lists import FIELDS
+
+    read = set()
+    for module in (ROOT / "sgl_kvpool" / "sglang_plugin").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="view" | "server_args"), attr=name):
+                    read.add(name)
+    assert len(read & {*FIELDS}) > 20
+    assert (read & {*ServerArgs._NS_BY_FIELD}) - {*FIELDS} == set()
 
 
 @pytest.mark.parametrize(
