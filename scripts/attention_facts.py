@@ -270,11 +270,12 @@ def main() -> int:
     parser.add_argument(
         "--try", dest="tile", type=int, nargs=5,
         metavar=("QUERY_HEADS", "ROWS", "WARPS", "STAGES", "PROGRAMS"),
-        help="count this tile instead of the table's; the printed programs per SM are computed",
+        help="count this tile instead of the table's; the output's programs per SM follow "
+        "from its registers and shared memory, not from PROGRAMS",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=("gluon", "triton"), default="triton", help="kernel of --try")
     parser.add_argument(
-        "--late", type=int, default=0, help="late parts of a row, for --try with the Gluon kernel"
+        "--late", type=int, default=0, help="late_parts of the tile, for --try with the Gluon kernel (0)"
     )
     page_tables.add_arguments(parser, PAGE)
     arguments = parser.parse_args()

@@ -36,8 +36,8 @@ ROUND_S = 15.0
 FLUSH_EVERY = 3
 #: Tolerance of natural logarithms: how far a token may be below the cold run's best token, and how far its
 #: log-probability may be from the cold run's. Batches of other sizes round differently, by at most 0.012 on
-#: the machine of the measurement with the demo's model: its logits are bfloat16 numbers around 8, at
-#: distances of 0.03.
+#: the machine of the measurement with the demo's model: its logits are around 8, and bfloat16 numbers from 4
+#: to 8 are 0.03 apart.
 TOLERANCE = 0.05
 #: The same for other models, whose logits SGLang also computes in bfloat16: between 16 and 32,
 #: bfloat16 numbers are 0.125 apart, and the logits of both compared tokens may be rounded.

@@ -58,7 +58,7 @@ KINDS = {
     "score": Kind(0, 0.03, False, "shares of some hundred questions"),
     "count": Kind(0, 0, False, "fewer passing tests or more differing bytes are a regression"),
     "size": Kind(0.005, 0, False, "bytes and tokens; the free memory of a GPU differs a little"),
-    "target": Kind(0, 0, True, "1 if a target is met, 0 if it is missed; for transfers, missed targets"),
+    "target": Kind(0, 0, True, "1 if a target is met, 0 if it is missed; for transfers, the number missed"),
     "fact": Kind(math.inf, math.inf, False, "reported, never compared"),
 }
 

@@ -1,7 +1,8 @@
 """The GPU part of `bench transfer`: our engines beside SGLang's backends and a pinned copy.
 
 Rates of engines and backends are ratios to torch's copy of as many bytes between pinned memory and the device
-in the same run, which is the limit of the link. Transcoding counts the bytes that cross the link.
+in the same run, which is the limit of the link. With another layout on the host, the copy has as
+many bytes as cross the link.
 """
 
 from __future__ import annotations
