@@ -23,7 +23,7 @@ def answers(record):
 
 
 def log_probabilities(answer):
-    """Log-probabilities of all scored tokens but the first, which has none."""
+    """Log-probabilities of the scored tokens. The first token is left out: nothing precedes it."""
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 

@@ -195,7 +195,8 @@ def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layo
     sparse_draft = hooked(layout, "dsa3", draft_model="dsa3")
     sparse_draft.server_args = resolve(checkpoints["mla3"], "--kv-cache-layout", layout)
     with pytest.raises(
-        ValueError, match=r"^Deepseek\w+, the draft model, has sparse .* has none: .*--kv-cache-layout"
+        ValueError,
+        match=r"^Deepseek\w+, the draft model, has sparse .* its target does not: .*--kv-cache-layout",
     ):
         classes_of(sparse_draft)
 

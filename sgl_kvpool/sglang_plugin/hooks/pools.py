@@ -86,7 +86,7 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
     if sparse != is_dsa(model_config_of(configurator.server_args)):
         raise Refusal(
             f"{model_name(configurator.model_config)}, the draft model, {'has' if sparse else 'has no'} "
-            f"sparse attention (DSA) and its target {'has none' if sparse else 'has'}: their pools are "
+            f"sparse attention (DSA) and its target {'does not' if sparse else 'has'}: their pools are "
             "declared to SGLang differently; leave out --kv-cache-layout, or use a draft of the target's kind"
         )
     backend = get_spec().speculative_draft_attention_backend

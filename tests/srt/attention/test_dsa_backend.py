@@ -94,7 +94,7 @@ def test_consumers_agree(layout, mode, prefixes, kernel):
     assert (metadata.topk_indices_offset is not None) == ragged
     assert (metadata.page_table_1_flattened is not None) == (ragged and prefixes != "none")
     if ragged:
-        # The index of each token's request start among all keys of the batch.
+        # For each token: where the keys of its request begin among the keys of the batch.
         starts = np.cumsum([0, *LENGTHS[:-1]])
         fresh = [n - p for n, p in zip(LENGTHS, PREFIXES[prefixes], strict=True)]
         assert metadata.topk_indices_offset.tolist() == np.repeat(starts, fresh).tolist()
