@@ -180,7 +180,7 @@ def _held(receiver: Any, mismatch: _Mismatch) -> bool:
 
 
 def _ranks(requests: list[Any]) -> list[dict[str, Any]]:
-    """Addresses of all ranks of the requests' prefill server; empty if that server does not answer any more.
+    """Addresses of all ranks of the requests' prefill server; fewer or none if that server stops answering.
 
     All ranks are notified, since a rank that does not know a request ignores its abort.
     """

@@ -1,4 +1,4 @@
-"""Hooks of the scheduler process: the pool's class."""
+"""Hooks of the scheduler process: the pool's class, and the layout in the server info."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]
 
 
 def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> None:
-    """Refuse a draft whose pool cannot have the rows of its target."""
+    """Refuse a draft whose pool cannot have the rows of its target, or whose backend cannot read them."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_spec
 

@@ -81,7 +81,8 @@ class MovedPagesPool(StoredPagesPool):
         Returns
         -------
         str or None
-            Reason: the slots are not a list of whole pages, or a page is free or was lost in its backup.
+            Reason: the slots are not a list of whole pages, a page is free or was lost in its backup, or the
+            ranks that share the tier have ended it.
         """
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
@@ -117,7 +118,7 @@ class MovedPagesPool(StoredPagesPool):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Load one layer of host pages into device pages; the lists were checked when they were queued.
+        """Load one layer of host pages into device pages.
 
         Raises
         ------
@@ -128,7 +129,7 @@ class MovedPagesPool(StoredPagesPool):
         """
         parts = self._parts_of(layer_id, is_draft)
         if not parts:
-            return  # a layer of another pipeline stage
+            return  # a layer that this pool does not hold
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost.any_flagged(host_pages):
             # Some loads of SGLang bypass the controller's `load`, which treats such pages as a miss.

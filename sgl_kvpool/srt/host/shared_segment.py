@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes faulted in by one call, which takes about a second; progress is logged between calls.
+#: Bytes faulted in by one call; progress is logged between calls.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 

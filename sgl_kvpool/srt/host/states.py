@@ -72,7 +72,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     TypeError
         If the pool is of another class.
     ValueError
-        If the label is not in `HOST_LABELS`, or the pool has parts that the host tier does not carry.
+        If `layout` is not in `HOST_LABELS`, a pool has parts that the host tier does not carry, or a draft
+        has fewer slots than the target.
     HostTierTooLarge
         If there is not enough memory.
     Exception
