@@ -104,7 +104,7 @@ def store_rows(
     fmt: RowFormat,
     k_scale: float = 1.0,
 ) -> None:
-    """Encode tokens and write each row to its slot of a pool, in one pass.
+    """Encode tokens and write each row to its slot of a pool; on CUDA in one pass.
 
     Parameters
     ----------

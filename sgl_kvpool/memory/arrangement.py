@@ -1,4 +1,4 @@
-"""Memory order of the pages of all layers: named arrangements, and the one function that finds a row.
+"""Memory order of the pages of all layers: named arrangements, and the row numbers of slots in them.
 
 Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
 axis. A leaf module: it imports neither SGLang nor torch at run time.
@@ -35,7 +35,7 @@ __all__ = ["KVArrangement", "RowPlacement", "rows_of_slots"]
 
 @enum.unique
 class KVArrangement(str, enum.Enum):
-    """Order of the axes; the value is the name on the command line."""
+    """Order of the axes. The value is the name in arguments; all but `head_major` are on the command line."""
 
     LAYER_MAJOR = "layer_major"
     TOKEN_MAJOR = "token_major"

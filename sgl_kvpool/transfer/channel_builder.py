@@ -80,7 +80,7 @@ class TransferChannels:
 
     @property
     def run_bytes(self) -> list[int]:
-        """Sizes of the runs of a page on the device."""
+        """Sizes of the copy runs of a page, in the plan of the first pool to the host."""
         return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
 
 
