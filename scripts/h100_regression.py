@@ -2,16 +2,16 @@
 """Release check in one command: checks, servers and timings on a Hopper GPU.
 
     python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
-    python scripts/h100_regression.py --core                  steps that need only torch and triton
+    python scripts/h100_regression.py --core                  steps that do not need SGLang
     python scripts/h100_regression.py                         also servers of small random models
     python scripts/h100_regression.py --model PATH --tp 8     servers of a real checkpoint instead
     python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
     python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
-nothing failed, 1 if a step failed or a comparison found a regression, 2 for wrong arguments or if nothing
-could be compared. Without a GPU a reduced form runs on the CPU and lists what it skipped. docs/regression.md
-has details.
+nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
+or if nothing could be compared, 128 plus the signal's number after an interruption. Without a GPU a reduced
+form runs on the CPU and lists what it skipped. docs/regression.md has details.
 
 This program has never been run on a GPU.
 """
@@ -86,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--first-light", action="store_true",
         help="correctness of kernels and the tile table to commit; nine minutes; continues the run in --out",
     )  # fmt: skip
-    what.add_argument(
-        "--core", action="store_true", help="only steps that need just torch and triton; no servers"
-    )
+    what.add_argument("--core", action="store_true", help="only steps that do not need SGLang; no servers")
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")

@@ -99,7 +99,7 @@ class Machine:
         return None if need in self.modules else f"{need} is not installed"
 
 
-#: Modules that steps may require.
+#: Modules that steps may require or compare with, and matplotlib for the plots.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
     *("tilelang", "deep_gemm", "matplotlib", "sgl_flash_mla", "flash_mla"),
