@@ -323,7 +323,7 @@ def main() -> None:
             state[case.name] = (
                 scored if known is None else {k: torch.cat([known[k], v]) for k, v in scored.items()}
             )
-            if case is wanted[-1] or number == len(todo):
+            if number == len(todo) or todo[number][2] != end:  # a batch is complete
                 written = arguments.state.with_suffix(".new")
                 torch.save(state, written)
                 os.replace(written, arguments.state)

@@ -135,9 +135,10 @@ def _repeated(arguments: list[str]) -> list[str]:
     """Arguments for a repetition, without the output paths."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument not in ("--json", "--out"):
+        is_path = argument.partition("=")[0] in ("--json", "--out")
+        if not skip and not is_path:
             kept.append(argument)
-        skip = argument in ("--json", "--out")
+        skip = is_path and "=" not in argument
     return kept
 
 

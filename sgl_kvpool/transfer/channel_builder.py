@@ -191,9 +191,10 @@ def _built_engines(
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
-    calls, chunks = request.gpu_calls(), request.chunks
+    chunks = request.chunks
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
     converts, is_pinned = plan.conversion is not None, chunks is not None
+    calls = request.gpu_calls() if is_pinned else None  # torch copies unpinned memory; the build takes 10 s
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
     rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
     made = []

@@ -184,6 +184,11 @@ def test_too_few_requests_are_said_last(monkeypatch, capsys):
     assert lines[-1].startswith("0 violations; again: python scripts/soak.py")
 
 
+def test_the_command_for_a_repetition_names_no_output_paths():
+    given = ["--legs", "fp4", "--json", "a.json", "--out=logs", "--minutes=2", "--json=b.json", "--clients", "3"]
+    assert soak._repeated(given) == ["--legs", "fp4", "--minutes=2", "--clients", "3"]
+
+
 def test_one_violation_is_no_plural(monkeypatch, capsys):
     monkeypatch.setattr(soak, "soak", lambda leg, *_, **__: {"name": leg.name, "violations": ["x"]})
     monkeypatch.setattr("sys.argv", ["soak.py", "--legs", "fp4"])

@@ -49,7 +49,7 @@ class MovedPagesPool(StoredPagesPool):
         else:
             self._lost = self.shared.lost
             self._lost.set(slice(None), False)
-            self.shared.log.add("clear", np.arange(self.page_num))
+            self.shared.log.add("clear", np.arange(self.size))
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
