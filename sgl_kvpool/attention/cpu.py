@@ -20,7 +20,7 @@ __all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "causal_limits"
 #: Number of rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
 WORKSPACE_TOKENS = 32768
 
-#: Maximum size of one block of scores, `[heads, queries, rows]` float32.
+#: Maximum size of one block of scores, `[queries, heads, rows]` float32; a block has at least one query.
 _SCORE_BYTES = 64 << 20
 
 

@@ -186,8 +186,9 @@ def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> Tile
 
 @cache
 def decode_kernel_of(fmt: RowFormat) -> str:
-    """Choose the kernel, "gluon" or "triton", for rows of a format. No other place decides this.
+    """Choose the table of tiles, "gluon" or "triton", for rows of a format. No other place decides this.
 
+    Gluon's table has Triton's tile for more than 16 query heads of `fp8_block_scale`.
     KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's kernel
     cannot read.
 
