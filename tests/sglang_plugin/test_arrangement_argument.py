@@ -28,7 +28,7 @@ def test_flag(arranged, arrangement, layout):
 
 @pytest.mark.parametrize("arrangement", [None, "auto"])
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
-def test_a2_auto_is_what_every_reader_reads(arranged, arrangement, backend):
+def test_a2_auto_is_layer_major_with_every_backend(arranged, arrangement, backend):
     args = arranged(arrangement, "--attention-backend", backend)
     assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
 
@@ -155,7 +155,7 @@ def test_the_options_are_told_apart():
     assert LAYOUT.attribute == "_kvpool_kv_cache_layout"
 
 
-def test_the_demos_servers_are_asked_by_their_arguments_alone():
+def test_demo_servers_do_not_inherit_the_variables_of_options():
     from sgl_kvpool import env
     from sgl_kvpool.demo.server import Server
 

@@ -17,7 +17,7 @@ LOAD = (
     "print('went on')"
 )
 
-#: The name that a user sets, and the variable that is meant.
+#: The name that a user sets, and the nearest variable, which the message suggests.
 WRONG_NAMES = {
     "KVPOOL_KV_CACHE_LAYUOT": "KVPOOL_KV_CACHE_LAYOUT",
     "KVPOOL_LAYOUT": "KVPOOL_KV_HOST_LAYOUT",

@@ -84,7 +84,7 @@ def whole_buffers(pool):
 
 
 def model_configuration(kind, mla_layers=MLA_LAYERS):
-    """SGLang's configuration of a model with KDA (Kimi-Linear) or lightning attention (Ring, Ling 2.5)."""
+    """SGLang's configuration of Kimi-Linear (`kda`), Ring, Ling 2.5 (`lightning`), Bailing 3 (`kda-v3`)."""
     from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
     from sglang.srt.configs.kimi_linear import KimiLinearConfig
 

@@ -218,7 +218,7 @@ def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
         assert chunk.last_query == queries[chunk.last_request]
     assert seen == [(r, row) for r, count in enumerate(prefix) for row in range(count)]
     assert (chunks[-1].first_request, chunks[-1].last_request) == (0, len(prefix))
-    # Merged into a chunk's first request: exactly the queries of which earlier chunks had rows.
+    # Queries of a chunk's first request are merged exactly if an earlier chunk has rows of that request.
     for earlier, chunk in enumerate(chunks[:-1]):
         first = chunk.first_request
         began = any(p.first_request <= first < p.last_request for p in chunks[:earlier])

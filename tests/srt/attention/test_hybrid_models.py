@@ -1,6 +1,7 @@
 """SGLang's own hybrid models: which layers our backend attends, and how the models choose the form.
 
-The models are real and on the meta device; tests look at their modules.
+The models are real and on the meta device, and tests look at their modules. For the form, tests run one layer
+on the CPU.
 """
 
 from types import SimpleNamespace
@@ -135,7 +136,7 @@ def test_a_stage_without_mla():
 
 
 def test_kimi_k3():
-    """The same class with a gate before `o_proj`, after the backend; GGUF's split weights are absorbed."""
+    """DeepSeek's class with a gate between the backend and `o_proj`."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
 
@@ -184,7 +185,7 @@ class HybridServer(Server):
 
 @pytest.fixture
 def named(monkeypatch):
-    """Our name in SGLang's lists, and this process as if it had CUDA where it matters."""
+    """Our name in SGLang's lists, small thresholds, and multi-head prefill as on CUDA."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 

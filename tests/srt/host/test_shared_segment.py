@@ -74,7 +74,7 @@ def test_every_rank_sees_what_any_of_them_writes(tmp_path):
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
+def test_a_rank_that_cannot_map_the_memory_refuses_on_all_ranks(tmp_path, who):
     statuses, printed = run(
         tmp_path,
         f"""
@@ -95,8 +95,8 @@ def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
     assert all(said in text and "give --kv-host-sharing rank" in text for text in printed)
 
 
-def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
-    """They would wait for it otherwise. Ranks 0 and 1 are on one machine, rank 2 on another."""
+def test_a_machine_that_cannot_map_the_memory_refuses_on_all_machines(tmp_path):
+    """Otherwise the other ranks would wait. Ranks 0 and 1 are on one machine, rank 2 on another."""
     statuses, printed = run(
         tmp_path,
         """

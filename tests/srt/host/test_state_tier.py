@@ -69,7 +69,7 @@ def test_states_there_and_back(kind, label):
 
 
 def test_layer_by_layer():
-    """After a layer's event its conv and ssm states are loaded, and later layers are untouched."""
+    """After the load of a layer, its conv and ssm states are there, and later layers are untouched."""
     pool = state_pool("three-convs")
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]

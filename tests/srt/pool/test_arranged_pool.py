@@ -1,4 +1,7 @@
-"""LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes."""
+"""LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes.
+
+A1, A5, B2 and B3 are items of the vLLM checklist of tests/memory.
+"""
 
 import itertools
 

@@ -55,7 +55,7 @@ def test_sizes_and_shapes(layout, rope, page_size):
 
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_asked_for(layout, arrangement):
+def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrangement):
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(engine="cpu")

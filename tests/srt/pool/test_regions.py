@@ -1,4 +1,7 @@
-"""`describe` on SGLang's real pools of each kind, compared with the pools' own tensors."""
+"""`describe` on SGLang's real pools of each kind, compared with the pools' own tensors.
+
+A3, A5, B1 and D5 are items of the vLLM checklist of tests/memory.
+"""
 
 import itertools
 
