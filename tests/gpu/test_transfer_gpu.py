@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
-from sgl_kvpool.srt.host.gpu_calls import gpu_calls
+from sgl_kvpool.commands.bench.transfer_gpu import gpu_calls
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools

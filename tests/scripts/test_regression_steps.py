@@ -278,11 +278,13 @@ def test_every_shape_and_layout_has_limits():
         assert all(one.far < one.near for one in model.values())
 
 
-#: Hides SGLang, the packages that come with it, and an editable install on the path.
-HIDES = """
+#: SGLang and packages that come with it.
+HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
+#: Hides them, and an editable install on the path.
+HIDES = f"""
 import sys
 from importlib.machinery import PathFinder
-HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
+HIDDEN = {HIDDEN}
 find = PathFinder.find_spec
 def hiding(name, path=None, target=None):
     return None if name.split(".")[0] in HIDDEN else find(name, path, target)
@@ -313,6 +315,20 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 2
     assert "exists already; name another folder" in again.stderr
+
+
+def test_gpu_tests_of_core_import_without_sglang():
+    """Otherwise a file could not be collected on a machine with torch alone."""
+    words = [word for step in steps(ONLY_TORCH, core=True).values() for word in step.command]
+    files = [word for word in words if word.startswith("tests/gpu/")]
+    assert len(files) == 3
+    blocks = f"sys.modules.update(dict.fromkeys({HIDDEN}))"
+    code = f"import sys, pytest; {blocks}; sys.exit(pytest.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--collect-only", "-q", *files],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

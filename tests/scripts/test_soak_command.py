@@ -185,7 +185,17 @@ def test_too_few_requests_are_said_last(monkeypatch, capsys):
 
 
 def test_the_command_for_a_repetition_names_no_output_paths():
-    given = ["--legs", "fp4", "--json", "a.json", "--out=logs", "--minutes=2", "--json=b.json", "--clients", "3"]
+    given = [
+        "--legs",
+        "fp4",
+        "--json",
+        "a.json",
+        "--out=logs",
+        "--minutes=2",
+        "--json=b.json",
+        "--clients",
+        "3",
+    ]
     assert soak._repeated(given) == ["--legs", "fp4", "--minutes=2", "--clients", "3"]
 
 

@@ -7,7 +7,6 @@ many bytes as cross the link.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages
 
-__all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
+__all__ = ["PAGES", "Gpu", "gpu_calls", "measure_peers", "measure_shape"]
 
 PAGES = (16, 64, 256, 1024)
 ROUNDS = 7
@@ -55,6 +54,16 @@ class Timed(NamedTuple):
     own: list[float]
 
 
+def gpu_calls() -> Any:
+    """The compiled GPU code, as a server loads it if SGLang is installed, else built by torch."""
+    if find_spec("sglang") is not None:
+        from sgl_kvpool.srt.host import gpu_calls as build
+    else:
+        from sgl_kvpool.transfer import gpu_calls as build
+
+    return build.gpu_calls()
+
+
 class Gpu:
     """Memory, streams and clocks of a CUDA device; tests without a GPU replace this class."""
 
@@ -64,12 +73,6 @@ class Gpu:
 
     @property
     def calls(self) -> Any:
-        """The compiled GPU code, as a server loads it."""
-        if importlib.util.find_spec("sglang") is not None:
-            from sgl_kvpool.srt.host.gpu_calls import gpu_calls
-        else:
-            from sgl_kvpool.transfer.gpu_calls import gpu_calls
-
         return gpu_calls()
 
     def tools(self, page_bytes: int) -> EngineTools:
