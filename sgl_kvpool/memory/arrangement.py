@@ -14,8 +14,8 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 `head_major` (B H L C) is for caches with H > 1 heads, whose pages `memory.cross_layer` slices by head:
 one head of all layers is one run, which is what a rank of a tensor-parallel peer requests.
 
-SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
-of a slot is `slot_to_row(slots)`, the same number in every layer's view.
+SGLang names a token by its slot, s = b * N + n. The *row number* of a slot is `slot_to_row(slots)`, the same
+in every layer's view, whose rows have one stride.
 """
 
 from __future__ import annotations
