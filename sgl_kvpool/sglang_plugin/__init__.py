@@ -1,8 +1,9 @@
 """Entry point of the SGLang plugin.
 
 SGLang calls `register` in every process that loads plugins. If the user requests nothing, the plugin adds its
-arguments and changes nothing else. A scheduler process reads from the environment which hook groups its
-server uses, and applies them; with KVPOOL_FIX_TOPK=1 and no layout, it applies the group of sparse attention.
+arguments and the attention backend name `kvpool_mla`, and changes nothing else. A scheduler process reads
+from the environment which hook groups its server uses, and applies them; with KVPOOL_FIX_TOPK=1 and no
+layout, it applies the group of sparse attention.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def _install() -> None:
         hook_points.warn(line(refusal))
         return
 
-    # Only scheduler processes, and processes that build an Engine, have imported the pools before plugins are
-    # loaded. The latter build no pool, so hooks of pools have no effect there.
+    # A process that has not imported the pools when it loads plugins, such as `sglang.launch_server`, builds
+    # none. Detokenizers, data-parallel controllers and programs that build an Engine have imported them as
+    # schedulers do, but build none either, so hooks of pools have no effect there.
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
     told = env.text(env.CHILD_HOOK_GROUPS)

@@ -78,7 +78,10 @@ class Option:
 
     @property
     def attribute(self) -> str:
-        """`ServerArgs` attribute: the user's value or None, after resolution the effective value."""
+        """`ServerArgs` attribute: value of the flag or keyword, or None; after resolution `requested`.
+
+        For `HOST_SHARING`, with a host tier, resolution replaces it by the chosen value.
+        """
         return f"_kvpool_{self.name}"
 
     @property

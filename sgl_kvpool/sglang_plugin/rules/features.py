@@ -174,7 +174,7 @@ BACKEND_FEATURES = (
     ),
 )
 
-#: Arguments of speculative decoding that would change what a draft attends.
+#: Arguments of speculative decoding that `kvpool_mla` does not support.
 DRAFT_FEATURES = (
     Feature(
         "speculative_draft_window_size",
@@ -188,7 +188,7 @@ DRAFT_FEATURES = (
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
-#: Features that do not work with readers of packed sparse rows.
+#: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
     Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),

@@ -151,8 +151,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
 
-        This is the only way to read stored bytes; `slot_to_row(slots)` gives the rows of slots. Waits until a
-        load of this layer from the host tier is done.
+        `slot_to_row(slots)` gives the rows of slots. Waits until a load of this layer from the host tier is
+        done.
         """
         return self._stored(layer_id).view(torch.uint8)
 
