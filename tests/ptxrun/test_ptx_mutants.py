@@ -22,7 +22,7 @@ quick = pytest.mark.quick
 
 @dataclass
 class Change:
-    """Of the text of one kernel.
+    """Change of the PTX text of one kernel.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Change:
 
 @dataclass
 class Number:
-    """The value of one of a kernel's 32-bit parameters, counted from 0."""
+    """Change that gives a kernel's 32-bit parameter `index`, counted from 0, a constant value."""
 
     kernel: str
     index: int

@@ -1,6 +1,7 @@
 """ptxrun raises an error, with its place, where a GPU faults, hangs or races; correct kernels give no error.
 
-The kernels are CUDA, in one module; each wrong one is a right one with a line left out or changed.
+The kernels are CUDA, in one module; the wrong ones are those of `FAULTY`, and right ones with a line left out
+or changed.
 """
 
 import functools

@@ -67,7 +67,7 @@ def test_servers_of_every_layout_and_arrangement():
     found = steps()
     assert all(EVERYTHING.missing(step.needs) is None and not step.without for step in found.values())
     for shape in RANDOM_SHAPES:
-        # Sparse attention takes rows of one layer after the other.
+        # Sparse attention needs layer_major.
         arrangements = ARRANGEMENTS if shape != "v32" else ARRANGEMENTS[:1]
         expected = {f"serve-{shape}-stock"}
         for arrangement in arrangements:
@@ -189,7 +189,10 @@ def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed,
 
 
 def found_of_a_hybrid(count, chunk):
-    """Tokens of a repeated prompt up to its last kept state: after each chunk and the last full page."""
+    """Tokens of a repeated prompt that a hybrid model finds: up to the last state it kept and may use.
+
+    States are kept after each chunk and after the last full page.
+    """
     kept = {*range(chunk, count + 1, chunk), count // 64 * 64}
     return max(state for state in kept if state <= count - 1)
 
@@ -273,14 +276,14 @@ def test_every_shape_and_layout_has_limits():
     assert set(LIMITS) == {*RANDOM_SHAPES, "demo", "model"}
     assert all(set(limits) == set(LAYOUTS) for limits in (*LIMITS.values(), SCORES))
     for model in LIMITS.values():
-        # A layout with fewer bits may be further away, and a limit above nothing shows that rows were read.
+        # A layout with fewer bits may be further away; the smallest distance is below the largest.
         assert model["bf16"].near < model["fp8_block_scale"].near <= model["fp4"].near
         assert all(one.far < one.near for one in model.values())
 
 
 #: SGLang and packages that come with it.
 HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
-#: Hides them, and an editable install on the path.
+#: Hides them, wherever they are on the path.
 HIDES = f"""
 import sys
 from importlib.machinery import PathFinder

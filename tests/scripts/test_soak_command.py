@@ -26,7 +26,7 @@ def session(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_server_too(number, tmp_path):
-    """The signal comes long before the server is ready: the same processes have to end, within seconds."""
+    """The signal comes long before the server is ready; its processes have to end with the command."""
     report = tmp_path / "soak.json"
     command = [sys.executable, ROOT / "scripts" / "soak.py", "--legs", "fp8", "fp4", "--json", report]
     with subprocess.Popen(

@@ -38,7 +38,6 @@ inline void Machine::race(Warp& w, const Inst& in, Cta* t, u32 off, const char* 
          line, lane);
 }
 
-// `agent_` performs the access on behalf of `w`, whose clock orders it.
 inline void Machine::shared_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, bool sync_access) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)
@@ -66,6 +65,7 @@ inline bool Machine::same_value(Cta* t, u32 b, u32 off, u32 size, const u8* data
   return true;
 }
 
+// Agent `as` writes on behalf of `w`, whose clock orders the write.
 inline void Machine::mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock,
                                 bool async_proxy, const u8* data) {
   memset(&t->init[off], 1, size);
@@ -109,7 +109,7 @@ inline void Machine::shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 
   mark_write(w, in, t, off, size, lane, w.gid, w.vc[w.gid], false, data);
 }
 
-// A read by the asynchronous proxy (wgmma, bulk copies); `vc` and `pvc` are those of the issuing warp at the issue.
+// A read by the asynchronous proxy (wgmma, bulk copies), ordered by `vc` and `pvc` of the issuing warp at the read.
 inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)

@@ -14,7 +14,7 @@ struct Region {
   u32 *writer = nullptr, *reader = nullptr;
 };
 
-// Options of ptxrun.py's `Module.launch`, under the names they have there.
+// Options of ptxrun.py's `Module.launch`, where `timing_random` is called `timing`.
 struct Config {
   u64 seed = 0;
   int threads = 1;
