@@ -126,7 +126,7 @@ def lists_of(pages: int, available: int, scattered: bool, page_size: int, device
 
 
 def loads(engine: Any, layers: int) -> Callable[[Any, Any], None]:
-    """A whole load, layer by layer, as SGLang requests it; lists are new objects each time."""
+    """A whole load, layer by layer, as SGLang requests it; the device list is a new object for each load."""
 
     def load(host: np.ndarray, device: DevicePages | np.ndarray) -> None:
         if isinstance(device, DevicePages):
@@ -318,9 +318,10 @@ _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
     """Names of the missed targets.
 
-    `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` must not be
-    slower than SGLang's best backend; if a backend was not measured, this target is missed too. BF16 to FP4:
-    2.2 times a pinned copy, in bytes of BF16. The CPU time to submit has a limit too.
+    From 256 pages on: without conversion, 95 % of a pinned copy for `staged`, and for `copy_engine` with long
+    runs; for `staged` from BF16 to FP4, 2.2 times a pinned copy, in bytes of BF16. For layouts of
+    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend; if a
+    backend was not measured, this target is missed too. The CPU time to submit has a limit too.
     """
     found = [] if peers else ["staged beside SGLang's backends: not measured, SGLang is not installed"]
     found += [f"staged beside {p['peer']}: not measured, {p['failed']}" for p in peers if "failed" in p]

@@ -166,11 +166,11 @@ def gpu() -> Finding:
         if properties.major != 9:
             finding.notes.append(
                 f"{properties.name} has compute capability {properties.major}.{properties.minor}; the "
-                "kernels are compiled and tested for 9.0 (H100, H200)"
+                "kernels are compiled for 9.0 (H100, H200)"
             )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices and finding.facts["driver"] is None:
-        finding.notes.append("no GPU: only the model of `sgl-kvpool demo` can be served, on the CPU")
+        finding.notes.append("no GPU: only the models of `sgl-kvpool demo` can be served, on the CPU")
     elif not devices and visible is not None:
         finding.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs; unset it to use them")
     elif not devices:

@@ -66,7 +66,7 @@ class PlannedServer:
     host_index_bytes : int
         Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
     workspace_bytes : int
-        Workspace of a rank, allocated before the pool.
+        Memory of a rank that is reserved before the pool is sized: workspaces, page buffers of a host tier.
     """
 
     layout: str | None

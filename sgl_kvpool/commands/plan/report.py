@@ -154,7 +154,7 @@ def _commands(plan: Plan) -> list[str]:
 
 
 def check_plot(path: Path) -> None:
-    """Raise ValueError without matplotlib, OSError if the path cannot be written."""
+    """Raise ValueError without matplotlib or for a folder, OSError if the path cannot be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -251,7 +251,7 @@ def items(
     contexts: Iterable[int] = (),
     peers: Iterable[str] = PEERS,
 ) -> list[Item]:
-    """Items to measure, most important first; an empty filter selects everything.
+    """Items to measure, most important first; an empty filter of workloads or layouts selects all of them.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ def items(
         Layouts of our kernel; peers have fixed layouts.
     heads, batches, contexts : iterable of int
     peers : iterable of str
-        Names of `PEERS`.
+        Names of `PEERS`; if empty, no peer is measured.
 
     Returns
     -------

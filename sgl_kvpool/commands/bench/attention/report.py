@@ -13,7 +13,7 @@ from sgl_kvpool.layout import SegmentEncoding
 __all__ = ["add_ratios", "best_us", "draw", "print_ratios", "print_table", "targets"]
 
 MEASURED = "measured"
-#: The peer made for Hopper: without its time, a comparison with the best BF16 peer is not conclusive.
+#: The peer made for Hopper: without its time, the comparison with the best BF16 peer cannot be passed.
 BEST_EXPECTED_PEER = "flashmla"
 SPARSE_PEER = "flashmla_sparse_fp8"
 #: Layouts with rows narrower than BF16 rows.

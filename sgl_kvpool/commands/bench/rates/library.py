@@ -40,7 +40,7 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """Path of nvcc: from CUDA_HOME, PATH, the wheel among SGLang's dependencies, or the default folder.
+    """Path of nvcc: CUDA_HOME or CUDA_PATH, PATH, the wheel that SGLang depends on, or the default folder.
 
     Raises
     ------

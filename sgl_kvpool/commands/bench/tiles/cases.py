@@ -39,8 +39,8 @@ _GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
     SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
     SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
 }
-#: Query heads per tile that are compared, by heads: the smallest tile that holds all heads, a larger one, and
-#: for 32 heads two tiles of 16.
+#: Query heads per tile that are compared, by heads: those of the smallest tile that holds all heads; for 8
+#: heads also a larger tile, for 32 heads also two tiles of 16.
 _QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 
@@ -115,7 +115,7 @@ def workload_of(job: dict[str, Any]) -> Workload:
 def checks(
     heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
 ) -> list[dict[str, Any]]:
-    """Jobs that compile and check every tile on a small workload, with and without splits.
+    """Jobs that compile and check every tile on a small workload, with splits, and on a GPU also without.
 
     The sizes select the same kernels as the larger workloads.
     """

@@ -185,7 +185,7 @@ def _layouts(text: str) -> tuple[MLAKVCacheLayout, ...]:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Measure, print, write; returns the exit status: 1 if a tile of the table is wrong or fails."""
+    """Measure, print, write; returns 1 if a tile of the table is wrong or fails, or if jobs were not run."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--heads", type=_numbers, help="query heads per rank, separated by commas (16,8,32)")
