@@ -32,10 +32,6 @@ static inline double extreme(const Inst& in, double a, double b, bool least) {
   if (in.c & 1) {
     if (a != a || b != b) return NAN;
   }  // .NaN
-  if (in.c & 2) {
-    double s = std::signbit(a) != std::signbit(b) ? -1.0 : 1.0;
-    (void)s;
-  }
   if (a != a) return b;
   if (b != b) return a;
   if (a == b) return least ? (std::signbit(a) ? a : b) : (std::signbit(a) ? b : a);

@@ -109,8 +109,9 @@ inline void Machine::shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 
   mark_write(w, in, t, off, size, lane, w.gid, w.vc[w.gid], false, data);
 }
 
-// A read by the asynchronous proxy (wgmma, bulk copies), ordered by `vc` and `pvc` of the issuing warp at the read.
-inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock) {
+// A read by the asynchronous proxy (wgmma, bulk copies), ordered by `vc` of the issuing warp at the read, and `pvc`.
+inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
+                                const Clock& pvc) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)
       if (!t->init[off + i]) fault(w, in, fmt("reads shared 0x%x, which was never written", off + i));
@@ -120,7 +121,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 si
     if (!e.clock) continue;
     if (!before(w.vc, e.clock, e.agent))
       race(w, in, t, b, "reads", "write", e.line, e.agent, -1);
-    else if (!e.async && !before(w.pvc, e.clock, e.agent))
+    else if (!e.async && !before(pvc, e.clock, e.agent))
       report("proxy", w, in,
              fmt("the asynchronous proxy reads shared 0x%x, written by warp %d without fence.proxy.async since", b,
                  e.agent % TW),
