@@ -13,7 +13,7 @@ SCALE = 0.07
 
 
 def make_pool(layout, slots, rank, rope, seed=0):
-    """Rows of random values, garbage between them, and NaN bytes in slots that must not be read."""
+    """(format, pool of random rows with garbage between them, decoded values [slots, rank + rope])."""
     generator = torch.Generator().manual_seed(seed)
     fmt = oracle.row_format(layout, rank, rope)
     nope = torch.randn(slots, rank, generator=generator, dtype=torch.bfloat16)

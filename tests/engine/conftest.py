@@ -171,7 +171,7 @@ def serve(name, model_path, folder):
 
 
 def engines(model_path, folder):
-    """Two Engines in one process, the first with a layout; see engines_script.py."""
+    """Engines one after the other in one process: refused, with a layout, without; see engines_script.py."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
@@ -207,7 +207,7 @@ def refused(model_path, folder):
 
 
 def demo(model_path, folder):
-    """The command a new user types, for all layouts; what it prints, and demo.json."""
+    """The demo with its small model, for all layouts; what it prints, and demo.json."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
@@ -262,7 +262,7 @@ def printed(model_path, folder):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s.
+    """Give tests 3600 s: one start may take 600 s, and the limit of a start ends a server that hangs.
 
     The first test may wait for all servers requested before its own, beside a worker that runs other tests.
     """
@@ -341,7 +341,7 @@ SCHEDULER_BYTES = 5 << 29
 
 
 def wait_for_memory(schedulers, limit_s=600):
-    """Wait until SGLang keeps its free memory beside so many schedulers, while other jobs and tests end.
+    """Wait until memory for so many schedulers is available beside what SGLang keeps free for a host tier.
 
     After the limit the job starts all the same: not every server has a host tier.
     """

@@ -24,7 +24,7 @@ from sgl_kvpool.demo.cluster.servers import metric_sum, until
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_RATIO = 16, 1024, 0.5
-#: Half of them share their first pages with another one.
+#: Each shares its first pages with one other.
 PROMPTS = [f"{number % 6}: {TEXT[:150]}" + TEXT[number * 20 :][:240] + "=" * 40 for number in range(12)]
 PROMPT_TOKENS = [len(prompt.encode()) for prompt in PROMPTS]
 CLIENTS, SECONDS = 4, 60

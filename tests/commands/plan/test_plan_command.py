@@ -103,7 +103,7 @@ def test_a_config_json_that_contains_a_list_is_refused(tmp_path, capsys):
     assert "contains a list" in capsys.readouterr().err
 
 
-def test_what_a_model_can_be(tmp_path):
+def test_forms_of_model_names_and_folders(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert find_model(str(tmp_path)).weights_gib is None
     for number in range(2):
@@ -159,7 +159,7 @@ def test_what_bounds_requests():
     assert server.limit.startswith("states of linear layers")
 
 
-def test_a_context_that_the_model_has_not():
+def test_a_context_longer_than_the_models_is_refused():
     with pytest.raises(ValueError, match=r"--context 131073 is longer .* 131072 tokens"):
         plan((Candidate("fp4"), answer()), context=131073)
     assert plan((Candidate("fp4"), answer()), context=None).context_tokens == 32768
