@@ -70,7 +70,7 @@ class KVArrangement(str, enum.Enum):
         return "BN" in self.axes
 
     @property
-    def is_layer_packed(self) -> bool:
+    def has_contiguous_layers(self) -> bool:
         """Whether a layer's rows are contiguous, as SGLang allocates them."""
         return self.axes[0] == "L"
 

@@ -100,7 +100,7 @@ def resolve(monkeypatch):
     from sgl_kvpool.sglang_plugin import options as record
 
     # Requests that other tests' records have left.
-    monkeypatch.setattr(record, "_asked", set())
+    monkeypatch.setattr(record, "_requested", set())
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import restore_context, snapshot_context
     from sglang.srt.server_args import prepare_server_args

@@ -64,7 +64,7 @@ def caches(
     page_size: int = PAGE_SIZE,
 ) -> CanonicalKVCaches:
     """Byte view of layers in memory that has been touched."""
-    if not arrangement.is_layer_packed:
+    if not arrangement.has_contiguous_layers:
         members = [
             LayerPages(
                 name=i, page_bytes=page_bytes, backend="bench", page_size_tokens=page_size, content="bytes"
