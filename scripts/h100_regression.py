@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--gsm8k-questions", type=int, default=500)
     model.add_argument("--retrieval-characters", default="16000,64000,200000", help="text lengths")
     run = made.add_argument_group("how")
-    run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
+    run.add_argument("--out", type=Path, help="folder of results (DATE or first-light in regression-results)")
     run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
     run.add_argument(
         "--time-limit-scale", type=_positive, default=1.0,
