@@ -120,7 +120,7 @@ def measure_engine(
             calls[f"torch_{name}"] = partial(peers[name].copy, a, b)
         for name, call in calls.items():
             took = seconds(call)
-            if number:  # the first round touches the memory and does not count
+            if number:  # the first round is a warm-up and does not count
                 times.setdefault(name, []).append(took)
 
     def ratio(peer: str, name: str) -> float:

@@ -110,7 +110,7 @@ class Gpu:
 
 
 def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
-    """Medians of `Gpu.timed`; the first round touches memory and compiles."""
+    """Medians of `Gpu.timed` over `ROUNDS` rounds, after a round of warm-up."""
     rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
     return Timed(
         statistics.median(r.submit for r in rounds),

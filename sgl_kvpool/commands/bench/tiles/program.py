@@ -8,8 +8,8 @@ splits that the rule of decode_config.py gives it, on dense contexts of 2k to 32
 batch 1 to 128. The fastest tile of each workload is timed with other splits, too. Every result is compared
 with the float64 reference. A tile that hangs or faults is left out and loses only its own result.
 
-The last output is the tile table to commit, with the reasons. `--device cpu` runs the kernels in
-Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
+At the end wrong tiles, reasons, faster splits and the tile table to commit are printed. `--device cpu` runs
+the kernels in Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
 """
 
 from __future__ import annotations
