@@ -32,7 +32,7 @@ def other_sglang(tmp_path):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Folders with a config.json each: MLA, DSA, hybrid, MHA and odd geometries. No weights."""
+    """Folders with a config.json each: MLA, DSA, hybrid, MHA and odd geometries. No test loads weights."""
     from random_checkpoint import write_random_model
 
     root = tmp_path_factory.mktemp("checkpoints")
