@@ -219,6 +219,7 @@ def test_targets_of_incomplete_runs(states):
     rows = good()
     rows[0] |= {"status": "wrong", "reason": "query 0"}
     assert states(rows)[-1] == MISSED
+    assert states(rows, on_gpu=False) == [OPEN] * 11 + [MISSED]
     rows = good()
     rows[4] |= {"status": "wrong", "reason": "query 0"}
     assert states(rows) == [PASSED] * 11

@@ -29,6 +29,7 @@ def row(us, heads, own, *, layout="fp4", batch=64, part="tile", splits=2, **more
     job = {
         "part": part, "kind": "dense", "heads": heads, "batch": batch, "context": 32768,
         "rows_per_list": 32768, "layout": layout, "tile": asdict(own), "splits": splits,
+        "min_blocks": own.min_blocks,
     }  # fmt: skip
     return {"job": job, "status": "measured", "us": us, "graph_us": us, **more}
 
@@ -99,6 +100,19 @@ def test_other_splits():
     assert [other["splits"] for other in cases.other_splits({**job, "splits": 1})] == [2]
     few = {**job, "splits": 2, "rows_per_list": 300}  # three blocks of 128
     assert [other["splits"] for other in cases.other_splits(few)] == [1, 3]
+
+
+def test_other_splits_are_all_filled_also_below_the_minimum_of_rows():
+    """2048 rows in blocks of 64: 15 splits would fill 11, 17 would fill 16, and 32 of one block are tried."""
+    job = {**row(1, 16, tile(16, (64, 4, 1, 2)), splits=16)["job"], "rows_per_list": 2048}
+    assert job["min_blocks"] == 2
+    others = cases.other_splits(job)
+    assert [other["splits"] for other in others] == [8, 11, 32]
+    for other in others:
+        blocks_per_split = max(-(-32 // other["splits"]), other["min_blocks"])
+        assert -(-32 // blocks_per_split) == other["splits"]
+    # The rule asks for more splits than its minimum of rows lets it fill.
+    assert [other["splits"] for other in cases.other_splits({**job, "splits": 32})] == [8, 11, 32]
 
 
 # ------------------------------------------------------------------------------------------ which table

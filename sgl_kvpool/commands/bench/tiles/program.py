@@ -61,11 +61,12 @@ class TileRunner:
     Parameters
     ----------
     tile : TileConfig
-    splits : int
+    splits, min_blocks : int
+        As in `DecodeConfig`.
     """
 
-    def __init__(self, tile: TileConfig, splits: int) -> None:
-        self.tile, self.splits = tile, splits
+    def __init__(self, tile: TileConfig, splits: int, min_blocks: int) -> None:
+        self.tile, self.splits, self.min_blocks = tile, splits, min_blocks
 
     def load(self, device: Any) -> None:
         """No import is needed."""
@@ -78,7 +79,7 @@ class TileRunner:
 
         w, fmt = problem.workload, problem.fmt
         tiles = -(-w.heads * w.queries_per_list // self.tile.query_heads)
-        config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
+        config = DecodeConfig(self.tile, tiles, self.splits, self.min_blocks)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         room = torch.empty(
@@ -99,7 +100,7 @@ class TileRunner:
 
 def _measured(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
     """Result row of a job of `cases`: its status, and the time and rate or the reason."""
-    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"])
+    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"], job["min_blocks"])
     row = bench.measure(Item(workload_of(job), OURS, MLAKVCacheLayout(job["layout"]).value))
     kept = ("status", "reason", "us", "graph_us", "rows_per_s", "row_gb_per_s", "relative_error", "no_graph")
     return {name: row[name] for name in kept if name in row}
@@ -161,7 +162,9 @@ class _Sweep:
 
 
 def _group(job: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in job.items() if name not in ("tile", "splits", "part")}
+    return {
+        name: value for name, value in job.items() if name not in ("tile", "splits", "min_blocks", "part")
+    }
 
 
 def _line(row: dict[str, Any]) -> str:
