@@ -1,7 +1,8 @@
 """The probes of `sgl-kvpool doctor`. Each returns facts, problems and notes, and may fail.
 
-Probes that import other packages run in a process of their own (`in_child`), since a broken
-installation may hang, end or crash the process that imports it.
+Probes that import SGLang, the driver's library or psutil run in a process of their own (`in_child`),
+since a broken installation may hang, end or crash the process that imports it. `used` imports torch
+in the process of the command.
 """
 
 from __future__ import annotations

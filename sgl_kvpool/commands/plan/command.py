@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     ValueError
         If the model does not exist, or an argument is invalid.
     OSError
-        If the plot cannot be written.
+        As `ask`, or if the plot cannot be written.
+    RuntimeError
+        As `ask`.
     """
     model = find_model(arguments.model)
     if model.config is not None:

@@ -67,7 +67,7 @@ class ServerRequest:
     Attributes
     ----------
     model_path : str
-        Folder from which SGLang reads the configuration, or a name on Hugging Face.
+        Folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name on that hub.
     layout : str or None
         Value of --kv-cache-layout; None for SGLang without sgl-kvpool.
     arguments : tuple of str

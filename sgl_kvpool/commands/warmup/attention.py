@@ -1,4 +1,4 @@
-"""Batches of a few tokens through our attention backend on CUDA, in SGLang's form.
+"""Batches of short requests through our attention backend on CUDA, as SGLang's `ForwardBatch`.
 
 The pool, the request table and the backend are those of a server, so that the same kernels are launched with
 the same constants compiled into them. Values are zeros, and results are ignored.
