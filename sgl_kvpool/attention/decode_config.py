@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from sgl_kvpool import env
 from sgl_kvpool.layout import MLAKVCacheLayout, RowFormat, SegmentEncoding, check_complete
 from sgl_kvpool.refusal import Refusal
@@ -230,6 +228,8 @@ def _gluon_obstacle(fmt: RowFormat) -> str | None:
             f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "
             f"{_GLUON_RANK} with {_GLUON_ROPE} that the Gluon kernel is written for"
         )
+    import torch  # late: `sgl-kvpool doctor` reads the tables without it
+
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability[0] != _GLUON_MAJOR:

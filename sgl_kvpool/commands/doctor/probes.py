@@ -1,8 +1,7 @@
 """The probes of `sgl-kvpool doctor`. Each returns facts, problems and notes, and may fail.
 
 Probes that import SGLang, the driver's library or psutil run in a process of their own (`in_child`),
-since a broken installation may hang, end or crash the process that imports it. `used` imports torch
-in the process of the command.
+since a broken installation may hang, end or crash the process that imports it.
 """
 
 from __future__ import annotations
