@@ -15,7 +15,7 @@ assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) 
 content = bytearray(store.get(sys.argv[1]))
 assert content, f"nothing is stored under {sys.argv[1]}"
 content[1234] ^= 0x10
-# Mooncake keeps a page that was read for some seconds.
+# Mooncake does not remove a page in the first seconds after it was read.
 deadline = time.monotonic() + 60
 while store.remove(sys.argv[1]) != 0:
     assert time.monotonic() < deadline, "the page cannot be removed"

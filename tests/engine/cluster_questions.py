@@ -17,7 +17,7 @@ PROMPTS = prompts(6)
 
 
 def clean_environment():
-    """This process's environment without the variables that tests set."""
+    """Changes to this process's environment: variables that tests set are empty; prefill reads rows."""
     unwanted = [key for key in os.environ if "KVPOOL" in key or key == "TRITON_INTERPRET"]
     return {**dict.fromkeys(unwanted, ""), "OMP_NUM_THREADS": "1", "KVPOOL_PREFILL_READS_ROWS": "1"}
 

@@ -65,7 +65,7 @@ def shared(_model_path, folder):
             clear = urllib.request.Request(two.url + "/hicache/storage-backend/clear", method="POST")
 
             def cleared():
-                """Mooncake keeps pages that were read for some seconds more."""
+                """Mooncake does not remove pages in the first seconds after they were read."""
                 two._ask(clear, timeout_seconds=60)  # its answer is no JSON
                 return not stored()
 
@@ -190,7 +190,7 @@ def interrupted(number):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
-                # A shell's background jobs, and what they start, ignore it.
+                # A shell's background jobs, and what they start, ignore SIGINT.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:

@@ -94,7 +94,7 @@ ARRANGED_YAML = "kv-cache-layout: fp4\nkv-cache-arrangement: token_major\n"
 
 
 def clean_environment():
-    """This process's environment without what tests set for themselves; one thread per server."""
+    """Changes to this process's environment: KVPOOL variables are empty, and a server has one thread."""
     drop = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
     env = {k: None for k in os.environ if "KVPOOL" in k or k in drop}
     return {**{k: "" for k in env if k != "TRITON_INTERPRET"}, "OMP_NUM_THREADS": "1"}
@@ -315,7 +315,7 @@ JOBS = {
 }
 
 
-#: Jobs that serve a model of the demo; for the others a model is trained.
+#: Jobs for which no model is trained. A test of any other job has a model trained first.
 DEMO_MODELS = {
     *("demo", "killed", "printed", "smollm2"),
     *cluster_servers.JOBS,
@@ -341,7 +341,7 @@ SCHEDULER_BYTES = 5 << 29
 
 
 def wait_for_memory(schedulers, limit_s=600):
-    """Wait until memory for so many schedulers is available beside what SGLang keeps free for a host tier.
+    """Wait for memory for the schedulers, two at most, beside what SGLang keeps free for a host tier.
 
     After the limit the job starts all the same: not every server has a host tier.
     """

@@ -1,4 +1,4 @@
-"""Servers with a host tier and SGLang's `file` store: what they are started with, asked, and left with.
+"""Servers with a host tier and SGLang's `file` store: what they are started with and asked, and their store.
 
 Two folders, each for some layouts in turn: the first server of a folder fills it, the next has another layout
 and finds nothing, and then each layout is served once more, in another arrangement, and finds its own pages.
@@ -98,7 +98,7 @@ def damage(folder, layout):
 
 
 def ask(server, long_prompt, greedy):
-    """A hit on the device, everything else in between, and a hit on the host."""
+    """A hit on the device, the fillers, which push it out, and a hit on the host."""
 
     def generate(text):
         return server.generate(text=text, sampling_params=greedy, return_logprob=True)

@@ -72,7 +72,7 @@ class DeltaAttention(nn.Module):
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor, layer: int, recur) -> Tensor:
-        """`recur(layer, qkv [..., 3*W], forget [..., W], beta [..., H]) -> [..., H, D]`, all still raw."""
+        """`recur(layer, qkv [..., 3*W], forget [..., W], beta [..., H]) -> [..., H, D]` of raw inputs."""
         forget = self.f_b_proj(self.f_a_proj(x))
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (-1, self.head_dim))
         out = recur(layer, self.qkv_proj(x), forget, self.b_proj(x))

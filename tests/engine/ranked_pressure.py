@@ -1,7 +1,7 @@
 """A server of two ranks that share a host tier over Mooncake's store: traffic, its store, its end.
 
-Clients send twelve prompts of 4320 distinct tokens, four times as many as the host tier holds; some clients
-leave in the middle.
+Clients send twelve prompts, together 4320 distinct tokens, four times as many as the host tier holds; some
+clients leave in the middle.
 """
 
 import http.client

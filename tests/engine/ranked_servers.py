@@ -131,7 +131,7 @@ def kill_a_rank(server, pid):
 
 
 def ask_with_more_faults(server, folder, answers):
-    """The same; a rank that is slow in storing, one that gives out other pages, and one that is killed."""
+    """`ask_with_faults`; a rank that stores slowly, one that gives out other pages, one that is killed."""
     ask_with_faults(server, folder, answers)
     server.get(FLUSH)
     fault = folder / "faults" / "slow_backups"

@@ -23,7 +23,7 @@ def window_ids(count):
 
 
 def scored(server, ids, start):
-    """A prefill and the log-probabilities of the tokens behind `start`; SGLang may reuse those before it."""
+    """A prefill with log-probabilities of tokens behind `start`; rows of earlier tokens may be cached."""
     return server.generate(
         input_ids=ids,
         sampling_params={"temperature": 0, "max_new_tokens": 1},

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.engine("mooncake", "peers")
 BOARD = dashboard.load()
 PANELS = dashboard.panels(BOARD)
 
-#: Exposed only after a transfer broke off, and a prefill server that is killed in traffic may not have been
-#: in one. Another metric of the same collector, with the same labels, then stands in.
+#: Exposed only after a transfer broke off, and a prefill server may be killed between two transfers. Another
+#: metric of the same collector, with the same labels, then stands in.
 RARE = {"sglang:num_transfer_failed_reqs_total": "sglang:num_bootstrap_failed_reqs_total"}
 
 

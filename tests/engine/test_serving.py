@@ -1,4 +1,7 @@
-"""Layouts through real SGLang servers on the CPU."""
+"""Layouts through real SGLang servers on the CPU.
+
+A4 is an item of the vLLM checklist of tests/memory.
+"""
 
 import math
 import sys

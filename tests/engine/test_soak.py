@@ -10,7 +10,7 @@ def leg(record):
 
 
 @pytest.mark.engine("soak")
-def test_nothing_is_left_and_every_output_is_a_cold_runs(record, leg):
+def test_nothing_leaks_and_every_output_is_that_of_a_cold_run(record, leg):
     report = record("soak")
     assert leg["violations"] == []
     assert (report["status"], report["violations"]) == (0, 0), report["printed"]

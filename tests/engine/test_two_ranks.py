@@ -172,7 +172,7 @@ def test_both_ranks_map_one_piece_of_memory(record):
 
 
 @pytest.mark.engine(TWO_RANKS)
-def test_no_process_is_left_that_maps_it_when_a_rank_was_killed(record):
+def test_no_process_is_left_after_a_rank_is_killed(record):
     """The kernel frees the memory with its last mapping (test_shared_segment.py)."""
     assert record(TWO_RANKS)["left"] == []
 

@@ -104,9 +104,9 @@ class Result:
     instructions : int
         Instructions that warps executed.
     lines : list of dict
-        One for each executed line of PTX: `line`, `class`, `name`, `count`, `lanes`, `bytes`; `units`:
-        sectors of 32 bytes of a global access, passes over the banks of a shared access, operations of a
-        product; `ideal`: the fewest units that the bytes need.
+        One for each executed instruction: `line` of the PTX, `class`, `name`, `count`, `lanes`, `bytes`;
+        `units`: sectors of 32 bytes of a global access, passes over the banks of a shared access,
+        operations of a product; `ideal`: the fewest units that the bytes need.
     by_warp : list of dict
         Instructions of each warp number, by class.
     """
@@ -211,7 +211,7 @@ class Module:
         regions
             More memory that the kernel may access: tensors, (address, bytes), or a dict of them by name.
         readonly
-            Tensors, or (address, bytes), that it may read only.
+            Tensors, or (address, bytes), that it must not write.
         seed : int
             Decides the order in which warps go and asynchronous work lands.
         limit : int

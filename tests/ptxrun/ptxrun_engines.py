@@ -60,7 +60,7 @@ class Kernels:
     Attributes
     ----------
     memories : list
-        Memory that kernels may access, beside that of the plan.
+        Memory that kernels may access, beside the plan's runs, page indices and k_scales.
     options : dict
         Options of `ptxrun.Module.launch`.
     launched : list

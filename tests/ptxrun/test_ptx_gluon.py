@@ -75,10 +75,10 @@ def test_lists_of_holes(runs, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sharp_softmax(runs, layout):
-    """Scores of some hundreds: largest scores move by far from block to block.
+    """Scores of some hundreds, whose running maximum grows much from block to block.
 
-    Such sums in float32 are off by some 10 times 2**-24 of their size, and so are the logarithms of weights;
-    weights below 2**-126 are 0.
+    A score summed in float32 is off by some 10 times 2**-24 of its size, and so is the logarithm of its
+    weight; weights below 2**-126 are 0.
     """
     case = make_case(layout, heads=16, counts=((333,),), width=333, seed=5)
     case = case.but(q=case.q * 30)

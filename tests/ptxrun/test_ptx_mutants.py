@@ -209,11 +209,11 @@ CUDA = {
         Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+1073741824", (0,)),
         ptxrun.PtxError, "out of all regions",
     ),
-    "a lane per 8 bytes": (
+    "a store 4 bytes beyond its place": (
         ("bf16", "fp4"), Change("convert_pages", r"(st\.global\.v2\.u32\s+\[%rd\d+)", r"\1+4"),
         ptxrun.PtxError, "misaligned",
     ),
-    "a tile of fewer lanes": (
+    "a maximum of one lane instead of a tile": (
         ("bf16", "fp8_block_scale"),
         Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+)[^;]*;", r"mov.b32 \1, \2;"),
         AssertionError, "",

@@ -1,4 +1,4 @@
-"""The kernels of `bench rates` on ptxrun: products and gathers are right, all measurements can be made."""
+"""The kernels of `bench rates` on ptxrun: products and gathers are right, every kind of measurement runs."""
 
 import re
 

@@ -80,7 +80,7 @@ def test_schedules(own, other, seed):
     [pytest.param(n, w, marks=pytest.mark.quick) for n, w in ((16, 16), (24, 8), (20, 4), (7, 1))],
 )
 def test_words_of_every_width(row_bytes, word_bytes, engine):
-    """Pages of 31 rows: several chunks of a warp, the last of which is not full."""
+    """Copy runs of one row, which are 1, 3, 5 or 7 words: most lanes of a warp are idle."""
     pages, page_size = 6, 31
     caches, on_device = engine_cases.device_pool("token_major", pages, page_size, row_bytes, "cpu")
     (group,) = caches.groups

@@ -196,7 +196,7 @@ def test_a_race_between_ctas():
         launch("same_byte", 2, 32, np.zeros(63, np.int32))
 
 
-def test_memory_that_is_not_the_kernels():
+def test_invalid_accesses_of_global_memory():
     x, y = np.zeros((2, 64), np.float32).copy()
     x, y = x.copy(), y.copy()
     with pytest.raises(ptxrun.PtxError, match=r"out of all regions.*offset 256") as error:

@@ -199,7 +199,7 @@ def test_page_buffers_on_a_gpu_are_charged(
     ("heads", "charged"), [(2, 2 * 4 * 16 * 3 * (3 * 96 * 2 + 2 * 16 * 16 * 4)), (4096, 2 * 4 * (16 << 20))]
 )
 def test_page_buffers_of_hybrid_models(resolve, checkpoints, monkeypatch, heads, charged):
-    """Rows of the stage's MLA layers only; states take at most sixteen slots, or 16 MiB."""
+    """Rows of the stage's MLA layers only; a buffer slot for states holds 16 of them, at most 16 MiB."""
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides

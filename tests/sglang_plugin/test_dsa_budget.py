@@ -188,7 +188,10 @@ def test_dense_models_keep_sglangs_dsa_class(hooked, resolve, checkpoints, monke
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_a_draft_of_the_other_kind_is_refused(hooked, resolve, checkpoints, layout):
-    """SGLang sees different dtypes for dense and sparse pools, and a server has one `kv_cache_dtype`."""
+    """A server has one `kv_cache_dtype`; `fp8_block_scale` has different ones in dense and sparse pools.
+
+    Other layouts are refused too.
+    """
     dense_draft = hooked(layout, "dsa3", draft_model="mla3")
     with pytest.raises(ValueError, match=r"draft model, has no sparse .* its target has: .*of the target"):
         classes_of(dense_draft)

@@ -151,7 +151,7 @@ def on_a_gpu(
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sglangs_own_tier_on_a_gpu_takes_its_own_rows(layout, arrangement):
-    """With a label that our tier refuses but SGLang's accepts, unless our tier is needed or requested."""
+    """SGLang's tier accepts a label that ours refuses, and is used unless ours is needed or requested."""
     on_a_gpu(layout, arrangement, label="layer_first", on=False)
     on_a_gpu(layout, arrangement)
     text = "^--hicache-mem-layout layer_first does not work"

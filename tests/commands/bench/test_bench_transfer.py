@@ -143,7 +143,7 @@ def test_check_sets_the_exit_status(small, monkeypatch, capsys, of_copy):
 
 
 def test_an_estimate_grows_with_the_work(small):
-    """One probe serves both estimates, so 25 rounds of 250 times the pool are far above the noise."""
+    """Each estimate has its own probe; 25 rounds of 256 times the pool are far above their noise."""
     assert transfer.estimated_seconds(1 << 30, 24) > 20 * transfer.estimated_seconds(4 << 20, 1)
 
 

@@ -81,7 +81,7 @@ def test_what_would_be_used(healthy):
         )
 
 
-def test_what_would_be_used_on_cuda_agrees_with_what_is_refused():
+def test_what_would_be_used_on_cuda_and_on_other_devices():
     facts = probes.used("cuda").facts
     assert facts["codec"] == "Triton kernels"
     for layout in ("fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"):

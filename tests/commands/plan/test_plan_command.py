@@ -263,7 +263,7 @@ def _stat(pid):
 
 
 def _asks_sglang(pid):
-    """Imports start programs of other names for a moment."""
+    """Whether this is the planner's child or a fork of it; imports start other programs for a moment."""
     try:
         return b"sgl_kvpool.commands.plan.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -302,7 +302,7 @@ def test_every_server_refused():
 
 
 def test_what_the_ranks_hold_is_explained():
-    """Rows are the same on 8 ranks; index keys lie beside the rows, which --hicache-size alone counts."""
+    """Rows are the same on 8 ranks; index keys lie beside the rows, and --hicache-size counts rows only."""
     host = {"token_bytes": 25376, "index_bytes": 8052, "slot_bytes": 0, "sharing_ranks": 1}
     wide = {**host, "token_bytes": 70272}
     servers = (

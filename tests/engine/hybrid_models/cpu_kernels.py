@@ -1,7 +1,8 @@
 """Plain-torch forms of the Triton kernels that SGLang's KDA backend launches, for a machine without a GPU.
 
-Only kernels are replaced: `KDAAttnBackend`, its metadata, `MambaPool` and its slots, and what is tracked when
-for the radix cache stay SGLang's. :func:`install` puts the functions below where SGLang looks for its own.
+Only kernels are replaced. `KDAAttnBackend`, its metadata, `MambaPool` and its slots stay SGLang's, and SGLang
+decides which states are tracked for the radix cache. :func:`install` puts the functions below where SGLang
+looks for its own.
 
 Indices of state slots below 0 are padding and nothing is read or written for them.
 """

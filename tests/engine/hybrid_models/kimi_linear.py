@@ -1,7 +1,8 @@
 """The class that SGLang takes for its KimiLinearForCausalLM; the arithmetic is hybrid_net's.
 
 Pools, budgets, the radix cache with states and the hybrid attention backend follow from the configuration
-class and the architecture's name, which are SGLang's own. Its model class is fused operators for a GPU.
+class and the architecture's name, which are SGLang's own. SGLang's model class consists of fused operators
+for a GPU.
 """
 
 from __future__ import annotations

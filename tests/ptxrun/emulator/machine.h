@@ -101,7 +101,7 @@ struct Machine {
   // warp at the read, writes of the generic proxy also by `pvc`.
   void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
                   const Clock& pvc);
-  // Releases: agents that acquire this are ordered after the work before it.
+  // Agents that acquire `vc` and `pvc` later are ordered after the work of `w` before the release.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);
 

@@ -132,7 +132,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 si
     t->are[(size_t)g * 2 * TW + (kind - 2) * TW + w.gid] = {clock, in.line};
 }
 
-// Releases: agents that acquire this are ordered after the work before it.
+// Agents that acquire `vc` and `pvc` later are ordered after the work of `w` before the release.
 inline void Machine::release(Warp& w, Clock& vc, Clock& pvc) {
   if (vc.empty()) vc.resize(4 * TW), pvc.resize(4 * TW);
   join(vc, w.vc);

@@ -169,8 +169,8 @@ struct Warp {
   Entry& top() { return st.back(); }
 };
 
-// Asynchronous work that lands at some later moment: a bulk copy to an mbarrier (kind 0) or of a bulk group (1),
-// arrivals behind cp.async (2).
+// Asynchronous work that lands at some later moment: a bulk copy or st.async that completes on an mbarrier (kind 0),
+// a bulk copy of a bulk group (1), arrivals behind cp.async (2).
 struct Pending {
   std::function<void()> land;
   u8 kind;

@@ -160,7 +160,7 @@ HANDLER(wg_mma) {
       if (g.scale_d) x.rd(w, in, o, m);
       if (x.c.wgmma_registers && w.stamp[o.r] > w.fence_stamp)
         x.report("wgmma registers", w, in,
-                 "the accumulator " + x.reg_name(o.r) + " was accessed since the last wgmma.fence", 0);
+                 "the accumulator " + x.reg_name(o.r) + " was written since the last wgmma.fence", 0);
     }
     if (w.infl[o.r] & 2) x.fault(w, in, "an accumulator that a wgmma in flight reads as A");
   }
