@@ -117,7 +117,7 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     "fa3": _Implementation(),
     # :3440; over raw fp8 rows SGLang requires it for both sides (arg_groups/overrides.py:571).
     "tilelang": _Implementation(),
-    # :3801. If only one side were trtllm, SGLang would store raw rows for both
+    # :3801. If one side alone were trtllm over fp8 rows, SGLang would store raw rows for both
     # (kv_cache_configurator.py:3434), and its model would leave the rotary embedding to a kernel that is not
     # called (forward_mla.py:972).
     "trtllm": _Implementation(),

@@ -103,6 +103,6 @@ def test_one_line_says_which_and_why(caplog, plan, requested):
 
 @pytest.mark.parametrize("requested", ["auto", "kernel"])
 def test_pageable_memory_is_copied_by_torch(plan, requested):
-    """The GPU engines are not compiled for it, which takes 10 s."""
+    """The GPU engines, whose compilation takes 10 s, are not compiled for it."""
     made = gpu_engines(plan, requested, lambda: pytest.fail("compiled"), chunks=False)
     assert [engine(plan).name for engine in made] == ["torch", "torch"]

@@ -57,7 +57,7 @@ def _why_ours(layout: MLAKVCacheLayout) -> str:
             f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; ours reads "
             "the rows of the batch once, in their stored size"
         )
-    return "ours, as requested"
+    return "ours, as the arguments require"
 
 
 def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:

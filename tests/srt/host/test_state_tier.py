@@ -253,9 +253,9 @@ def test_stores_get_the_order_of_sglang(kind):
     assert tier.get_page_buffer_element_size() == sizes[0]
     (buffer,) = tier.get_hybrid_pool_buffer()
     assert all(buffer.data_ptr() <= a < buffer.data_ptr() + buffer.nbytes for a in addresses)
-    every = sum(tier.get_page_buffer_meta(torch.arange(tier.size)), [])
+    addresses, sizes = tier.get_page_buffer_meta(torch.arange(tier.size))
     for alignment in (1, 2, 4, 8, 16, 64, 4096):
-        aligned = not any(number % alignment for number in every)
+        aligned = not any(number % alignment for number in addresses + sizes)
         assert tier.is_stride_page_aligned(alignment) == aligned
     with pytest.raises(IndexError):
         tier.get_page_buffer_meta(torch.tensor([tier.size]))
