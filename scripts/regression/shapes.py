@@ -175,16 +175,23 @@ def _dense(name: str, writer: tuple[str, str], *more: str, hit_tokens: int = 192
     )
 
 
+#: The first pair of DSA backends that works, for layouts that SGLang's default does not read: on Hopper
+#: tilelang for `fp8`.
+_PAIRED = {
+    layout.value: next(working_pairs(layout))
+    for layout in MLAKVCacheLayout
+    if SGLANG_READERS[layout].dsa_paired
+}
+_PAIRED_ARGUMENTS = {
+    layout: ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
+    for layout, (prefill, decode) in _PAIRED.items()
+}
+_PAIRED_NEEDS = {layout: tuple(dict.fromkeys(pair)) for layout, pair in _PAIRED.items()}
+
+
 def _sparse(machine: Machine) -> Shape:
     # fa3 is SGLang's choice for BF16 rows on Hopper.
     bf16 = () if machine.has_fa3 else ("--dsa-decode-backend", "flashmla_sparse")
-    # The first pair of backends that works, for layouts that SGLang's default does not read: on Hopper
-    # tilelang for `fp8`.
-    paired = {
-        layout.value: next(working_pairs(layout))
-        for layout in MLAKVCacheLayout
-        if SGLANG_READERS[layout].dsa_paired
-    }
     own = {layout.value: bf16 for layout in MLAKVCacheLayout if layout.is_sglang_native}
     torch_indexer = {} if "deep_gemm" in machine.modules else {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
     return Shape(
@@ -192,11 +199,7 @@ def _sparse(machine: Machine) -> Shape:
         path="{models}/v32",
         arguments=(*_GPU, "256", "--context-length", "8192", "--cuda-graph-max-bs-decode", "16"),
         stock=("--kv-cache-dtype", "bfloat16", *bf16),
-        by_layout=own
-        | {
-            layout: ("--dsa-prefill-backend", prefill, "--dsa-decode-backend", decode)
-            for layout, (prefill, decode) in paired.items()
-        },
+        by_layout=own | _PAIRED_ARGUMENTS,
         environment={"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0", **torch_indexer},
         # The kernels of sparse attention need contiguous rows of a layer.
         arrangements=("layer_major",),
@@ -206,7 +209,7 @@ def _sparse(machine: Machine) -> Shape:
         pool_tokens=16384,
         writer=("random_deepseek", "deepseek_v32"),
         is_sparse=True,
-        needs={layout: tuple(dict.fromkeys(pair)) for layout, pair in paired.items()},
+        needs=_PAIRED_NEEDS,
     )
 
 
@@ -290,14 +293,17 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
     own = demo.arguments if demo is not None else ("--random-seed", "0", "--page-size", str(PAGE_SIZE))
     is_sparse = bool(found.get("index_topk"))
     is_hybrid = any(found.get(name) for name in _HYBRID_FIELDS)
+    by_layout: Mapping[str, tuple[str, ...]] = {}
+    if not on_cpu:
+        # With BF16 rows SGLang would choose another backend than with the other layouts.
+        by_layout = _PAIRED_ARGUMENTS if is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL)
     hit_tokens = _HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192
     return Shape(
         name="model",
         path=str(Path(path).resolve()),
         arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ()), *more),
         stock=(),
-        # With BF16 rows SGLang would choose another backend than with the other layouts.
-        by_layout={} if on_cpu or is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL),
+        by_layout=by_layout,
         arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
         vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,
         prompts=texts,
@@ -309,6 +315,7 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
         wait_s=3600 if demo is None else demo.wait_s,
         on_cpu=on_cpu,
         is_sparse=is_sparse,
+        needs=_PAIRED_NEEDS if is_sparse and not on_cpu else {},
     )
 
 

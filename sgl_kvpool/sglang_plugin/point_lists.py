@@ -54,7 +54,8 @@ FIELDS = (
     *(feature.field for feature in LAYOUT_FEATURES),
     *("dsa_prefill_backend", "dsa_decode_backend", "enable_mixed_chunk", "enable_hisparse"),
     *("mamba_radix_cache_strategy", "mamba_track_interval", "pp_size"),
-    *("enable_linear_replayssm", "enable_linear_replayssm_spec"),
+    *("enable_linear_replayssm", "enable_linear_replayssm_spec", "speculative_draft_kv_cache_dtype"),
+    *("chunked_prefill_size", "max_prefill_tokens", "flashinfer_mla_disable_ragged"),
     *(number.field for number in NUMBERS),
     "ep_join_mode",
 )

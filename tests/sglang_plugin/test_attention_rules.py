@@ -107,8 +107,7 @@ def test_backends_that_cast_the_pool(serve, device, argv, flag, phase):
     assert able[0] == OURS
     assert ("flashmla" in able) == (phase == "decode")
     assert not {"flashinfer", "fa3"} & set(able)
-    if flag.split()[1] != "flashmla":  # bf16 rows are not cast
-        serve("cuda", "bf16", *argv)
+    serve("cuda", "bf16", *argv)  # bf16 rows are not cast
 
 
 def test_devices():
@@ -158,20 +157,25 @@ def test_what_is_refused_beside_ours(serve, argv, layout):
         serve("cuda", layout, "--attention-backend", OURS, *argv)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("enable_deterministic_inference", True),
-        ("enable_two_batch_overlap", True),
-        ("enable_pdmux", True),
-        ("enable_prefill_cp", True),
-        ("attn_cp_size", 2),
-        ("dllm_algorithm", "LowConfidence"),
-        ("enable_mis", True),
-        ("enable_torch_compile", True),
-        ("cuda_graph_config", SimpleNamespace(prefill=SimpleNamespace(backend="full"))),
-    ],
-)
+#: Field of each of `BACKEND_FEATURES` -> a value with which the feature is in use.
+IN_USE = {
+    "enable_deterministic_inference": True,
+    "enable_two_batch_overlap": True,
+    "enable_pdmux": True,
+    "enable_prefill_cp": True,
+    "attn_cp_size": 2,
+    "dllm_algorithm": "LowConfidence",
+    "enable_mis": True,
+    "enable_torch_compile": True,
+    "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full")),
+}
+
+
+def test_the_list_of_features_is_complete():
+    assert [*IN_USE] == [feature.field for feature in BACKEND_FEATURES]
+
+
+@pytest.mark.parametrize(("field", "value"), IN_USE.items(), ids=IN_USE)
 def test_every_feature(field, value):
     """Calls the check directly, because SGLang refuses some of these combinations first, in its own words."""
     from sgl_kvpool.layout import MLAKVCacheLayout

@@ -118,19 +118,34 @@ def test_a_prefill_server_whose_ranks_do_not_answer_is_asked_again(
     assert told(prefill) == [72]
 
 
-@pytest.mark.parametrize("layouts", [("bf16", "bf16"), ("fp4", "fp4")])
+@pytest.mark.parametrize(
+    ("differs", "text"),
+    [
+        ("page_size", "prefill server has page_size=4, but decode server has page_size=3"),
+        ("pp_size", "Decode pp size (3)"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["bf16", "fp4"])
 def test_other_differences_cost_the_requests_of_that_server_only(
-    manager_of, bootstrap, monkeypatch, counted, layouts
+    manager_of, bootstrap, monkeypatch, counted, layout, differs, text
 ):
     """SGLang raises RuntimeError for a page size, and an AssertionError for pipeline stages."""
-    manager_of("prefill", pool_of(layouts[0]))
-    manager = manager_of("decode", pool_of(layouts[1]))
+    manager_of("prefill", pool_of(layout))
+    decode = Decode(manager_of("decode", pool_of(layout)))
+    manager = decode.queue.kv_manager
+    fit = decode.request(bootstrap, 70)
+    assert decode.ensure(**{bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
+    # The same server at another address, which SGLang takes for another server.
+    other = bootstrap.replace("127.0.0.1", "localhost")
+    monkeypatch.setattr(manager.kv_args if differs == "page_size" else manager, differs, 3)
     monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
-    monkeypatch.setattr(manager, "pp_size", 3)
-    assert Decode(manager).ensure(**{bootstrap: [Decode(manager).request(bootstrap, 71)]}) == ({}, [])
-    ((kind, text),) = counted
+    wrong = decode.request(other, 71)
+    assert decode.ensure(**{other: [wrong], bootstrap: [fit]}) == ({bootstrap: [fit]}, [])
+    ((kind, found),) = counted
     assert kind == "peer_mismatch"
-    assert "Decode pp size (3)" in text
+    # SGLang's text about rows without a layout has no address.
+    assert found.startswith("room 71: " + ("" if layout == "bf16" else f"the prefill server at {other}: "))
+    assert text in found
 
 
 def test_a_prefill_server_that_fits_is_ready_beside_one_that_does_not(manager_of, bootstrap, counted):

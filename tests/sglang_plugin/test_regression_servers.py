@@ -1,22 +1,32 @@
-"""SGLang's own resolution, for Hopper, of every server that scripts/h100_regression.py starts.
+"""SGLang's own resolution, for Hopper, of every server that scripts/h100_regression.py starts on a GPU.
 
-Tests set Hopper's compute capability, and that the platform can snapshot states.
+Tests set Hopper's compute capability, and that the platform can snapshot states. With `--thorough` the script
+also runs the server tests of tests/gpu; `test_hybrid_servers.py` resolves the servers of hybrid models.
 """
 
+import itertools
 import json
 
 import pytest
+import random_deepseek
+import test_dsa_server_gpu
+import test_server_gpu
 from regression.environment import OPTIONAL_MODULES, Machine
 from regression.request import Request
-from regression.shapes import random_shapes, write_checkpoint
+from regression.shapes import RANDOM_SHAPES, random_shapes, write_checkpoint
 from regression.steps import Options, all_steps
 
 MACHINE = Machine(("NVIDIA H100",) * 2, frozenset(OPTIONAL_MODULES), has_plugin=True, has_fa3=True)
-STEPS = {
-    step.name: step
-    for step in all_steps(MACHINE, Options(models="MODELS"))
-    if step.name.startswith(("serve-", "memory-", "tp2-"))
-}
+
+
+def servers(**options):
+    """Name of a step -> the `Request` of its server."""
+    steps = all_steps(MACHINE, Options(models="MODELS", **options))
+    texts = {step.name: step.files.get("request.json") for step in steps}
+    return {name: Request(**json.loads(text)) for name, text in texts.items() if text is not None}
+
+
+STEPS = servers()
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +38,44 @@ def models(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_every_server_is_accepted(name, resolve, models, monkeypatch):
+@pytest.fixture
+def view(resolve, monkeypatch):
+    """`view(arguments, environment)`: a resolving view of a server."""
     import torch
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.overrides import resolving_view
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(mamba_hook, "_platform_supports_mamba_cache_extra_buffer", lambda: True)
-    request = Request(**json.loads(STEPS[name].files["request.json"]))
-    for key, value in request.environment.items():
-        monkeypatch.setenv(key, value)
-    flag, model, *argv = request.arguments
-    assert flag == "--model-path"
-    found = resolving_view(resolve(model.replace("MODELS", str(models)), *argv, device="cuda"))
-    kvpool = request.layout is not None
-    sparse = request.model == "v32"
-    # Stock servers: SGLang selects fa3 on Hopper, and triton where CUDA is missing.
-    wanted = ("dsa",) if sparse else ("kvpool_mla",) if kvpool else ("fa3", "triton")
-    assert found.attention_backend in wanted
+
+    def run(arguments, environment):
+        flag, model, *argv = arguments
+        assert flag == "--model-path"
+        with monkeypatch.context() as patched:
+            for key, value in environment.items():
+                patched.setenv(key, value)
+            return resolving_view(resolve(model, *argv, device="cuda"))
+
+    return run
+
+
+def backends(layout, is_sparse):
+    """Attention backends that a server may have; SGLang selects fa3 on Hopper, and triton without CUDA."""
+    return ("dsa",) if is_sparse else ("fa3", "triton") if layout is None else ("kvpool_mla",)
+
+
+def check_eviction(request, found):
+    """Prompts for hits fit in the pool, and are pushed out of it but not out of the host tier."""
+    assert 3 * request.hit_tokens < found.max_total_tokens < request.evict_tokens
+    assert found.hicache_ratio * found.max_total_tokens > request.evict_tokens + 3 * request.hit_tokens
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_server_of_a_random_model_is_accepted(name, view, models):
+    request = STEPS[name]
+    arguments = [word.replace("MODELS", str(models)) for word in request.arguments]
+    found = view(arguments, request.environment)
+    assert found.attention_backend in backends(request.layout, request.model == "v32")
     assert found.page_size == 64
     assert found.tp_size == (2 if name.startswith("tp2") else 1)
     assert found.enable_hierarchical_cache is not name.startswith("memory")
@@ -57,5 +86,51 @@ def test_every_server_is_accepted(name, resolve, models, monkeypatch):
     )
     assert longest + 32 < found.context_length
     if found.max_total_tokens is not None:
-        assert 3 * request.hit_tokens < found.max_total_tokens < request.evict_tokens
-        assert found.hicache_ratio * found.max_total_tokens > request.evict_tokens + 3 * request.hit_tokens
+        check_eviction(request, found)
+
+
+@pytest.mark.parametrize("shape", RANDOM_SHAPES)
+def test_every_server_of_a_checkpoint_is_accepted(shape, view, models):
+    """As for `--model FOLDER --tp 2` with all arrangements; the folder has a random model."""
+    requests = servers(model=str(models / shape), tp=2, arrangements_named=True)
+    assert {name.partition("-")[0] for name in requests} == {"serve", "host"}
+    for name, request in requests.items():
+        found = view(request.arguments, request.environment)
+        assert found.attention_backend in backends(request.layout, shape == "v32"), name
+        assert (found.page_size, found.tp_size) == (64, 2), name
+        assert found.enable_hierarchical_cache is name.startswith("host"), name
+        assert (found.max_total_tokens is None) is name.startswith("serve"), name
+        if found.max_total_tokens is not None:
+            check_eviction(request, found)
+
+
+@pytest.fixture(scope="module")
+def checkpoints_of_tests(tmp_path_factory):
+    """The checkpoints that the server tests of tests/gpu write."""
+    root = tmp_path_factory.mktemp("models")
+    return {shape: random_deepseek.write(root / shape, shape) for shape in random_deepseek.SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("tests", "name"),
+    [(tests, name) for tests in (test_server_gpu, test_dsa_server_gpu) for name in tests.SERVERS],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_server_of_the_gpu_tests_is_accepted(tests, name, view, checkpoints_of_tests, monkeypatch):
+    class Started(Exception):
+        """Raised instead of starting a server."""
+
+    def start(arguments, log, environment, **_):
+        raise Started(arguments, environment)
+
+    monkeypatch.setattr(tests, "Server", start)
+    shape, is_sparse = tests.SERVERS[name][0], tests is test_dsa_server_gpu
+    with pytest.raises(Started) as started:
+        tests.ask(name, checkpoints_of_tests[shape] if is_sparse else checkpoints_of_tests, "log")
+    arguments, environment = started.value.args
+    found = view(arguments, environment)
+    layout = dict(itertools.pairwise(arguments)).get("--kv-cache-layout")
+    assert found.attention_backend in backends(layout, is_sparse)
+    assert found.enable_hierarchical_cache is ("--enable-hierarchical-cache" in arguments)
+    assert (found.speculative_algorithm == "EAGLE") is ("mtp" in name)
+    assert max(map(len, tests.PROMPTS)) + 32 < found.context_length

@@ -312,15 +312,27 @@ class TestDraftSteps:
 def test_one_tensor_in_all_steps_as_under_a_cuda_graph(monkeypatch):
     """Lengths, requests and slots change in place between replays; a replay runs what the graph recorded."""
     case = CudaCase("fp4", [4, 40, 7], [0, 36, 3], monkeypatch, arrangement="page_major", page_size=8)
+    case.q = torch.randn(12, HEADS, RANK + ROPE, generator=torch.Generator().manual_seed(8))
     batch = case.batch("TARGET_VERIFY")
     case.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     address = case.backend.forward_metadata.kv_lens.data_ptr()
-    for lengths in ([0, 36, 3], [2, 5, 1]):
-        batch.seq_lens.copy_(torch.tensor(lengths))
+    for order in ([0, 1, 2], [2, 0, 1]):
+        now = copy.copy(case)
+        now.keys, now.prefixes, slots, rows = (
+            [whole[i] for i in order] for whole in (case.keys, case.prefixes, case.slots, case.rows)
+        )
+        batch.seq_lens.copy_(torch.tensor(now.prefixes))
+        batch.req_pool_indices.copy_(torch.tensor(rows))
+        batch.out_cache_loc.copy_(torch.cat([own[n:] for own, n in zip(slots, now.prefixes, strict=True)]))
         case.backend.init_forward_metadata_in_graph(batch)
         counts = case.backend.forward_metadata.kv_lens
-        assert counts.tolist() == [n + i + 1 for n in lengths for i in range(4)]
+        assert counts.tolist() == [n + i + 1 for n in now.prefixes for i in range(4)]
         assert counts.data_ptr() == address
+        # The rows that the last replay stored.
+        case.pool.get_row_buffer(LAYER)[case.pool.slot_to_row(batch.out_cache_loc)] = 0xFF
+        keys = torch.cat([k[n:] for k, n in zip(now.keys, now.prefixes, strict=True)])
+        found = case.backend.forward(case.q.flatten(1), keys, keys[..., :RANK], case.layer, batch)
+        close(found, now.wanted(fresh_as_computed=False))
     first = case.backend._rows_to_write.of(batch)
     assert case.backend._rows_to_write.of(batch) is first
     # In breakable prefill graphs, every layer sees a different view of the same slots.

@@ -390,7 +390,7 @@ def mixture(seed):
         model = ranks.model("fp4", "token_major", ratio=0.25)
         generator = np.random.default_rng(seed)
         prompts = [prompt(PAGE_SIZE * int(n), 1000 * int(k)) for n in range(2, 9) for k in (1, 2, 3, 4)]
-        lengths, empty = [], model.tier.available_size()
+        lengths, asked, empty = [], [], model.tier.available_size()
         for _ in range(STEPS):
             tokens = prompts[generator.integers(len(prompts))]
             what, who = generator.integers(10), generator.integers(RANKS)
@@ -405,11 +405,12 @@ def mixture(seed):
             elif what < 9:
                 model.evict()
                 lengths.append(model.check(tokens))
+                asked.append(len(tokens))
             elif generator.integers(10) == 0:
                 model.cache.reset()
         model.evict()
         model.forget()
-        return {"lengths": lengths, "leaked": empty - model.tier.available_size()}
+        return {"lengths": lengths, "asked": asked, "leaked": empty - model.tier.available_size()}
 
     return case
 

@@ -394,8 +394,8 @@ def test_the_key_says_what_the_bytes_are(controller_of, store):
     assert re.fullmatch(pattern, name)
 
 
-def test_checksums_do_not_slow_a_store_down(controller_of, store):
-    """A page of 61 layers takes milliseconds, on SGLang's storage threads."""
+def test_a_checksum_is_made_and_verified_in_less_than_a_second():
+    """Of a page of 61 layers of 64 BF16 rows, 4.5 MB."""
     from sgl_kvpool.srt.host.page_checksum import damage, write_checksum
 
     page = np.zeros(61 * 64 * 1152, dtype=np.uint8)

@@ -218,6 +218,7 @@ def test_geometries_that_no_layout_stores():
 
 
 def test_the_class_of_dense_models_is_another():
+    """Dense models' pools do not return keys of FP4 rows, as those of DSA models do."""
     from sgl_kvpool.srt.pool import LayoutMLATokenToKVPool
 
     given = arguments("fp4", kv_cache_layout="fp4")
@@ -225,6 +226,7 @@ def test_the_class_of_dense_models_is_another():
         del given[name]
     with pytest.raises(ValueError, match=r"LayoutMLATokenToKVPool serves models without sparse .*for DSA"):
         LayoutMLATokenToKVPool(**given, use_dsa=True)
-    assert LayoutMLATokenToKVPool(**given).get_key_buffer
-    with pytest.raises(TypeError, match="LayoutMLATokenToKVPool|get_row_buffer"):
-        LayoutMLATokenToKVPool(**given).get_key_buffer(3)  # the pool of DSA models returns it
+    dense = LayoutMLATokenToKVPool(**given)
+    with pytest.raises(TypeError, match=r"get_key_buffer on a fp4 pool: .* get_row_buffer.*kvpool_mla$"):
+        dense.get_key_buffer(3)
+    assert dense.get_row_buffer(3).shape == dsa_pool("fp4").get_key_buffer(3).shape
