@@ -55,14 +55,14 @@ def layout_form(fmt: RowFormat) -> Form:
 
 
 def fitted_fp8(rows: Tensor) -> Tensor:
-    """`fp8` with the largest magnitude of the layer's rows divided by 448 as k_scale."""
+    """`fp8` with a k_scale per layer and window: the largest magnitude of its rows divided by 448."""
     fmt = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(rows.shape[1], 0)
     k_scale = rows.abs().max().item() / scalars.E4M3_MAX
     return decode_rows(encode_rows(rows, None, fmt, k_scale=k_scale), fmt, torch.float32, k_scale=k_scale)
 
 
 def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
-    """NVFP4 with a global scale per layer that makes its largest block scale 448."""
+    """NVFP4 with a global scale per layer and window that makes the largest block scale 448."""
     factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
     return accuracy_table.nvfp4_without_global_scale(rows.float() / factor) * factor
 

@@ -127,7 +127,7 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
         ]
         for name, call in calls.items():
             took = timed(call)
-            if number:  # the first round touches the memory and does not count
+            if number:  # the first round warms up and does not count
                 times.setdefault(name, []).append(took)
     if rank == 0:
         own, _ = tiers["shared"].shared.own_part(torch.arange(pages).numpy(), torch.arange(pages).numpy())

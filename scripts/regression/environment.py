@@ -75,7 +75,7 @@ class Machine:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """Reason why a requirement of `needs` is not met, with the way out; None if all are met.
+        """Reason why a requirement of `needs` is not met; None if all are met.
 
         Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
         """

@@ -1,7 +1,7 @@
 """Attention over stored rows in torch, for machines without a GPU.
 
 For each request it gets a list of row numbers, reads and decodes only these rows, and attends them. Time and
-traffic are proportional to the rows in the lists, not to the pool. Long lists are read in chunks of a
+traffic are proportional to the rows in the lists, not to the pool. Long lists are decoded in chunks into a
 workspace that is allocated once; the results of chunks are merged by log-sum-exp.
 """
 

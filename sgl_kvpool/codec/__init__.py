@@ -113,7 +113,7 @@ def store_rows(
         are written.
     slots : Tensor [T], int32 or int64
         A token with a negative slot is skipped. Slot 0 is an ordinary row here. If several tokens have the
-        same slot, it is undefined which of them is stored.
+        same slot, the contents of its row are undefined.
     k_nope, k_rope, fmt, k_scale
         As `encode_rows`.
 

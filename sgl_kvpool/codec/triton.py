@@ -131,7 +131,7 @@ def gather_kernel(
     SCALE_AT: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
-    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are divided by k_scale
+    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are multiplied by k_scale
     ROPE_BY_K_SCALE: tl.constexpr,
     PADDING_AT: tl.constexpr,
     PADDING: tl.constexpr,

@@ -1,7 +1,7 @@
 """Memory order of the pages of all layers: named arrangements, and the row numbers of slots in them.
 
 Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
-axis. A leaf module: it imports neither SGLang nor torch at run time.
+axis. This module imports neither SGLang nor torch at run time.
 
 ==============  =========  =====================================  =============================
 arrangement     axes       address of (layer, page, token)        a page of all layers
@@ -70,7 +70,7 @@ class KVArrangement(str, enum.Enum):
         return "BN" in self.axes
 
     @property
-    def is_layer_packed(self) -> bool:
+    def has_contiguous_layers(self) -> bool:
         """Whether a layer's rows are contiguous, as SGLang allocates them."""
         return self.axes[0] == "L"
 

@@ -34,9 +34,9 @@ def register() -> None:
     except Refusal as refusal:
         _end(str(refusal))
     except Exception as error:  # SGLang would log any exception and serve without the layout
-        asked = _asked_for()
-        if asked:
-            _end(f"{asked} was requested, but the plugin failed: {error!r}")
+        requested = _request()
+        if requested:
+            _end(f"{requested} was requested, but the plugin failed: {error!r}")
         raise
 
 
@@ -53,10 +53,10 @@ def _install() -> None:
     problem, wrong = hook_points.version_problem(), environment_problems()
     if wrong and (problem is not None or not _is_a_program()):
         raise Refusal("; ".join(wrong))
-    asked = _asked_for()
+    requested = _request()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
-        if asked:
-            raise Refusal(f"{asked} was requested, but {problem}")
+        if requested:
+            raise Refusal(f"{requested} was requested, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
         hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
@@ -64,7 +64,7 @@ def _install() -> None:
     try:
         hook_groups.apply((hook_groups.ARGUMENTS,))
     except Refusal as refusal:
-        if asked:
+        if requested:
             raise
         hook_points.warn(line(refusal))
         return
@@ -90,7 +90,7 @@ def _is_a_program() -> bool:
     return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
 
 
-def _asked_for() -> str | None:
+def _request() -> str | None:
     """The first request on the command line or in the environment, before arguments are parsed, or None."""
     words = [word.partition("=") for word in sys.argv]
     for option in OPTIONS:

@@ -176,7 +176,7 @@ def _gpu_engines(
     """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
     try:
         return _built_engines(plan, pages, staged_bytes, device, request)
-    except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
+    except Exception as error:  # no CUDA compiler, no memory for a buffer, a failed measurement
         if request.engine != "auto":
             raise
         metrics.failed("engine_build", "the GPU engines", error=error)

@@ -79,7 +79,7 @@ class HostTierOptions:
         On a GPU, SGLang's own host pool, which has been run there, serves the rows of SGLang's own tensors.
         Ours serves the other layouts and arrangements, any pool if an option is set, and all pools on a CPU.
         """
-        stock = not layout.is_packed and arrangement.is_layer_packed
+        stock = not layout.is_packed and arrangement.has_contiguous_layers
         return device == "cpu" or not stock or not self.is_default
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:

@@ -57,7 +57,7 @@ def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
 
 
 class PageBuffer:
-    """Device memory for the pages of one direction, with the streams and events that order its use.
+    """Device memory for the pages of one direction, with the stream and the events that order its use.
 
     Parameters
     ----------

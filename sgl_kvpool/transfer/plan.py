@@ -146,7 +146,8 @@ class TransferPlan:
     def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
         """Bytes that a transfer of one page moves, for all layers or for some.
 
-        For converted rows these are the bytes of the narrower ones, which cross the link.
+        For converted rows these are the bytes of the narrower ones, which cross the link (engine `torch`
+        converts on the source's device, so its loads move the wider ones).
         """
         chosen = range(len(self._per_layer)) if parts is None else parts
         sides = (self.source_group.layers, self.target_group.layers)

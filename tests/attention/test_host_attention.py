@@ -1,4 +1,4 @@
-"""Attention over stored rows on the host against a float64 oracle that sees decoded rows one by one."""
+"""Attention over stored rows on a CPU against a float64 oracle that sees decoded rows one by one."""
 
 import codec_oracle as oracle
 import numpy as np

@@ -94,7 +94,7 @@ def test_a_list_of_one_part_is_not_merged(layout):
 def test_every_code_and_every_scale(layout):
     """A list of one row has that row's latent as its result, exactly: up to 6 * 61440 for FP4."""
     fmt, pool, values = every_code(layout)
-    ids = torch.arange(0, 36, 4)[:, None]  # together, these hold every scale of FP4, and each every code
+    ids = torch.arange(0, 36, 4)[:, None]  # each row has every code, all together every scale of FP4
     q = torch.zeros(len(ids), 1, 512, dtype=torch.bfloat16)
     out, lse = run(Case(layout, fmt, q, pool, ids, torch.ones_like(ids[:, 0]), values.numpy()))
     torch.testing.assert_close(out[:, 0], values[ids[:, 0]], rtol=0, atol=0)

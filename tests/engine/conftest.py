@@ -2,7 +2,7 @@
 
 A server start takes over a minute, so tests do not hold servers: `record("fp4")` returns what the server of
 that configuration answered. Jobs that the selected tests name run two at a time, in the background, from the
-start of the session.
+first of these tests on.
 """
 
 import json
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
-#: The longest jobs; they take seven of the minutes of all tests on two cores at 2.5 GHz.
+#: The longest jobs: 7 minutes of a run of all tests on two cores at 2.5 GHz.
 NOT_ON_CI = {"soak", "soak-broken"}
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -327,8 +327,8 @@ DEMO_MODELS = {
 #: Schedulers that run at once. Four and the other worker's tests left 9.9 of 23 GB free; SGLang refuses host
 #: tiers below 10.7 GB.
 SCHEDULERS_AT_ONCE = 3
-#: Jobs that serve without a host tier if less than 15 GiB are free when they look, as CI's run of the
-#: regression script twice found: no other server runs beside them.
+#: Jobs that serve without a host tier if they find less than 15 GiB of memory free, which the regression
+#: script did twice on CI. So no other server runs beside them.
 ADAPTING = ("demo", "regression")
 #: Jobs of `make test` that have more than one scheduler at a time, or count as more.
 SCHEDULERS = {

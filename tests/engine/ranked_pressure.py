@@ -1,6 +1,7 @@
 """A server of two ranks that share a host tier over Mooncake's store: traffic, its store, its end.
 
-Clients send twelve prompts, four times the tokens of the host tier; some clients leave in the middle.
+Clients send twelve prompts of 4320 distinct tokens, four times as many as the host tier holds; some clients
+leave in the middle.
 """
 
 import http.client

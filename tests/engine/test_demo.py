@@ -1,6 +1,6 @@
 """`sgl-kvpool demo --model bytes`: real servers, one table, and limits of its numbers.
 
-`goldens.json` holds the greedy tokens per layout. After its prompts all layouts go on alike, by wide margins;
+`goldens.json` holds the greedy tokens per layout. They are the same for all layouts, by wide margins;
 `test_stored_rows_were_read` tells the layouts apart. After a change that is meant to change the tokens
 (model, prompts, codec): ``python tests/engine/write_goldens.py demo-results/demo.json``.
 """

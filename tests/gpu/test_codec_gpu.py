@@ -44,7 +44,7 @@ def test_ten_million_blocks(name):
             same_values(decode_rows(rows, fmt, dtype), decode_rows(expected, fmt, dtype))
 
 
-def test_the_order_of_sums_decides_as_written():
+def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     rows = encode_rows(cuda(order_decides()), None, fmt)
     assert_same_bytes(rows.cpu(), encode_rows(order_decides(), None, fmt))

@@ -119,7 +119,7 @@ def test_predicates(name, linear, packed):
     assert str(arrangement) == name
     assert arrangement.axes == ORDER[name]
     assert arrangement.is_slot_linear is linear
-    assert arrangement.is_layer_packed is packed
+    assert arrangement.has_contiguous_layers is packed
 
 
 def test_names():

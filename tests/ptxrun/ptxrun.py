@@ -21,7 +21,10 @@ __all__ = ["Module", "PtxError", "Races", "Result"]
 
 
 class PtxError(RuntimeError):
-    """A GPU would fault or hang here, or the result is undefined. `result` holds the findings so far."""
+    """The PTX cannot be parsed or executed, a GPU would fault or hang, or the result would be undefined.
+
+    `result` holds what the launch found so far; it is None if there was no launch.
+    """
 
     result: Result | None = None
 

@@ -28,7 +28,7 @@ def _quick(cases, chosen):
 
 
 def pool_of(fmt, arrangement):
-    """(placement, a layer's rows in the memory of all layers, that memory), nothing beside the rows."""
+    """(placement, a layer's rows in the memory of all layers, that memory); the memory has no guard bytes."""
     placement = RowPlacement(KVArrangement(arrangement), LAYERS, PAGES, PAGE_SIZE, fmt.row_bytes)
     memory = torch.full((placement.total_bytes,), FILL, dtype=torch.uint8)
     return placement, placement.layer_view(memory, LAYER), memory
@@ -115,7 +115,7 @@ def test_every_bf16(runs, name):
 
 
 @pytest.mark.quick
-def test_the_order_of_sums_decides_as_written(runs):
+def test_errors_are_summed_in_the_order_of_the_rules(runs):
     fmt = oracle.row_format("fp4", 128, 0)
     values = oracle.order_decides()
     rows = torch.full((len(values), fmt.row_bytes), FILL, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def test_k_scale(runs, k_scale):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_that_no_encoder_wrote(runs, name, dtype):
-    """Every byte there is, as codes and as scales."""
+    """Random bytes as codes and as scales."""
     fmt = oracle.row_format(name, 512, 64)
     pool = torch.randint(0, 256, (70, fmt.row_bytes), dtype=torch.uint8)
     slots = torch.randperm(70)

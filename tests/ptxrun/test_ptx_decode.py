@@ -159,7 +159,7 @@ def test_every_code_and_every_scale(runs, layout, kernel):
     fmt = oracle.row_format(layout, 512, 64)
     rows = torch.zeros(len(pool), fmt.row_bytes, dtype=torch.uint8)
     rows[:, : pool.shape[1]] = pool[:, : fmt.rope.offset_bytes]
-    ids = torch.arange(0, 36, 4)[:, None]  # together, these hold every scale of FP4, and each every code
+    ids = torch.arange(0, 36, 4)[:, None]  # each row has every code, all together every scale of FP4
     q = torch.zeros(len(ids), 1, 576, dtype=torch.bfloat16)
     case = Case(layout, fmt, q, rows, ids, torch.ones_like(ids[:, 0]), values.numpy())
     out, lse = run(case, tile=tile_of(kernel, case))

@@ -109,7 +109,7 @@ def mutant(runs, layout, change, **options):
 
 
 @quick
-def test_bounds_a_row_beyond_the_pool_is_read(runs):
+def test_reads_beyond_the_pool_are_reported(runs):
     with pytest.raises(ptxrun.PtxError, match="out of all regions"):
         mutant(runs, "fp4", Number(KERNEL, 0, 2**31 - 1))
 

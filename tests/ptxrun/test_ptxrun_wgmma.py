@@ -98,7 +98,7 @@ def test_swizzles_and_orders(width, mn_major):
 
 
 def test_base_offsets():
-    """Without a swizzle they mean nothing (Triton sets one for m64n8); with some they are refused."""
+    """Ignored without a swizzle (Triton sets one for m64n8), refused with swizzles of 32 and 64 bytes."""
     product(16, False, base_offset=3)
     for width in (32, 64):
         with pytest.raises(ptxrun.PtxError, match="base offset"):

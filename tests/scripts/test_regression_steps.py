@@ -323,6 +323,22 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     assert "exists already; name another folder" in again.stderr
 
 
+def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path):
+    argv = [
+        ROOT / "scripts" / "h100_regression.py",
+        "--core",
+        "--only",
+        "canonical",
+        "--out",
+        tmp_path / "results",
+    ]
+    with subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE) as run:
+        run.stdout.close()
+        assert run.wait(300) == 0
+    found = read_run(tmp_path / "results" / "results.jsonl")
+    assert [found.steps["canonical"].status, found.is_complete] == ["ok", True]
+
+
 def test_gpu_tests_of_core_import_without_sglang():
     """Otherwise a file could not be collected on a machine with torch alone."""
     words = [word for step in steps(ONLY_TORCH, core=True).values() for word in step.command]

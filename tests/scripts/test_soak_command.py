@@ -34,7 +34,7 @@ def test_a_signal_ends_the_server_too(number, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Background jobs of a script, and their children, ignore Ctrl-C.
+        # A background job of a script inherits an ignored SIGINT, and a job of nohup an ignored SIGHUP.
         preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
     ) as process:
         servers, deadline = [], time.monotonic() + 120

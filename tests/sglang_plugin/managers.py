@@ -68,7 +68,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
     from sgl_kvpool.sglang_plugin.options import LAYOUT
 
-    monkeypatch.setattr(record, "_asked", set())
+    monkeypatch.setattr(record, "_requested", set())
     disaggregation.install()
     peer_mismatch.install()
     classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}

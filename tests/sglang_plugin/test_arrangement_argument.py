@@ -1,4 +1,7 @@
-"""`--kv-cache-arrangement`: the ways to request it, and what is refused."""
+"""`--kv-cache-arrangement`: the ways to request it, and what is refused.
+
+A2 is an item of the vLLM checklist of tests/memory.
+"""
 
 import copy
 import pickle

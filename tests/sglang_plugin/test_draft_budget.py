@@ -162,7 +162,7 @@ def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks)
     assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
 
 
-def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
+def test_heads_bytes_are_those_of_sglangs_pool():
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = MHATokenToKVPool(

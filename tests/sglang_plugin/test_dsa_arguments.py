@@ -87,7 +87,7 @@ REFUSED = [
     ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
     ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
     ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is for prefill only"),
-    # Raw rows: SGLang's choice on Hopper, and trtllm in one phase, which would make the rows of both raw.
+    # SGLang's choice on Hopper does not read raw rows; trtllm in one phase makes both phases store raw rows.
     (
         "fp8",
         (),

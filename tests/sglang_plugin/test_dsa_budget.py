@@ -152,7 +152,7 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
+def test_only_the_class_of_the_models_kind_is_ours(hooked, layout):
     """For target and draft, which have one layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 

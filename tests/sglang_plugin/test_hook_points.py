@@ -266,7 +266,7 @@ HOOKED = (
 
 
 def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
-    """In a scheduler process our hook points are unmarked, and our backend is not registered."""
+    """Hooks and the registration of our backend, in a scheduler process."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr

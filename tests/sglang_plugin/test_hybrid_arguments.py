@@ -34,7 +34,7 @@ def serve(resolve, checkpoints, monkeypatch):
 def test_dense_hybrids_on_hopper(serve, model, layout):
     view = serve(model, layout)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
-    if layout != "bf16":  # SGLang's own backends read those rows
+    if layout != "bf16":  # SGLang's own backends read bf16 rows
         assert view.attention_backend == "kvpool_mla"
     assert (view.page_size, view.mamba_radix_cache_strategy) == (1, "extra_buffer")
     assert not view.disable_overlap_schedule

@@ -10,7 +10,7 @@ from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
 
 
 class Decode:
-    """A decode server's queue, with its code for prefill servers only."""
+    """A decode server's queue, with the attributes that `_ensure_prefill_info` reads."""
 
     def __init__(self, manager):
         from sglang.srt.disaggregation.decode import DecodePreallocQueue

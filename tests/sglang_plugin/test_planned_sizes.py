@@ -164,7 +164,10 @@ def test_sizes_by_hand(planned, model, layout):
 
 
 def test_the_heuristic_of_the_memory_fraction(planned):
-    """memory_hook.py, in MiB: 512, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per graph request, 1536."""
+    """memory_hook.py reserves, in MiB: 512, 1.5 per token of a chunk, and 1024 for 8 ranks.
+
+    Decode graphs take 2 per request, MLA's prefill graphs 1536.
+    """
     gpu_mib = MACHINE["gpu_gib"] * 1024
     reserved = 512 + 8192 * 1.5 + 8 / 8 * 1024 + 512 * 2 + 1.5 * 1024
     assert planned["heuristic"]["mem_fraction_static"] == round((gpu_mib - reserved) / gpu_mib, 3)
@@ -235,7 +238,7 @@ def test_a_draft_is_charged(planned):
 
 @pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
 def test_caches_of_data_parallelism(planned, name, caches, tp_size):
-    """Each has the memory beside a rank's weights; in DP attention, also a copy of attention's weights."""
+    """Each cache has the memory that a rank's weights leave; DP attention has its weights once per cache."""
     found = planned[name]
     assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)

@@ -185,7 +185,7 @@ def test_refused_fields_exist_in_sglang():
         ("rope32", r"qk_rope_head_dim=32 is not one of \(0, 64\)"),
     ],
 )
-def test_models_that_are_not_dense_mla(resolve, checkpoints, model, text):
+def test_models_that_are_refused(resolve, checkpoints, model, text):
     with pytest.raises(ValueError, match=f"{text}.*without --kv-cache-layout"):
         resolve(checkpoints[model], "--kv-cache-layout", "fp4")
 

@@ -56,12 +56,13 @@ class Timed(NamedTuple):
 
 def gpu_calls() -> Any:
     """The compiled GPU code, as a server loads it if SGLang is installed, else built by torch."""
-    if find_spec("sglang") is not None:
-        from sgl_kvpool.srt.host import gpu_calls as build
-    else:
-        from sgl_kvpool.transfer import gpu_calls as build
+    if find_spec("sglang") is None:
+        from sgl_kvpool.transfer.gpu_calls import gpu_calls as built_by_torch
 
-    return build.gpu_calls()
+        return built_by_torch()
+    from sgl_kvpool.srt.host.gpu_calls import gpu_calls as built_by_sglang
+
+    return built_by_sglang()
 
 
 class Gpu:
@@ -109,7 +110,7 @@ class Gpu:
 
 
 def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
-    """Medians of `Gpu.timed`; the first round touches memory and compiles."""
+    """Medians of `Gpu.timed` over `ROUNDS` rounds, after a round of warm-up."""
     rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
     return Timed(
         statistics.median(r.submit for r in rounds),

@@ -115,12 +115,12 @@ def plugin() -> Finding:
     finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
     finding.problems += environment_problems()
     options = {option.env: option for option in OPTIONS}
-    asked = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
-    if env.KV_CACHE_LAYOUT not in asked:
+    requested = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
+    if env.KV_CACHE_LAYOUT not in requested:
         finding.notes += [
             f"{name} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
             "--kv-cache-layout will refuse to start"
-            for name in asked
+            for name in requested
         ]
     return finding
 
@@ -213,11 +213,11 @@ def used(device: str) -> Finding:
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _CPU_CODEC})
     try:
-        asked = ARRANGEMENT.exported() or AUTO
+        requested = ARRANGEMENT.exported() or AUTO
     except ValueError:  # reported by the probe of the plugin
-        asked = AUTO
-    arrangement = choose_arrangement(asked)
-    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
+        requested = AUTO
+    arrangement = choose_arrangement(requested)
+    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if requested == AUTO else str(arrangement)
     for layout in MLAKVCacheLayout:
         stock = suggestions(layout, device, arrangement)
         if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):

@@ -229,7 +229,7 @@ def _planned(
 
 
 def _limit(answer: dict[str, Any]) -> str:
-    asked = answer["asked_running_requests"]
-    if answer["state_slots"] and (asked is None or answer["max_running_requests"] * answer["caches"] < asked):
+    most = answer["requested_running_requests"]
+    if answer["state_slots"] and (most is None or answer["max_running_requests"] * answer["caches"] < most):
         return "states of linear layers (--mamba-full-memory-ratio)"
     return "--max-running-requests"

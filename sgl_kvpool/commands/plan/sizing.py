@@ -135,7 +135,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "page_size": view.page_size,
         "tokens": config.max_total_num_tokens,
         "max_running_requests": config.max_running_requests,
-        "asked_running_requests": view.max_running_requests,
+        "requested_running_requests": view.max_running_requests,
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
         "state_slot_bytes": _slot_bytes(configurator),
         "cell_bytes": sizes._cell_size,

@@ -90,7 +90,7 @@ def disaggregates(mode: str | None) -> bool:
 
 
 def _shared_buffer(arrangement: KVArrangement) -> bool:
-    return not arrangement.is_layer_packed
+    return not arrangement.has_contiguous_layers
 
 
 #: Features that build another pool, read rows without knowing the layout, or start schedulers without it.

@@ -101,7 +101,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
-        check_layers(model_runner.model, pool, multi_head=True)
+        check_layers(model_runner.model, pool, mha_form=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
         self.fmt = pool.row_format

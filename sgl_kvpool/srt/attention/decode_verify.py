@@ -115,7 +115,7 @@ class QueryCounts:
         Raises
         ------
         ValueError
-            If there are more queries than the buffer holds.
+            If there are more queries, in all or per request, than the server was sized for.
         """
         requests, mode, declared = forward_batch.batch_size, forward_batch.forward_mode, 1
         if not mode.is_decode_or_idle():

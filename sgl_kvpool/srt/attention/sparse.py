@@ -78,8 +78,8 @@ class SparseReader:
         slots : Tensor [T, K], int32
             SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
         counts : Tensor [T], int32, or None
-            Number of entries of each list to attend. Counts for another number of queries belong to another
-            batch, as SGLang's own kernel assumes, and are ignored; then all entries but -1 are attended.
+            Number of entries of each list to attend. Counts for another number of queries are ignored, as
+            SGLang does before its own kernel; then all entries but -1 are attended.
         scale : float
 
         Returns

@@ -53,7 +53,7 @@ class MovedPagesPool(StoredPagesPool):
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate pages and return their slots; None if too few are free."""
+        """Allocate pages and return their slots; None if too few are free or the ranks ended the tier."""
         if self.shared is not None and self.shared.lost.is_closed:
             return None
         slots = super().alloc(need_size)

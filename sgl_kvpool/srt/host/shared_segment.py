@@ -81,8 +81,8 @@ class SharedSegment:
         assert self._mapping is not None
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.is_interleaved = self._interleave()
-        # Each rank sets the memory policy of its own mapping, and all have to do so before the first page is
-        # allocated.
+        # The kernel keeps the memory policy with the file, for all mappings; every rank sets the same policy.
+        # No page may be allocated earlier.
         ranks.gather(None)
         step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))

@@ -48,7 +48,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
     cross_layer: CrossLayerRows | None = None
 
     def _create_buffers(self) -> None:
-        if self.kv_cache_arrangement.is_layer_packed or not self.layer_num:
+        if self.kv_cache_arrangement.has_contiguous_layers or not self.layer_num:
             super()._create_buffers()  # a pipeline stage may have no layer
             return
         slots = self.size + self.page_size  # padded tokens write to a slot of the first page

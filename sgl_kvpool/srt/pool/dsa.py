@@ -4,7 +4,7 @@ Rows are those of `LayoutMLATokenToKVPool` without padding: SGLang's kernels rea
 bytes. The pages of index keys beside them are SGLang's own.
 
 SGLang's DSA backend requests the rows before it chooses their reader. Therefore `get_key_buffer` raises for
-no layout here: it returns rows that SGLang cannot read as bytes, and the readers are hooked
+no layout here: rows that SGLang cannot read are returned as uint8, and the readers are hooked
 (`sgl_kvpool.sglang_plugin.hooks.dsa`).
 """
 

@@ -138,7 +138,7 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         return layer_id in self.full_attention_layer_id_mapping
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
+        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
         return self.full_kv_pool.k_scale(self._transfer_full_attention_id(layer_id))
 
     def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         """Refuse rows that SGLang's readers cannot read, before anything is allocated."""
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
+        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
         return self._k_scales.get(layer_id, 1.0) if self.kv_cache_layout.uses_k_scale else 1.0
 
     # ---------------------------------------------------------------- reading

@@ -72,7 +72,7 @@ def test_wrong_results_have_no_time(bench, item, value):
     assert "us" not in row
 
 
-def test_what_a_call_does_not_write_is_not_a_number(bench, item):
+def test_outputs_that_a_call_does_not_write_are_wrong(bench, item):
     def half(call):
         out = call()
         out[:, 1] = float("nan")  # like the poison that outputs are filled with

@@ -109,7 +109,8 @@ inline void Machine::shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 
   mark_write(w, in, t, off, size, lane, w.gid, w.vc[w.gid], false, data);
 }
 
-// A read by the asynchronous proxy (wgmma, bulk copies), ordered by `vc` of the issuing warp at the read, and `pvc`.
+// A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc` of the issuing
+// warp at the read, writes of the generic proxy also by `pvc`.
 inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
                                 const Clock& pvc) {
   if (c.uninit_shared)

@@ -93,7 +93,7 @@ struct Cta {
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
   int live = 0;                // warps that have not ended
-  bool synced_global = false;  // an atomic or acquire of global memory was executed: reads of it may be ordered
+  bool synced_global = false;  // an atomic or synchronising load of global memory was executed: reads may be ordered
   vector<Warp> warps;
 };
 

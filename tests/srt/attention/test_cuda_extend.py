@@ -161,7 +161,7 @@ class Refusing(Paged):
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 12, 20, 24, 40])
 def test_flashinfer_refuses_heads_that_do_not_divide_its_tile(heads):
-    """FlashInfer's own check on Hopper: its tile has 64 queries times heads, or 128 in long batches."""
+    """FlashInfer's own check: a tile has 64 query-head rows, or 128 if requests average more than 64."""
     from flashinfer.mla._batch_mla._backends._fa_common import _validate_fa_causal_tile_bound
 
     def refused(stored):

@@ -68,10 +68,10 @@ def attentions(model):
     return {name: m for name, m in model.named_modules() if isinstance(m, RadixAttention)}
 
 
-def check(model, pool, *, multi_head=True):
+def check(model, pool, *, mha_form=True):
     from sgl_kvpool.srt.attention.layers import check_layers
 
-    check_layers(model, pool, multi_head=multi_head)
+    check_layers(model, pool, mha_form=mha_form)
 
 
 @pytest.mark.parametrize(("name", "kind", "layers"), TARGETS)
@@ -87,7 +87,7 @@ def test_targets(build, name, kind, layers):
         with pytest.raises(ValueError, match="keys 32 wide and not rows of 576"):
             check(model, pool_of(range(LAYERS)))
     with pytest.raises(ValueError, match="attn_mha .* keys 192 wide .*on a CPU; serve"):
-        check(model, pool_of(layers), multi_head=False)
+        check(model, pool_of(layers), mha_form=False)
 
 
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])

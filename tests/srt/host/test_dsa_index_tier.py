@@ -1,8 +1,8 @@
 """Index keys of models with sparse attention in a host tier: SGLang's own index-key pool beside our rows.
 
 SGLang's pool takes capacity, page size and label from ours, and moves pages with CUDA kernels that it selects
-by label and io backend. memmove over the kernels' own addresses replaces them (`kernels` of conftest.py), so
-the tests cover SGLang's selection and the pages it would move.
+by label and io backend. Copies on the CPU with the kernels' own arguments replace them (`kernels` of
+conftest.py), so the tests cover SGLang's selection and the pages it would move.
 """
 
 import threading

@@ -11,7 +11,7 @@ from host_tier import GUARD, LAYERS
 
 @pytest.fixture
 def nixl_of(direct, tmp_path, monkeypatch):
-    """`nixl_of(layout, direct_io)`: a controller over SGLang's NIXL store with POSIX files; their folder."""
+    """A function that builds a controller over SGLang's NIXL store of POSIX files, and the store's folder."""
     pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl

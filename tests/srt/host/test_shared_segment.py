@@ -164,7 +164,7 @@ def test_a_rank_cannot_clear_what_another_one_lost():
         rank.close()
         assert rank.of(np.arange(10)).all()
         assert rank.any(1)
-        # Flags of pages that were to be loaded before.
+        # For loads on which the ranks agreed before the close.
         assert [rank.any_flagged(page) for page in (1, 5)] == [False, True]
     ranks[0].set(slice(None), False)
     assert ranks[0].of(np.arange(10)).all()

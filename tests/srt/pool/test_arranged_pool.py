@@ -236,7 +236,7 @@ def test_slots_far_outside_and_of_another_dtype(layout, arrangement):
 
 
 @pytest.mark.parametrize("arrangement", CROSS)
-def test_cpu_copies_of_no_slot_are_refused(arrangement):
+def test_cpu_copies_of_invalid_slots_are_refused(arrangement):
     pool = make_pool("fp4", arrangement)
     copy = pool.get_cpu_copy(torch.tensor([3]))
     for call in (

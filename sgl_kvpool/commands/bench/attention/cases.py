@@ -151,7 +151,7 @@ class Grid:
         if quick:
             return found
         found.append(self.dense(heads, batch, context, queries_per_list=self.mtp_queries))
-        # With all layers the longest context may not fit into memory; a shorter one is compared as well.
+        # With all layers the target's context may not fit into memory; a shorter one is compared as well.
         for shorter in (self.contexts[max(self.contexts.index(context) - 1, 0)], context):
             found.append(self.dense(heads, batch, shorter))
             found += [

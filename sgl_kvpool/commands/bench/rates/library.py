@@ -94,7 +94,7 @@ class Library:
     def instructions(
         self, op: int, out: torch.Tensor, clocks: torch.Tensor, rounds: int, blocks: int, threads: int
     ) -> None:
-        """Run `OPERATIONS[op]` `rounds` times in every thread; writes the clocks of each block, int64."""
+        """Run `rounds` rounds of `OPERATIONS[op]` in every thread; writes the clocks of each block, int64."""
         self._call("instructions", op, FACTOR, SELECTOR, out, clocks, rounds, blocks, threads)
 
     def products(
