@@ -151,13 +151,16 @@ def test_slots_beyond_the_pool_touch_nothing():
     fmt = row_format("fp4", 512, 64)
     base = torch.full((9, fmt.row_bytes), FILL, dtype=torch.uint8, device="cuda")
     slots = torch.tensor([4, 3, 2**31 - 1], device="cuda")
-    store_rows(base[:4], slots, cuda(hard_rows(3, 512)), cuda(hard_rows(3, 64)), fmt)
+    nope, keys = hard_rows(3, 512), hard_rows(3, 64)
+    store_rows(base[:4], slots, cuda(nope), cuda(keys), fmt)
     assert bool((base[4:] == FILL).all())
     assert bool((base[:3] == FILL).all())
+    expected = encode_rows(nope[1:2], keys[1:2], fmt)
+    assert_same_bytes(base[3:4].cpu(), expected)
     found = gather_rows(base[:4], slots, fmt)
     assert not found[0].any()
     assert not found[2].any()
-    assert found[1].any()
+    same_values(found[1:2], decode_rows(expected, fmt))
 
 
 def test_captured_graph():

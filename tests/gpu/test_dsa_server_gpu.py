@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import random_deepseek
 import torch
-from test_server_gpu import EAGER, GREEDY, LAYOUT, MTP, accepted, distance, tokens
+from test_server_gpu import EAGER, GREEDY, LAYOUT, MARGIN, MTP, TOP, accepted, distance, partings, tokens
 
 from sgl_kvpool.demo.server import Server, free_port
 
@@ -75,11 +75,6 @@ SINGLE = ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed"
 NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20, "fp4_fp8_rope": 0.20}
 #: And the smallest: below it another layout was served, or rows were not read.
 FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05, "fp4_fp8_rope": 0.05}
-#: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
-#: FP4 changes log-probabilities by at most 0.63 at 99 of 100 positions. One in fifty random tokens is within
-#: this margin of the most likely one.
-MARGIN = 1.0
-TOP = 40
 
 SHARED = tokens(1, 2608)
 #: The third begins like the second (a prefix hit); the first is shorter than what is selected. Last chunks
@@ -164,23 +159,6 @@ def serve_mixed(server, log):
     except (OSError, HTTPException):
         time.sleep(2)  # the reason is logged after the connection is gone
         return None, said()
-
-
-def parting(first, second):
-    """At the first difference: how much less likely the first server finds the second's token than its
-    own.
-    """
-    told, other = first["output_ids"], second["output_ids"]
-    assert len(told) == len(other)
-    for position, (token, instead) in enumerate(zip(told, other, strict=True)):
-        if token != instead:
-            likely = {t: p for p, t, *_ in first["meta_info"]["output_top_logprobs"][position]}
-            return max(likely.values()) - likely.get(instead, -torch.inf)
-    return 0.0
-
-
-def partings(first, second):
-    return [parting(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def decoded_with_prompts(log, said):
@@ -275,10 +253,14 @@ def test_stock_sglang_gets_mixed_batches_of_656_byte_rows_wrong(answers):
 
 
 def test_the_fix_changes_nothing_else(answers):
-    """With SGLang's own pool, without a layout of ours: single requests get the same answers."""
-    fixed = answers("fixed-656-mixed")
+    """With SGLang's own pool, without `--kv-cache-layout`. The order of top-k lists is not determined, so
+    answers to single requests may differ where two tokens are about as likely.
+    """
+    fixed, stock = answers("fixed-656-mixed"), answers("stock-656-mixed")
     assert fixed["info"].get("kv_cache_layout") is None
-    assert distance(fixed, answers("stock-656-mixed")) < NEAR["bf16"]
+    parted = partings(stock["one"], fixed["one"])
+    assert max(parted) < MARGIN, parted
+    assert distance(fixed, stock) < NEAR["bf16"]
 
 
 def test_glm5_shapes(answers):

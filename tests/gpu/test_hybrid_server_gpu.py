@@ -9,8 +9,21 @@ their arguments on a CPU.
 import pytest
 import random_hybrid
 import torch
-from test_dsa_server_gpu import MARGIN, TOP, partings
-from test_server_gpu import EAGER, GREEDY, KVPOOL, LAYOUT, LAYOUTS, MTP, accepted, distance, generated, tokens
+from test_server_gpu import (
+    EAGER,
+    GREEDY,
+    KVPOOL,
+    LAYOUT,
+    LAYOUTS,
+    MARGIN,
+    MTP,
+    TOP,
+    accepted,
+    distance,
+    generated,
+    partings,
+    tokens,
+)
 
 from sgl_kvpool.demo.server import Server, free_port
 

@@ -1,12 +1,16 @@
 """The transfer engines on a GPU: bytes, order, registrations; needs no SGLang."""
 
+import ctypes
 import dataclasses
+import re
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
+from sgl_kvpool.commands.bench.rates.library import find_nvcc
 from sgl_kvpool.commands.bench.transfer_gpu import gpu_calls
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
@@ -288,5 +292,15 @@ def test_rates_of_the_link(device):
 
 
 def test_batches_are_used_where_cuda_has_them():
-    if torch.version.cuda and int(torch.version.cuda.split(".")[0]) >= 13:
-        assert gpu_calls().has_batches()
+    """From CUDA 12.8 on, of headers, runtime and driver (`has_batches` of csrc/cuda_steps.cuh)."""
+    nvcc = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    driver = ctypes.c_int()
+    assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver)) == 0
+    versions = {
+        "nvcc": tuple(map(int, re.search(r"release (\d+)\.(\d+)", nvcc).groups())),
+        "torch": tuple(map(int, torch.version.cuda.split(".")[:2])),
+        "driver": (driver.value // 1000, driver.value % 1000 // 10),
+    }
+    if min(versions.values()) < (12, 8):
+        pytest.skip(f"batches of copies need CUDA 12.8: {versions}")
+    assert gpu_calls().has_batches(), versions

@@ -47,6 +47,12 @@ def filled(group):
     return raw
 
 
+def addresses_of(view, group):
+    """Address of every byte of an int8 view, counted from the beginning of the group's buffer."""
+    begin = view.data_ptr() - group.tensor.data_ptr()
+    return begin + np.tensordot(view.stride(), np.indices(view.shape), axes=1)
+
+
 @pytest.mark.parametrize("order", ORDER)
 def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order):
     """B1, B3, B4: all sizes from {1, 2, 3}; views both ways, references, every byte once."""
@@ -56,7 +62,7 @@ def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order)
         where = addresses(order, *sizes)
         raw = filled(group)
         caches = as_canonical([group], ["kv"])
-        covered = []
+        covered = {"views": [], "runs": []}
         for layer in range(count):
             expected = raw[where[layer]]  # [pages, chunks, chunk_bytes]
             view = group.layer_view(layer)
@@ -65,8 +71,10 @@ def test_b1_b3_b4_views_are_the_bytes_at_the_address_and_cover_the_buffer(order)
             runs = caches.group("kv").layer(layer).runs
             moved = caches.view(caches.group("kv"), runs)
             assert np.array_equal(moved.reshape(pages, -1).numpy(), expected.reshape(pages, -1)), sizes
-            covered.extend(where[layer].ravel())
-        assert sorted(covered) == list(range(raw.size))  # a bijection
+            covered["views"].extend(addresses_of(view, group).ravel())
+            covered["runs"].extend(addresses_of(moved, group).ravel())
+        for kind, found in covered.items():
+            assert sorted(found) == list(range(raw.size)), (kind, sizes)  # a bijection
         for layer in range(count):
             before = raw.copy()
             group.layer_view(layer).fill_(-1)

@@ -79,6 +79,7 @@ def test_overlapping_runs_of_one_stride_pattern_stay_apart():
     one = PageRuns(tensor_index=0, offset_bytes=0, run_bytes=2, run_count=2, run_stride_bytes=2)
     other = PageRuns(tensor_index=0, offset_bytes=2, run_bytes=1, run_count=2, run_stride_bytes=2)
     found = merged([one, other])
+    assert found == (PageRuns(tensor_index=0, offset_bytes=0, run_bytes=4), other)
     assert sorted(b for r in found for b in places(r)) == [0, 1, 2, 2, 3, 4]
 
 

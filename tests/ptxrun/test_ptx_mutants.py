@@ -120,8 +120,10 @@ def test_a_lost_bit_of_a_code_gives_wrong_results(runs):
 
 
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_every_barrier_is_needed(runs, layout):
-    """Barriers are removed one at a time; the compiler may emit redundant ones."""
+def test_nine_of_ten_barriers_are_needed(runs, layout):
+    """Barriers are removed one at a time, and 90 % of the removals are noticed; the compiler may emit
+    redundant ones.
+    """
     query_heads = tile_config(MLAKVCacheLayout(layout), 1, "triton").query_heads
     # A list of two parts and one of a single part, whose results are written by different branches.
     case = test_ptx_decode.make_case(layout, heads=query_heads, counts=((150,), (60,)))

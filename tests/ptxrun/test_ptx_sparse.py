@@ -5,6 +5,8 @@ from pathlib import Path
 
 import codec_oracle as oracle
 import pytest
+import test_ptx_codec
+import test_ptx_decode
 import torch
 from codec_oracle import assert_same_values, hard_rows
 from decode_cases import check, expected, make_case
@@ -12,6 +14,8 @@ from decode_cases import check, expected, make_case
 import sgl_kvpool
 from sgl_kvpool import codec
 from sgl_kvpool.attention import DecodeWorkspace
+from sgl_kvpool.attention.decode_config import tile_config
+from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.srt.attention.sparse import SparseReader, decoded_rows, sparse_workspace_bytes
 
 TOP_K, SCALE = 256, 0.06
@@ -55,10 +59,18 @@ def test_rows_for_an_extend(on_ptxrun, layout):
     assert not found[-1].any()
 
 
-def test_every_triton_kernel_runs_here():
-    """A kernel that is added needs cases in this folder."""
+def test_every_triton_kernel_runs_here(runs):
+    """Cases of this folder launch all kernels of the package; a kernel that is added needs one."""
     kernel = re.compile(r"@(?:triton|gluon)\.jit(?:\(.*?\))?\ndef (\w*kernel)\(")
     files = Path(sgl_kvpool.__file__).parent.rglob("*.py")
     found = {name for path in files for name in kernel.findall(path.read_text())}
-    decode = {"decode_kernel", "gluon_decode_kernel", "merge_kernel"}
-    assert found == {"store_kernel", "gather_kernel", *decode}
+    launched = set()
+    for kernel in test_ptx_decode.KERNELS:
+        runs.launched.clear()
+        test_ptx_decode.test_every_tile(
+            runs, MLAKVCacheLayout.FP4, tile_config(MLAKVCacheLayout.FP4, 1, kernel)
+        )
+        launched |= {name for name, _ in runs.launched}
+    test_ptx_codec.round_trip("fp4", test_ptx_codec.GEOMETRIES[0], test_ptx_codec.USUAL)
+    launched |= {name for name, _ in runs.launched}
+    assert found == launched

@@ -143,7 +143,11 @@ def test_how_long_it_takes_is_said_before(arguments, expected):
 
 
 @pytest.mark.parametrize("leg", MEASURED, ids=[leg["name"] for leg in MEASURED])
-def test_a_minute_of_traffic_is_enough(leg):
+def test_a_minute_of_traffic_was_enough_in_the_recorded_run(leg):
+    """The conditions ask for no more than the recorded run reached on two cores in a minute per server. The
+    run had five servers; it says nothing about servers that were added or changed since.
+    """
+    assert 60 <= leg["traffic_seconds"] < 65
     has_store = "--hicache-storage-backend" in leg["server"]["arguments"]
     assert soak_checks.too_few(leg, 2048, has_store=has_store) == []
 

@@ -95,10 +95,9 @@ def test_one_line_says_which_and_why(caplog, plan, requested):
         made = gpu_engines(plan, requested, calls)
     name = "staged" if requested == "auto" else requested
     assert [engine(plan).name for engine in made] == [name, name]
+    why = "page indices stay on the GPU with io backend kernel" if requested == "auto" else "requested"
     lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
-    assert [line.partition(": ")[2].partition(":")[0] for line in lines] == [
-        f"engine {name} to host", f"engine {name} to device"
-    ]  # fmt: skip
+    assert lines == [f"sgl-kvpool: engine {name} {to}: {why}" for to in ("to host", "to device")]
 
 
 @pytest.mark.parametrize("requested", ["auto", "kernel"])

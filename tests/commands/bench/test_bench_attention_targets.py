@@ -60,11 +60,20 @@ def test_filters():
 # Limits
 
 
-@pytest.fixture(scope="module")
-def counted():
-    """Counts of the Triton kernel, the only kernel in this process, where Triton interprets."""
+@pytest.fixture(params=["triton", "gluon"])
+def counted(request, monkeypatch):
+    """Counts by layout and query heads of a tile, where `decode_kernel_of` chooses this kernel's table.
+
+    Gluon's table has Triton's tile where the Gluon kernel has none.
+    """
+    monkeypatch.setattr(modules.limits, "decode_kernel_of", lambda fmt: request.param)
     costs = json.loads(modules.limits.TILE_COSTS.read_text())
-    return {(found["layout"], found["heads"]): found for found in costs if found["kernel"] == "triton"}
+    return {
+        (found["layout"], found["heads"]): found
+        for kernel in ("triton", request.param)
+        for found in costs
+        if found["kernel"] == kernel
+    }
 
 
 def test_limits_by_hand(counted):
