@@ -64,6 +64,8 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.conn import KVTransferError
 
+    now = 1000.0
+    monkeypatch.setattr(peer_mismatch, "time", SimpleNamespace(monotonic=lambda: now))
     prefill = manager_of("prefill", pool_of("fp8"))
     decode = Decode(manager_of("decode", pool_of("fp4")))
     one, two = (decode.request(bootstrap, room) for room in (71, 72))
@@ -72,11 +74,11 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     # One message per interval and request; a later request is announced separately.
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
     assert told(prefill) == [72]
-    time.sleep(peer_mismatch._TOLD_EVERY_SECONDS)
+    now += peer_mismatch._TOLD_EVERY_SECONDS
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [one, two])
     assert told(prefill) == [71, 72]
 
-    monkeypatch.setattr(peer_mismatch, "_HELD_SECONDS", 0)
+    now = 1000.0 + peer_mismatch._HELD_SECONDS
     assert decode.ensure(**{bootstrap: [one, two]}) == ({}, [])
     for request in (one, two):
         assert request.kv_receiver.conclude_state == KVPoll.Failed
