@@ -28,6 +28,13 @@ if not HAS_GPU:
     # Before anything imports triton: kernels then run on CPU tensors, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if importlib.util.find_spec("hypothesis") is not None:  # core GPU tests run without it
+    import hypothesis
+
+    # Times on a busy machine say nothing; `make test` uses all of its cores.
+    hypothesis.settings.register_profile("kvpool", hypothesis.settings(), deadline=None)
+    hypothesis.settings.load_profile("kvpool")
+
 
 #: Folders whose tests share servers or processes: one worker runs a whole folder. The servers take longest
 #: and start first.

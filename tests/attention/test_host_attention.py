@@ -127,7 +127,7 @@ def test_query_blocks_equal_one_block(monkeypatch):
     assert (whole[1][:2] == float("-inf")).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     piece=st.integers(1, 50),

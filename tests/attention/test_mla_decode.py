@@ -207,7 +207,7 @@ def test_the_kernel_skips_slots_beyond_the_pool(page):
 
 
 # No shrinking: the interpreter takes minutes for it.
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_lists(data):
     """Any counts, holes anywhere, any number of queries per list and of splits."""

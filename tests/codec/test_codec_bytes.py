@@ -86,7 +86,7 @@ def test_any_bytes_decode_as_the_oracle_says(name):
         assert_same_values(decode_rows(rows, fmt, dtype), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(LAYOUTS), st.binary(min_size=384, max_size=384))
 def test_any_bits_encode_as_the_oracle_says(name, bits):
     values = torch.frombuffer(bytearray(bits), dtype=torch.bfloat16).view(1, 192)

@@ -32,7 +32,7 @@ def fp4_parts(rows, fmt):
     return codes, rows[:, fmt.scale.offset_bytes : fmt.scale.end_bytes]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds, st.integers(0, 0xF7), st.sampled_from([4.0, 6.0]))
 def test_fp4_keeps_what_it_can_hold(seed, scale_byte, largest):
     """A block that is a scale times e2m1 values, 4 or 6 among them, comes back unchanged."""
@@ -46,7 +46,7 @@ def test_fp4_keeps_what_it_can_hold(seed, scale_byte, largest):
     assert torch.equal(decode_rows(encode_rows(x, None, fmt), fmt, torch.float32), x)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds, st.integers(-12, 12))
 def test_fp4_moves_with_powers_of_two(seed, power):
     """Multiplying by 2**k keeps codes and raises scale bytes by 8 k, while no scale leaves the range."""
@@ -60,7 +60,7 @@ def test_fp4_moves_with_powers_of_two(seed, power):
     assert torch.equal(scales_moved.int(), moved)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_fp4_sign_is_apart_from_size(seed):
     x = hard_rows(4, 128, seed).nan_to_num(nan=1.0)
@@ -71,7 +71,7 @@ def test_fp4_sign_is_apart_from_size(seed):
     assert torch.equal(codes_negated, codes ^ 8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_fp4_takes_the_best_scale(seed):
     """No candidate scale gives a clearly smaller error, in float64, than the stored scale."""

@@ -202,7 +202,7 @@ def test_one_row_more_goes_by_prefix_chunks():
 lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(lengths, st.integers(1, 50))
 def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
     prefix, query = zip(*requests, strict=True)
@@ -225,7 +225,7 @@ def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
         assert (chunk.continued_until > chunk.first_query) == (began and query[first] > 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(lengths)
 def test_rows_of_requests_in_the_workspace(requests):
     prefix, query = zip(*requests, strict=True)
