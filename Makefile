@@ -1,4 +1,4 @@
-# Every target creates .venv if it is missing; the only prerequisite is python3 (3.11 or later).
+# Targets that need .venv create it; the only prerequisite is python3 (3.11 or later).
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed

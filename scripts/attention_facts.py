@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Clocks per row of every GPU unit in each tile of `mla_decode`: the only cost model of decode.
+"""Clocks per row of four units of a multiprocessor in each tile of `mla_decode`: decode's only cost model.
 
 Needs Triton, and g++ for ptxrun, but no GPU. Each tile is compiled for sm_90a, the instructions of its loop
 are counted in the machine code (`loop_costs.py`), and ptxrun runs its PTX over a few blocks to find bank
 conflicts.
 
-`--json` writes a list of objects, one per layout and number of query heads. `--write` puts them into
+`--json` writes a list of objects, one per layout, kernel and number of query heads. `--write` puts them into
 ``sgl_kvpool/commands/bench/attention/tile_costs.json``, and the tables made of them into
 ``docs/attention.md`` and ``README.md``; `--check` fails if these differ. `--try` counts a tile that is not in
 the table.

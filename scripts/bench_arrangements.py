@@ -3,7 +3,7 @@
 
     python scripts/bench_arrangements.py [--quick] [--device cpu|cuda] [--json PATH]
 
-The same rows of 61 layers are layer-major, token-major and page-major. Measured alternately in one run:
+The same rows of 61 layers are stored layer-major, token-major and page-major. One run measures in turn:
 
 * decoding half of the rows of one layer in random order (`gather_rows`), as a ratio to layer-major: rows of a
   layer are further apart in the other two, so that fewer of them share a page of virtual memory;
@@ -57,7 +57,7 @@ def measure(layout: MLAKVCacheLayout, *, pages: int, moved: int, rounds: int, de
         buffer = torch.zeros(placement.total_bytes, dtype=torch.uint8, device=device)
         layer, rows = placement.layer_view(buffer, LAYERS // 2), placement.slot_to_row(slots)
         calls[f"decode {arrangement}"] = lambda layer=layer, rows=rows: gather_rows(layer, rows, fmt, out=out)
-        if not arrangement.is_layer_packed:
+        if not arrangement.has_contiguous_layers:
             by_page = buffer.view(pages, page_bytes)
             calls[f"pages {arrangement}"] = lambda b=by_page: torch.index_select(b, 0, chosen, out=collected)
         else:
@@ -83,7 +83,7 @@ def measure(layout: MLAKVCacheLayout, *, pages: int, moved: int, rounds: int, de
             for name, median in found.items()
         }
     row["runs_of_bytes_per_page"] = {
-        str(a): LAYERS if a.is_layer_packed else 1 for a in KVArrangement.of_rows()
+        str(a): LAYERS if a.has_contiguous_layers else 1 for a in KVArrangement.of_rows()
     }
     row["contiguous_copy_us"] = round(medians["copy"], 1)
     return row

@@ -4,7 +4,7 @@
     python scripts/bench_host_attention.py [--quick] [--check] [--json PATH]
 
 The time of attention over stored rows must be proportional to the rows of a batch, not to the pool. So the
-same rows are attended from a small pool and from one 100 times larger, alternating in one run. For
+same number of rows is attended in a small pool and in one 100 times larger, alternating in one run. For
 comparison, the whole layer is dequantised with our codec, as SGLang's FP4 pool does in every attention call.
 `--check` fails if the large pool takes more than 1.5 times as long as the small pool.
 """
@@ -32,7 +32,7 @@ LIMIT = 1.5
 
 
 def make_pool(fmt, slots: int) -> torch.Tensor:
-    """Rows of random values; a large pool repeats the rows of a small one."""
+    """1024 rows of random values, repeated to fill the pool."""
     generator = torch.Generator().manual_seed(0)
     nope = torch.randn(1024, fmt.kv_lora_rank, generator=generator).bfloat16()
     rope = torch.randn(1024, fmt.qk_rope_head_dim, generator=generator).bfloat16()

@@ -4,9 +4,9 @@
     python scripts/bench_host_layout.py [--quick] [--json PATH]
 
 The demo's model is served once per pair of layouts (device, host). Each server gets the first half of
-every held-out window, which the device pool is too small to keep, and then a request for the
-log-probabilities of the second halves: SGLang finds the first half in the host tier, and every byte is
-predicted from rows that were encoded and decoded again. For comparison, a server has the narrow layout on the
+every held-out window, which the device pool is too small to keep, and then, window by window, a request for
+the log-probabilities of the second half: SGLang finds the first half in the host tier, and every byte is
+predicted from rows that were loaded from the host. For comparison, each narrow layout is also served on the
 device.
 """
 

@@ -31,7 +31,7 @@ SCHEMA = 1
 RANKS, LAYERS, PAGE_SIZE = 2, 61, 64
 #: Collectives per timing, and the number of values in SGLang's collective with a store.
 COLLECTIVES, NUMBERS = 200, 8
-#: Number of copies that form the contiguous copy; a single one would take as much memory as all pools.
+#: Number of copies that form the contiguous copy; a single one would need twice the pool's bytes per rank.
 COPIES = 4
 
 
@@ -127,7 +127,7 @@ def run(rank: int, folder: str, pages: int, rounds: int, results: Any) -> None:
         ]
         for name, call in calls.items():
             took = timed(call)
-            if number:  # the first round touches the memory and does not count
+            if number:  # the first round warms up and does not count
                 times.setdefault(name, []).append(took)
     if rank == 0:
         own, _ = tiers["shared"].shared.own_part(torch.arange(pages).numpy(), torch.arange(pages).numpy())

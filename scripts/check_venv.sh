@@ -3,7 +3,7 @@
 # ORIGIN is "file" if PYTHON is the Makefile's default and not the user's choice.
 #
 # A virtual environment works only at the path where it was made, with the Python that made it. A broken one is
-# reported and left to `make clean`, since it is 11 GB and may be in use.
+# reported and left to `make clean`, since it is 12 GB and may be in use.
 venv=$1 python=$2 origin=$3
 
 version() {

@@ -3,8 +3,7 @@
 
     python scripts/draw_rows.py [--write | --check]
 
-All content comes from `sgl_kvpool.layout`; the same sources give the same file. There are no other
-dependencies.
+All content comes from `sgl_kvpool.layout`, the only dependency; the same sources give the same file.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 """Release check in one command: checks, servers and timings on a Hopper GPU.
 
     python scripts/h100_regression.py --first-light           nine minutes on a GPU: which kernels are correct
-    python scripts/h100_regression.py --core                  steps that need only torch and triton
+    python scripts/h100_regression.py --core                  steps that do not need SGLang
     python scripts/h100_regression.py                         also servers of small random models
     python scripts/h100_regression.py --model PATH --tp 8     servers of a real checkpoint instead
     python scripts/h100_regression.py --compare old.jsonl     also exit 1 after a regression
     python scripts/h100_regression.py --compare old.jsonl --with new.jsonl
 
 Every step has a time limit and a log, and a step that fails does not stop the others. Exit status: 0 if
-nothing failed, 1 if a step failed or a comparison found a regression, 2 for wrong arguments or if nothing
-could be compared. Without a GPU a reduced form runs on the CPU and lists what it skipped. docs/regression.md
-has details.
+nothing failed, 1 if a step failed, no step was ok, or a comparison found a regression, 2 for wrong arguments
+or if nothing could be compared, 128 plus the signal's number after an interruption. Without a GPU a reduced
+form runs on the CPU and lists what it skipped. docs/regression.md has details.
 
 This program has never been run on a GPU.
 """
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -86,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--first-light", action="store_true",
         help="correctness of kernels and the tile table to commit; nine minutes; continues the run in --out",
     )  # fmt: skip
-    what.add_argument(
-        "--core", action="store_true", help="only steps that need just torch and triton; no servers"
-    )
+    what.add_argument("--core", action="store_true", help="only steps that do not need SGLang; no servers")
     what.add_argument("--quick", action="store_true", help="benchmarks in their short form")
     what.add_argument("--thorough", action="store_true", help="also the server tests of tests/gpu (hours)")
     what.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if torch sees a GPU")
@@ -109,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--gsm8k-questions", type=int, default=500)
     model.add_argument("--retrieval-characters", default="16000,64000,200000", help="text lengths")
     run = made.add_argument_group("how")
-    run.add_argument("--out", type=Path, help="folder of results (regression-results/DATE)")
+    run.add_argument("--out", type=Path, help="folder of results (DATE or first-light in regression-results)")
     run.add_argument("--minutes", type=_positive, help="time limit of all steps together")
     run.add_argument(
         "--time-limit-scale", type=_positive, default=1.0,
@@ -186,7 +184,11 @@ def model_facts(path: str | None) -> dict[str, str] | None:
 
 
 def say(text: str) -> None:
-    print(text, end="", flush=True)
+    """Print; a reader of standard output that has ended, such as `head`, does not end the run."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def compared(old: Run, new: Run) -> int:
@@ -249,7 +251,7 @@ def run_first_light(
         parser().error(str(error))
     left = [step for step in steps if light.lacks(step.name)]
     minutes = arguments.minutes or MINUTES * arguments.time_limit_scale
-    print(f"{light.facts['gpu'] or 'no GPU: a rehearsal, whose times mean nothing'}; results: {out}")
+    say(f"{light.facts['gpu'] or 'no GPU: a rehearsal, whose times mean nothing'}; results: {out}\n")
     say(f"{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
     status = light.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
     print(f"\n{(out / 'first_light.txt').read_text('utf-8')}\nexit status {status}")
@@ -272,16 +274,15 @@ def run_all(
     facts = {**facts_of(machine, argv), "options": shown, "model": model_facts(options.model)}
     write_lines(results, [header(facts)])
     where = f"{facts['gpu_count']} x {facts['gpu']}" if options.on_gpu else f"CPU: {facts['cpu']}"
-    print(
+    say(
         f"{where}; commit {facts['commit']}{' with uncommitted changes' if facts['dirty'] else ''}\n"
-        f"results: {out}",
-        flush=True,
+        f"results: {out}\n"
     )
     say(f"{in_all(possible(steps, machine), on_gpu=options.on_gpu, old=old)}\n")
     if options.on_gpu and facts["capability"] != HOPPER:
-        print(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}", flush=True)
+        say(f"compute capability {facts['capability']}; the kernels are for Hopper, {HOPPER}\n")
     if not options.on_gpu:
-        print("no GPU: the reduced form; its times say nothing about a GPU", flush=True)
+        say("no GPU: the reduced form; its times say nothing about a GPU\n")
     records: list[StepRecord] = []
 
     def ended(record: StepRecord) -> None:
@@ -317,6 +318,4 @@ def run_all(
 
 
 if __name__ == "__main__":
-    # A closed pipe must not lose results.
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.exit(main())

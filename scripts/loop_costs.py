@@ -3,18 +3,18 @@
 
     loop_costs.py FILE --rows 64 --warps 4 [--loop LABEL,LABEL]
 
-FILE is text of `nvdisasm -c`. The main loop is the innermost backward branch around the most HGMMA; --loop
+FILE is text of `nvdisasm -c`. The main loop is the innermost loop with the most wgmma instructions; --loop
 names other loops (for instance a consumer's and its loader's, counted together). The result is the number of
 clocks per row for which each unit is busy if it runs alone. The largest is a lower bound, not a forecast:
 units overlap only if programs or warp groups are in different phases, latencies are not counted, and
 instructions under a predicate count as executed.
 
-Rates of a multiprocessor per clock: 4 warp instructions; 64 lanes of integer and logic operations, and 64 of
-IMAD; 128 of float32 and packed 16-bit products; 16 of special functions and conversions, except for some
-faster conversions; 32 of shuffles; 128 bytes of shared memory; 2048 multiply-adds of bf16 (4096 of 8 bits).
-A wgmma reads B from shared memory each time, and A unless that is in registers. Loads from global memory and
-spills go through the same L1 cache and its 128 bytes per clock. Bank conflicts are not visible in the code:
-`attention_facts.py` adds them.
+Rates of a multiprocessor per clock: 4 warp instructions; 64 lanes of integer, logic, compare and select
+operations, and 64 of IMAD; 128 of float32 and packed 16-bit arithmetic; 16 of special functions and
+conversions (a GPU is faster at some conversions); 32 of shuffles; 128 bytes of shared memory; 2048
+multiply-adds of bf16 (4096 of 8 bits). A wgmma reads B from shared memory each time, and A unless that is in
+registers. Loads from global memory and spills go through the same L1 cache and its 128 bytes per clock. Bank
+conflicts are not visible in the code: `attention_facts.py` adds them.
 """
 
 from __future__ import annotations

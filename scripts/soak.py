@@ -38,7 +38,7 @@ from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, HOST_LAYOUT, environme
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-#: Names of `soak_in_server.breakages`, which cannot be imported without SGLang.
+#: Names in `soak_in_server.breakages`, which is not imported here because it imports torch.
 BREAKAGES = ("load-byte", "load-order", "host-overwrite", "device-leak", "host-leak")
 #: Seconds that a server of the demo's model takes on two idle cores besides its traffic: for its start and
 #: the start of the cold run; for checks and cold run, per second of traffic; and the maximum for checks and
@@ -135,9 +135,10 @@ def _repeated(arguments: list[str]) -> list[str]:
     """Arguments for a repetition, without the output paths."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument not in ("--json", "--out"):
+        is_path = argument.partition("=")[0] in ("--json", "--out")
+        if not skip and not is_path:
             kept.append(argument)
-        skip = argument in ("--json", "--out")
+        skip = is_path and "=" not in argument
     return kept
 
 

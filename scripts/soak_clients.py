@@ -92,7 +92,7 @@ class Traffic:
     ----------
     outcomes : list of Outcome
     counts : dict of str to int
-        Requests by kind, and `flushed`.
+        Requests by kind, and successful flushes as `flushed`.
     problems : list of str
         Violations: failures, and answers that do not fit their request.
     """

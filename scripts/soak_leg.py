@@ -123,7 +123,8 @@ def soak(leg: Leg, folder: Path, options: SoakOptions, say: Callable[[str], None
     Raises
     ------
     ServerFailed
-        If a server does not start.
+        If the soaked server does not start, or fails before the traffic. A cold run's server that fails is a
+        violation.
     """
     violations: list[str] = []
     allowed = tolerance(leg, options.tie_tolerance)

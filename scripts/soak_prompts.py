@@ -1,4 +1,4 @@
-"""Prompts of a soak: shared prefixes with tails, from one token to nearly the whole pool."""
+"""Prompts of a soak: shared prefixes with tails, from one token to 0.8 of the pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NEW_TOKENS", "Prompt", "make_prompts"]
 NEW_TOKENS = (1, 4, 12, 32)
 
 #: Size of the windows with which a short text is lengthened. Prompts that begin at the same position of two
-#: copies of a window have at most this in common.
+#: copies of a window have at most this in common, unless the same window follows both copies.
 _WINDOW_TOKENS = 256
 
 

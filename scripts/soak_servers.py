@@ -32,8 +32,8 @@ _SGLANG_CHECKS = {
 }
 
 
-#: Limits torch's caches of compiled matrix multiplications on a CPU: for up to 1024 numbers of rows of each
-#: kind they take 1.3 GB in a soak, which would hide a leak.
+#: Limits torch's caches of compiled matrix multiplications on a CPU. They have an entry per shape; with their
+#: default of up to 1024 entries they take 1.3 GB in a soak, which would hide a leak.
 _FEW_COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 
 
@@ -52,7 +52,7 @@ class Leg:
     store : bool
         Whether SGLang's `file` store is behind the host tier.
     model : str or None
-        Path of a checkpoint for a GPU; None for the demo's model on the CPU.
+        Checkpoint for a GPU, a path or a name on Hugging Face; None for the demo's model on the CPU.
     device_tokens : int
         Tokens of the pool.
     host_ratio : int
@@ -104,7 +104,7 @@ class Leg:
         )
 
 
-#: Every arrangement and write policy, with and without a store. Layouts take these in turn.
+#: Settings with every arrangement and write policy, two of them with a store. Layouts take them in turn.
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {
         "arrangement": "token_major",

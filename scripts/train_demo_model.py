@@ -42,7 +42,7 @@ HELD_OUT = (
     *("logging/config.py", "mimetypes.py", "queue.py", "sched.py", "shlex.py", "smtplib.py"),
     *("statistics.py", "textwrap.py", "urllib/robotparser.py"),
 )
-#: Excluded: generated text, and text that is not the library's own.
+#: Excluded: tests, demos, generated text, and text that is not the library's own.
 EXCLUDED = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"),
     *("lib-dynload", "entities.py", "turtledemo", "__phello__"),
@@ -91,7 +91,7 @@ def held_out_windows(modules: dict[str, bytes]) -> list[dict[str, str | int]]:
 
 
 def training_stream(modules: dict[str, bytes], seed: int) -> Tensor:
-    """All other modules in a shuffled order, the special token after each. [tokens] int64"""
+    """Modules that are not held out, shuffled, each followed by the special token. [tokens] int64"""
     names = [name for name in modules if name not in HELD_OUT]
     random.Random(seed).shuffle(names)
     pieces: list[int] = []

@@ -37,7 +37,7 @@ SHORTEST = 160
 
 
 def docstrings() -> Iterator[str]:
-    """Docstrings of the standard library's modules, in the order of paths and lines."""
+    """Docstrings of the standard library in the order of paths; a module's outer definitions come first."""
     root = Path(sysconfig.get_path("stdlib"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(root.rglob("*.py")):

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
 
-    measure = commands.add_parser("bench", help="measure the codec, attention or transfers here")
+    measure = commands.add_parser("bench", help="measure kernels and transfers on this machine")
     bench.add_arguments(measure)
     measure.set_defaults(run=bench.run)
 

@@ -51,8 +51,8 @@ KV_HOST_ENGINE = "KVPOOL_KV_HOST_ENGINE"
 KV_HOST_SHARING = "KVPOOL_KV_HOST_SHARING"
 #: Variables that replace a server argument.
 OPTIONS = (KV_CACHE_LAYOUT, KV_CACHE_ARRANGEMENT, KV_HOST_LAYOUT, KV_HOST_ENGINE, KV_HOST_SHARING)
-#: Internal: names of the hook groups that a child applies. A server with a layout sets it around the spawn of
-#: its children, which load plugins before they know their arguments.
+#: Internal: names of the hook groups that a scheduler applies. The launcher of a server with a layout sets it
+#: while it spawns schedulers, which load plugins before they know their arguments.
 CHILD_HOOK_GROUPS = "_KVPOOL_CHILD_HOOK_GROUPS"
 #: Internal: the file into which a child writes why it was refused at its start.
 CHILD_REFUSAL = "_KVPOOL_CHILD_REFUSAL"

@@ -198,7 +198,7 @@ class MLAKVCacheLayout(str, Enum):
 
     @property
     def latent(self) -> SegmentEncoding:
-        """Encoding of the latent values, the key of the tables of kernels, limits and targets."""
+        """Encoding of the latent values, the key of the tables of decode tiles and of benchmark targets."""
         return self._record.latent
 
     @property

@@ -1,13 +1,14 @@
 """Metrics of this package for SGLang's Prometheus endpoint, and the list of survivable failures.
 
 SGLang collects metrics of all its processes through files (prometheus_client's multi-process mode), so what a
-scheduler counts here appears under `/metrics` of the server without further setup. Counting starts with
-`publish`, which a scheduler calls if the server was started with `--enable-metrics`.
+scheduler counts here appears under `/metrics` of the server without further setup. `publish`, which a
+scheduler calls if the server was started with `--enable-metrics`, exposes the counts.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ FAILURES = {
 }
 
 _metrics: dict[str, Any] = {}
+#: Failures by kind before `publish`: the codec is built before the first pool is complete.
+_before_publish: Counter[str] = Counter()
 
 
 def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
@@ -49,7 +52,8 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
         Name of the attention backend.
     """
     # Imported late: it reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers.
-    from prometheus_client import Counter, Gauge
+    import prometheus_client
+    from prometheus_client import Gauge
 
     if not _metrics:
         labels = ["direction", "engine"]
@@ -59,10 +63,10 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             ["layout", "host_layout", "arrangement", "backend", "version"],
             multiprocess_mode="max",
         )
-        _metrics["bytes"] = Counter(
+        _metrics["bytes"] = prometheus_client.Counter(
             "sgl_kvpool_transfer_bytes", "Bytes moved between device and host tier", labels
         )
-        _metrics["seconds"] = Counter(
+        _metrics["seconds"] = prometheus_client.Counter(
             "sgl_kvpool_transfer_seconds", "Seconds that transfers between device and host tier took", labels
         )
         _metrics["rate"] = Gauge(
@@ -71,11 +75,11 @@ def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) ->
             labels,
             multiprocess_mode="mostrecent",
         )
-        _metrics["failures"] = Counter(
+        _metrics["failures"] = prometheus_client.Counter(
             "sgl_kvpool_failures", "Failures that the server survived, by kind (docs/operating.md)", ["kind"]
         )
         for kind in FAILURES:
-            _metrics["failures"].labels(kind=kind)
+            _metrics["failures"].labels(kind=kind).inc(_before_publish.pop(kind, 0))
     _metrics["info"].labels(
         layout=layout, host_layout=host_layout, arrangement=arrangement, backend=backend, version=VERSION
     ).set(1)
@@ -124,3 +128,5 @@ def failed(kind: str, what: str, *, error: BaseException | None = None) -> None:
     logger.warning("sgl-kvpool: %s (%s)%s", cost, what, reason)
     if _metrics:
         _metrics["failures"].labels(kind=kind).inc()
+    else:
+        _before_publish[kind] += 1

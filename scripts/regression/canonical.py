@@ -64,7 +64,7 @@ class Pool:
         page_bytes = PAGE_SIZE * row_bytes
         self.order, self.row_bytes = order, row_bytes
         self.memory: list[torch.Tensor]
-        if KVArrangement(order).is_layer_packed:
+        if KVArrangement(order).has_contiguous_layers:
             tensors = TensorList()
             self.memory = [
                 torch.zeros(PAGES, page_bytes, dtype=torch.uint8, device=device) for _ in range(LAYERS)

@@ -68,7 +68,8 @@ def compare(old: Run, new: Run) -> Comparison:
     Returns
     -------
     Comparison
-        Result; a missing metric is a regression, unless its step was skipped or not requested.
+        Result; a missing metric is a regression, unless its step was skipped, or its step or layout was
+        not requested.
     """
     found = Comparison()
     speeds = _why_no_speeds(old.facts, new.facts)

@@ -55,7 +55,7 @@ def with_durations(steps: Sequence[Step], *, on_gpu: bool, old: Run | None = Non
     Parameters
     ----------
     steps : sequence of Step
-        Steps; an `expected_s` that is set is kept.
+        Steps; an `expected_s` that is set overrides the table.
     on_gpu : bool
     old : Run, optional
         Older run, whose durations are used for steps that were ok.

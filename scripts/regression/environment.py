@@ -75,7 +75,7 @@ class Machine:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """Reason why a requirement of `needs` is not met, with the way out; None if all are met.
+        """Reason why a requirement of `needs` is not met; None if all are met.
 
         Needs are "gpu", "gpus:N", "plugin", "fa3" or the name of a module.
         """
@@ -99,7 +99,7 @@ class Machine:
         return None if need in self.modules else f"{need} is not installed"
 
 
-#: Modules that steps may require.
+#: Modules that steps may require or compare with, and matplotlib for the plots.
 OPTIONAL_MODULES = (
     *("pytest", "numpy", "ml_dtypes", "hypothesis", "sglang", "flashinfer", "transformers", "safetensors"),
     *("tilelang", "deep_gemm", "matplotlib", "sgl_flash_mla", "flash_mla"),

@@ -7,7 +7,8 @@
 FOLDER gets tests.jsonl: the number of tests, then a line per test as soon as it has ended. Tests with a line
 there are not run again, so that an interrupted run continues. The first case of every test function comes
 first, then the second of each, so that an interrupted run has tried every function. --first names a test that
-compiles code for others, --then the files whose tests need this code. Exit status 1 if a test failed.
+compiles code for others, --then the files whose tests need this code. Exit status 1 if a test failed
+or could not be run.
 
 Each worker is a pytest process that has collected all tests and runs the tests it receives. Module fixtures
 are created again for each test.

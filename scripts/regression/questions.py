@@ -140,7 +140,7 @@ def wait_for_hits(
 ) -> Hits:
     """Time the first token of prompts: cold, repeated, and once more after other prompts have evicted them.
 
-    A time is that of a whole request for one token, including tokenizer and HTTP.
+    A time is that of a whole HTTP request for one token; the prompt is sent as tokens.
 
     Parameters
     ----------

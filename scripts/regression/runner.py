@@ -256,6 +256,6 @@ def _signal_name(number: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty."""
+    """The last non-empty line of a log; for a log without text, a note about that."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-8000:].splitlines() if line.strip()]
     return lines[-1][:500] if lines else "its log is empty"

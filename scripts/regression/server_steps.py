@@ -66,7 +66,7 @@ def _writing(shape: Shape, options: Options) -> Step:
 
 
 def _arrangements(shape: Shape, options: Options) -> Sequence[str]:
-    """Arrangements that the shape supports; only one if each server takes long."""
+    """Requested arrangements that the shape supports; by default only `layer_major` if servers take long."""
     if (shape.on_cpu or shape.name == "model") and not options.arrangements_named:
         return ("layer_major",)
     return [name for name in options.arrangements if name in shape.arrangements]
@@ -233,7 +233,7 @@ def _real(shape: Shape, options: Options) -> list[Step]:
     found = _all_served(shape, options, parts=parts, needs=ranks, limit_s=_MODEL_LIMIT_S)
     if shape.on_cpu:
         return found
-    # A pool that is small enough to be filled, and a host tier of a given size.
+    # A pool that is small enough to be filled, and a host tier whose size is a multiple of the pool's.
     tokens = 8 * shape.hit_tokens
     more = ("--max-total-tokens", str(tokens))
     for layout in (None, *options.layouts):

@@ -1,6 +1,6 @@
 """Served models and their arguments: small random models on a GPU, the demo's on a CPU, a real checkpoint.
 
-The arguments are those of tests/gpu/test_*server_gpu.py.
+The random models' arguments follow tests/gpu/test_*server_gpu.py, with other sizes of batches and pools.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Shape:
         return found
 
     def server_environment(self, layout: str | None) -> dict[str, str]:
-        """Environment of one server, in which all log-probabilities of a prompt depend on stored rows.
+        """Environment of one server; with a layout, all log-probabilities of a prompt depend on stored rows.
 
         Sparse attention always reads stored rows; a server with it refuses KVPOOL_PREFILL_READS_ROWS.
         """
@@ -141,7 +141,7 @@ _GPU = (
     "--chunked-prefill-size",
 )
 _SHARED, _LONG = tokens(1, 600), tokens(11, 2608)
-#: Prompts of unequal lengths; two share a prefix, one is longer than a chunk.
+#: Prompts of unequal lengths; two share a prefix, three are longer than a chunk.
 _PROMPTS = (tokens(0, 5), _SHARED, _SHARED[:512] + tokens(2, 77), tokens(3, 900), tokens(4, 40))
 #: All but the first are longer than the 2048 tokens that an indexer selects.
 _SPARSE_PROMPTS = (tokens(0, 48), _LONG, _LONG[:2304] + tokens(2, 304), tokens(3, 4000), tokens(4, 2112))

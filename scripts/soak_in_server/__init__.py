@@ -1,4 +1,4 @@
-"""Code of `scripts/soak.py` in the scheduler of a soaked server: a census, and deliberate breakages.
+"""Code of `scripts/soak.py` in a server's scheduler: census, comparison of transfers, deliberate breakages.
 
 SGLang imports this package because SGLANG_EXTERNAL_MODEL_PACKAGE names it; it contains no model.
 Its subpackage `demo` adds the demo's model. Importing this module imports neither torch nor SGLang.

@@ -200,7 +200,7 @@ def _host(host_pool: Any, nodes: list) -> dict[str, Any]:
         // page_size,
         # Compare SGLang's marks of used slots with the tree's pages.
         "marked_otherwise": int((marked != in_tree).sum() + (used.any(dim=1) != marked).sum()),
-        "lost_in_tree": 0 if lost is None else int((torch.from_numpy(lost) & in_tree).sum()),
+        "lost_in_tree": 0 if lost is None else int(lost.of(in_tree.nonzero()[:, 0].numpy()).sum()),
     }
 
 

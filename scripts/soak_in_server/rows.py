@@ -12,7 +12,7 @@ __all__ = ["inward_equal", "outward_equal", "relative_error", "rows_of"]
 
 
 def rows_of(pool: Any, host_pool: Any, layer: int, device_slots: torch.Tensor, host_pages: torch.Tensor):
-    """Rows of a layer on the device, as attention reads them, and on the host, by their position in a page.
+    """Rows of a layer: on the device by slot, as attention reads them, and on the host by whole pages.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Attention over stored rows in torch, for machines without a GPU.
 
 For each request it gets a list of row numbers, reads and decodes only these rows, and attends them. Time and
-traffic are proportional to the rows in the lists, not to the pool. Long lists are read in chunks of a
+traffic are proportional to the rows in the lists, not to the pool. Long lists are decoded in chunks into a
 workspace that is allocated once; the results of chunks are merged by log-sum-exp.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["WORKSPACE_TOKENS", "Request", "RowReader", "attend", "causal_limits"
 #: Number of rows decoded at a time. 32768 rows of 576 float32 values are 75 MB.
 WORKSPACE_TOKENS = 32768
 
-#: Maximum size of one block of scores, `[heads, queries, rows]` float32.
+#: Maximum size of one block of scores, `[queries, heads, rows]` float32; a block has at least one query.
 _SCORE_BYTES = 64 << 20
 
 

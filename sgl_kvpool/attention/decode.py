@@ -153,8 +153,8 @@ def mla_decode(
     Raises
     ------
     IndexError
-        For a row number of S or more, or a list that does not exist, on a CPU. On CUDA such an entry is
-        skipped.
+        For a row number of S or more, or a list that does not exist, on a CPU. On CUDA such entries and
+        lists are skipped.
     TypeError, ValueError
         For dtypes, shapes, strides or sizes that do not fit, tensors on different devices, or a workspace
         that is too small.

@@ -214,7 +214,7 @@ def pool_on_cuda(pool: torch.Tensor, fmt: RowFormat) -> None:
 
 
 def kernel_limits(pool: torch.Tensor, fmt: RowFormat) -> None:
-    """Check the kernel's requirements on rows on any device."""
+    """Check the kernel's requirements on rows; the pool may be on any device."""
     if fmt.kv_lora_rank > MAX_LATENT_RANK:
         raise ValueError(
             f"kv_lora_rank={fmt.kv_lora_rank}; the CUDA kernel's accumulators hold {MAX_LATENT_RANK} values, "

@@ -30,6 +30,7 @@ __all__ = [
     "config_of_tile",
     "decode_config",
     "decode_kernel_of",
+    "kernels_in_words",
     "partial_elements",
     "table",
     "tile_config",
@@ -163,6 +164,8 @@ MAX_PROGRAMS_PER_SM = max(
 )
 #: Geometry of the rows that `gluon_decode` is written for.
 _GLUON_RANK, _GLUON_ROPE = 512, 64
+#: Major compute capability whose instructions it uses; LLVM ends the process that compiles it for another.
+_GLUON_MAJOR = 9
 
 
 def table(kernel: str = "gluon") -> Iterator[tuple[MLAKVCacheLayout, TileConfig]]:
@@ -186,8 +189,9 @@ def tile_config(layout: MLAKVCacheLayout, query_heads: int, kernel: str) -> Tile
 
 @cache
 def decode_kernel_of(fmt: RowFormat) -> str:
-    """Choose the kernel, "gluon" or "triton", for rows of a format. No other place decides this.
+    """Choose the table of tiles, "gluon" or "triton", for rows of a format. No other place decides this.
 
+    Gluon's table has Triton's tile for more than 16 query heads of `fp8_block_scale`.
     KVPOOL_DECODE_KERNEL=triton selects Triton's kernel for all rows; gluon refuses rows that Gluon's kernel
     cannot read.
 
@@ -205,6 +209,16 @@ def decode_kernel_of(fmt: RowFormat) -> str:
     return "triton" if obstacle else "gluon"
 
 
+def kernels_in_words(fmt: RowFormat) -> str:
+    """Kernel for rows of a format, or both with the number of query heads, for the log."""
+    *few, last = _TABLES[decode_kernel_of(fmt)][fmt.layout.latent]
+    others = [tile for tile in few if tile.kernel != last.kernel]
+    if not others:
+        return f"the {last.kernel} kernel"
+    most = others[-1].query_heads
+    return f"the {others[-1].kernel} kernel up to {most} query heads, the {last.kernel} kernel above"
+
+
 def _gluon_obstacle(fmt: RowFormat) -> str | None:
     """Reason why `gluon_decode` cannot be used; None if it can."""
     if all(tile.kernel != "gluon" for tile in _TABLE[fmt.layout.latent]):
@@ -214,6 +228,12 @@ def _gluon_obstacle(fmt: RowFormat) -> str | None:
             f"kv_lora_rank={fmt.kv_lora_rank} with qk_rope_head_dim={fmt.qk_rope_head_dim} is not the "
             f"{_GLUON_RANK} with {_GLUON_ROPE} that the Gluon kernel is written for"
         )
+    import torch  # late: `sgl-kvpool doctor` reads the tables without it
+
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability[0] != _GLUON_MAJOR:
+            return f"compute capability {capability} has no wgmma, which the Gluon kernel is written with"
     try:
         from triton import knobs
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401

@@ -19,11 +19,11 @@ __all__ = ["MERGE_WARPS", "decode_constants", "gluon_constants", "launch", "merg
 
 _LOG2_E = 1.4426950408889634
 #: Latent values per product; every `kv_lora_rank` is a multiple of it. Decoded rows without tile scales use
-#: one product for all values, because a program waits for each product. Copies of `bf16` rows to shared
-#: memory need fewer addresses with this size.
+#: the largest power of two that divides `kv_lora_rank` (all 512 values), because a program waits for each
+#: product. Copies of `bf16` rows to shared memory need fewer addresses with this size.
 _CHUNK_VALUES = 128
-#: Bytes of a row that a load takes at a time, 16 for each of 8 threads: this gives the fewest rows per
-#: thread.
+#: Bytes of a decoded row that a load takes at a time, 16 for each of 8 threads: the same threads load the
+#: latent and a `bf16` rope of a row, so that a thread needs the addresses of 4 rows of a block.
 _LOADED_BYTES = 128
 #: Partial results that a program of the merge kernel reads at a time, and the number of its warps.
 _MERGE_TOGETHER = 32

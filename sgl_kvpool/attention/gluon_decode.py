@@ -5,8 +5,8 @@ one tile of its query heads (of all its queries) and one split of the list, and 
 at a time, 16 rows for each of its warps. Unlike Triton, Gluon allows decoded rows to be the A operand of the
 score products in the registers in which they were decoded. The same registers are stored once, to the tile in
 shared memory that the value products read. If two programs per SM fit into shared memory, one decodes while
-the other multiplies. To make e4m3 layouts fit, the last parts of their rows are not copied ahead to shared
-memory, but loaded late, into registers.
+the other multiplies. Some tiles load the last parts of a row late, into registers, instead of copying them
+ahead to shared memory: most e4m3 tiles would not fit otherwise, and the largest FP4 tile saves clocks by it.
 
 Stages of block i:
 
@@ -109,7 +109,8 @@ def _load_queries(
     at = (q_rope + token * q_rope_token_stride + head * q_rope_head_stride)[:, None]
     x = gl.load(at + gl.arange(0, 64, gl.SliceLayout(0, L2))[None, :], mask=exists[:, None], other=0.0)
     if NOPE == "e2m1" and ROPE == "bf16":
-        # The scores of both parts are added up, so the rope's operand needs the latent's factor.
+        # The scores of both parts are added up, so the rope's queries carry the latent's factor. An e4m3
+        # rope carries it itself (`_scores`).
         x = x.to(gl.float32) * _LATENT_FACTOR
     rope_tile.store(in_operand_order(x.to(gl.bfloat16), rope_order(ROPE, LATE)))
 
@@ -121,7 +122,7 @@ def _scores(
 ):  # fmt: skip
     """Scores of a block, float32 [rows, BLOCK_H], and its tile scales; stores its decoded latent in `values`.
 
-    The contents of `raw` are not needed afterwards.
+    The copied rows in `raw` are not needed afterwards; its row numbers are, for the next copy.
     """
     BLOCK: gl.constexpr = 16 * WARPS
     S: gl.constexpr = scores_layout(BLOCK_H, WARPS)

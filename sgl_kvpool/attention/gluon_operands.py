@@ -78,8 +78,9 @@ def _tile_scales_layout(WARPS):
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps, [], [16 * WARPS, 4])
 
 
-# Each lane copies 16 bytes, and four lanes 64 bytes of a row, which are whole sectors. In every segment but
-# the scales, a lane copies parts of the same two rows, so that it reads two row numbers.
+# Each lane copies 16 bytes, and four lanes 64 bytes of a row, which are whole sectors except in
+# `fp8_block_scale` (656 bytes per row, its rope at byte 528). In every segment but the scales, a lane copies
+# parts of the same two rows, so that it reads two row numbers.
 @gluon.constexpr_function
 def _copy_words_layout(WARPS):
     return gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])

@@ -1,8 +1,8 @@
 """Tables of the attention backends that can read each layout in each arrangement; nothing is probed.
 
 A stock backend that is not listed for a layout and its arrangement is refused by name at server start.
-Sources are files of SGLang 0.5.23 under `sglang/srt/layers/attention`; "ran" means that tests/engine serves
-it on a CPU.
+Sources are files of SGLang 0.5.23: `arg_groups` is in `sglang/srt`, `kernels` is in `sglang`, and files named
+without a folder are in `sglang/srt/layers/attention`. "ran" means that tests/engine serves it on a CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ DSA_BACKEND = "dsa"
 #: Values of --device for our backend.
 KVPOOL_DEVICES = ("cpu", "cuda")
 
-#: Phases for which a backend can be named separately; "decode" includes drafts and their verification.
+#: Phases for which a backend can be named separately. Draft steps use the backend for "decode"; verification
+#: and a draft's extend use the backend for "prefill", unless `--speculative-attention-mode` is decode.
 PHASES = ("prefill", "decode")
 
 
@@ -81,11 +82,11 @@ def _names(*names: str) -> frozenset[str]:
 
 _L = MLAKVCacheLayout
 
-#: The only table in this package from layouts to SGLang's names. `topk_transform.IMPLEMENTATIONS` has the
-#: citations for implementations of sparse attention.
+#: The only table in this package from layouts to SGLang's attention backends and implementations of sparse
+#: attention. `topk_transform.IMPLEMENTATIONS` has the citations for these implementations.
 SGLANG_READERS: dict[MLAKVCacheLayout, SGLangReaders] = {
     _L.BF16: SGLangReaders(
-        # All of SGLang's MLA backends read 576 bf16 values.
+        # All of SGLang's MLA backends for NVIDIA GPUs and for CPUs read bf16 rows.
         backends=_names(
             "torch_native",  # ran
             "triton",  # triton_backend.py, get_key_buffer / get_value_buffer

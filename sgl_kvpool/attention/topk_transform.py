@@ -117,7 +117,7 @@ IMPLEMENTATIONS: dict[str, _Implementation] = {
     "fa3": _Implementation(),
     # :3440; over raw fp8 rows SGLang requires it for both sides (arg_groups/overrides.py:571).
     "tilelang": _Implementation(),
-    # :3801. If only one side were trtllm, SGLang would store raw rows for both
+    # :3801. If one side alone were trtllm over fp8 rows, SGLang would store raw rows for both
     # (kv_cache_configurator.py:3434), and its model would leave the rotary embedding to a kernel that is not
     # called (forward_mla.py:972).
     "trtllm": _Implementation(),
@@ -177,7 +177,8 @@ def select_topk_transform(
     ------
     UnsupportedCombination
         If one side cannot read the rows, the two sides do not work together, or the mode is not supported.
-        The message names the reason and the nearest pair that works.
+        The message names the reason and the way out: the nearest pair that works, or with pooled index keys
+        (`index_kpool` above 1) the layout `bf16`.
     ValueError
         If a name is not a layout, implementation or mode, or `index_kpool` is below 1.
     """
@@ -342,7 +343,8 @@ def _nearest(layout: MLAKVCacheLayout, prefill: str, decode: str) -> tuple[str, 
         for pair in working_pairs(layout)
         if KVPOOL_DECODE not in pair
         and IMPLEMENTATIONS[pair[0]].ragged_modes == EXTEND_MODES
-        # On SM120 SGLang uses this kernel for both sides or for neither (flash_mla_sm120.py:706).
+        # SGLang accepts this kernel on SM120 only, and beside it only triton_sparse_mla as prefill
+        # (flash_mla_sm120.py:706). This function does not know the GPU, so it proposes no mixed pair.
         and pair.count("flashinfer_sparse_mla") != 1
         and not SGLANG_READERS[layout].dsa_copied.intersection(pair)
     ]

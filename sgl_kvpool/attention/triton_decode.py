@@ -13,8 +13,8 @@ values.
 Tuples grow by inline `t + (x,)`: in a helper function, Triton 3.6 would confuse a tuple of tensors with a
 tuple of tuples, because it gives both the same mangled name.
 
-Everything that depends on the batch is computed on the device from the counts, so that a captured CUDA graph
-can be replayed for other lists.
+Bounds of splits are computed on the device from the counts, and launches depend on shapes only, so that a
+captured CUDA graph can be replayed for other lists.
 """
 
 import triton

@@ -59,7 +59,7 @@ def merge_kernel(
     top = tl.max(lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((lse - shift) * _LOG2_E), 0)
-    normal = 1.0 / tl.where(total == 0, 1.0, total)  # 0 if no split had a row; NaN stays NaN
+    normal = 1.0 / tl.where(total == 0, 1.0, total)  # total is 0 without rows; NaN stays NaN
 
     at = out_ptr + token * out_token_stride + head * out_head_stride
     first = tl.program_id(1) * CHUNK

@@ -216,7 +216,7 @@ def _fp4_bits(magnitudes, signs):
 
 @triton.jit
 def _scaled_pair(pair, scale, NATIVE: tl.constexpr):
-    """Both bfloat16 of int32 `pair` times float32 `scale`, which is positive and exact in bfloat16."""
+    """Both bfloat16 of int32 `pair` times float32 `scale`, which is at least 0 and exact in bfloat16."""
     if NATIVE:
         bits = scale.to(tl.int32, bitcast=True)
         both = bits | (bits >> 16)  # the scale has no sign and no bits below the upper 16

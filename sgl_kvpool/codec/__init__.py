@@ -104,7 +104,7 @@ def store_rows(
     fmt: RowFormat,
     k_scale: float = 1.0,
 ) -> None:
-    """Encode tokens and write each row to its slot of a pool, in one pass.
+    """Encode tokens and write each row to its slot of a pool; on CUDA in one pass.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def store_rows(
         are written.
     slots : Tensor [T], int32 or int64
         A token with a negative slot is skipped. Slot 0 is an ordinary row here. If several tokens have the
-        same slot, it is undefined which of them is stored.
+        same slot, the contents of its row are undefined.
     k_nope, k_rope, fmt, k_scale
         As `encode_rows`.
 

@@ -1,8 +1,8 @@
 """Torch codec: the reference of the Triton kernels and of the C++, and the decoder on a CPU.
 
-``sgl_kvpool.codec`` has checked the arguments; this module does not validate. Rows are processed in chunks
-of `_CHUNK_ROWS` rows through scratch buffers that stay in a core's cache: otherwise each elementwise pass
-between reading a row and writing its values would go through memory. A new encoding is one entry in
+``sgl_kvpool.codec`` has checked the arguments; this module does not validate. On a CPU, rows are processed in
+chunks of `_CHUNK_ROWS`, whose intermediate tensors stay in a core's cache: otherwise each elementwise pass
+between input and output would go through memory. A new encoding is one entry in
 `_ENCODERS` and one in `_DECODERS`.
 """
 

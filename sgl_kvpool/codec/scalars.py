@@ -10,8 +10,8 @@ e4m3    8     ``torch.float8_e4m3fn``; largest 448
 ======  ====  ==========================================================================
 
 All rounding is to nearest, ties to even. Inputs are fp32 and have been made finite by
-`finite_fp32`. ``triton_scalars.py`` states the same arithmetic for the GPU; both must store the same
-bytes, so no expression here may be rewritten into one that rounds differently.
+`finite_fp32`. ``triton_scalars.py`` and ``csrc/row_codec.h`` implement the same rules; all three must store
+the same bytes, so no expression here may be rewritten into one that rounds differently.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def ue5m3_candidates(largest: torch.Tensor) -> list[torch.Tensor]:
 
     With b6 and b4 the bytes of largest / 6 and largest / 4, the order is b6, b6 - 1, b6 + 1, b4 - 1, b4, each
     clamped to 1 to `UE5M3_MAX_BYTE`. For decoded values the candidates include the scale of their block, or
-    one that represents the same values, so that encoding them again changes nothing. With b6 + 4
+    one that represents the same values, so that encoding them again keeps the values. With b6 + 4
     and b6 + 5 instead of b4 - 1 and b4 the error is as small (0.082 for N(0, 1)), but in blocks below 2**-12
     the candidates do not include that scale.
     """

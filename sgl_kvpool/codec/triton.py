@@ -1,9 +1,10 @@
 """GPU codec: one kernel quantises and scatters, another gathers and decodes, each in a single pass.
 
 A program handles a few tokens, a row in chunks of up to 512 values (the largest power of two that
-divides R), so every byte is read once and written once, in 16-byte accesses (8 bytes for stores of
-e4m3) where the row stride and the base address are multiples of 16. The geometry is constexpr; strides
-are run-time numbers and row offsets are int64.
+divides R), so every byte is read once and written once. With R = 512 a thread accesses latent values in
+16-byte words (8 bytes for stores of e4m3) where strides and base addresses are multiples of 16 bytes;
+accesses to scales and the rope may be shorter. The geometry is constexpr; strides are run-time numbers and
+row offsets are int64.
 
 ``triton_segments.py`` reads and writes segments, the arithmetic is in
 ``triton_scalars.py``; this module handles rows and tokens.
@@ -130,7 +131,7 @@ def gather_kernel(
     SCALE_AT: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_AT: tl.constexpr,
-    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are divided by k_scale
+    NOPE_BY_K_SCALE: tl.constexpr,  # whether latent values are multiplied by k_scale
     ROPE_BY_K_SCALE: tl.constexpr,
     PADDING_AT: tl.constexpr,
     PADDING: tl.constexpr,

@@ -7,9 +7,9 @@ Rules that keep the bytes the same on every machine:
   rules round twice;
 * sums go through `pairwise_sum_16`; the compiler chooses the order of `tl.sum`.
 
-`NATIVE` says whether the GPU's own conversions between fp32 and bf16 or e4m3 are used; they exist from sm_89
-on. The integer forms beside them give the same results everywhere, also in Triton's interpreter, whose own
-conversions truncate.
+`NATIVE` says whether the GPU's own conversions between fp32 and bf16 or e4m3 are used; those for e4m3 exist
+from sm_89 on. The integer forms beside them give the same results everywhere, also in Triton's interpreter,
+whose own conversions truncate.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Conversion of one segment of a row between bytes and values on a GPU, for every encoding.
 
-Attention kernels use `load_values` too: they have pointers to the starts of rows and take
-the byte offsets from a RowFormat. A new encoding is one branch here in each direction.
+Callers pass pointers to the starts of rows and byte offsets from a RowFormat. Attention kernels have decoders
+of their own (``attention/triton_operands.py``). A new encoding is one branch here in each direction.
 """
 
 import triton

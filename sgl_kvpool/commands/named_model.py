@@ -51,7 +51,7 @@ class NamedModel:
 
     @contextlib.contextmanager
     def sglang_path(self) -> Iterator[str]:
-        """Folder in which SGLang finds the configuration.
+        """Folder in which SGLang finds the configuration; with SGLANG_USE_MODELSCOPE the name on that hub.
 
         For a name on Hugging Face this is a folder of Hugging Face's cache, fetched now: without a network
         SGLang itself would retry for minutes, once per server. For a file with another name than config.json

@@ -1,4 +1,4 @@
-"""Checkpoints of the demo model: folders that SGLang and transformers open like any checkpoint.
+"""Checkpoints of the byte model: folders that SGLang and transformers open like any checkpoint.
 
 ============================  =====================================================
 ``config.json``               the shape, and the fields of an MLA model for SGLang

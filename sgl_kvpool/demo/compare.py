@@ -99,7 +99,10 @@ class Windows:
         return f"as many windows as {_RUN_SECONDS / 60:.0f} minutes allow, {fewest} at least,"
 
     def settle(self, servers: int, start_seconds: float, window_seconds: float) -> None:
-        """Choose the number of windows, if none was given, from the times of the first of several servers."""
+        """Choose the number of windows, if none was given, from the times of the first server.
+
+        `servers` is the number of servers.
+        """
         if not self._settled:
             left = _RUN_SECONDS / servers - start_seconds - _OTHER_SECONDS
             fitting = int(left / window_seconds) // WINDOWS_PER_REQUEST * WINDOWS_PER_REQUEST

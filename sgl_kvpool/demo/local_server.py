@@ -30,10 +30,10 @@ _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(RuntimeError):
-    """A server ended or hung.
+    """A server ended, hung, or gave an unusable answer.
 
-    The message's first line says what happened. The last lines of the server's log follow, unless it was
-    killed or its log could not be written.
+    The message's first line says what happened. After an end or a hang the last lines of the server's log
+    follow, unless the server was killed or its log could not be written.
     """
 
 
@@ -72,7 +72,8 @@ class LocalServer:
     Raises
     ------
     ServerFailed
-        On entering, if the program ends or does not answer in time; in a request, if it has ended.
+        On entering and in a request, if the program ends or does not answer in time; on entering also if the
+        port is taken.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class LocalServer:
     # ---------------------------------------------------------------- requests
 
     def _open(self, request: str | urllib.request.Request, timeout_seconds: float) -> bytes:
-        """Body of the answer to a request or to a GET of a URL."""
+        """Body of the answer to a request, or to a GET request for a path."""
         if isinstance(request, str):
             request = urllib.request.Request(self.url + request)
         with _LOOPBACK.open(request, timeout=timeout_seconds) as answer:

@@ -1,4 +1,4 @@
-"""Scores of a running server on held-out text, and comparisons of two servers.
+"""Scores of a running server on a model's windows of text, and comparisons of two servers.
 
 Scoring is teacher-forced: every server predicts each token of the same text from those before it, so a
 difference at one position does not change the next. Imports neither torch nor SGLang.
@@ -195,7 +195,7 @@ def score(
 
 
 def compare_scores(scores: Scores, reference: Scores) -> Difference:
-    """Difference between scores and reference scores; ValueError if their windows differ."""
+    """Difference between scores and reference scores; ValueError if the lengths of their windows differ."""
     lengths = [list(map(len, one.log_probabilities)) for one in (scores, reference)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"windows of other lengths: {lengths[0]} tokens against {lengths[1]}")

@@ -18,7 +18,7 @@ SMOLLM2, BYTES = NAMES = ("smollm2", "bytes")
 #: Tokens of the prompt that is evicted from the pool.
 _EVICTED_TOKENS = 1000
 
-#: SmolLM2's windows: length, and largest number scored. The text is longer than the windows.
+#: SmolLM2's windows: length, and largest number scored. The text goes on after the last window.
 _WINDOW_TOKENS, _MOST_WINDOWS = 512, 128
 #: Step between windows: odd, so that all windows are visited; near 0.618 (the golden ratio) of their number,
 #: so that the first n windows are spread evenly for every n.

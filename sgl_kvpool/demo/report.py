@@ -36,7 +36,7 @@ class Result:
     attention_backend : str
         Backend that the server reports.
     start_seconds, scoring_seconds : float
-        Time until the server answered, and time to score all held-out text.
+        Time until the server answered, and time to score the windows.
     perplexity : float
         Perplexity per token over the windows.
     difference : Difference or None

@@ -16,7 +16,7 @@ from sgl_kvpool.demo.loopback import free_port, past_proxies
 
 __all__ = ["DEMO_MODELS", "Server", "ServerFailed", "cpu_arguments", "free_port"]
 
-#: Package in which SGLang finds the demo model's class.
+#: Package in which SGLang finds the classes of the demo's models.
 DEMO_MODELS = "sgl_kvpool.demo.models"
 
 #: Hides GPUs: SGLang chooses kernels by visible GPUs, not by its --device.
@@ -58,7 +58,7 @@ class Server(LocalServer):
     Raises
     ------
     ServerFailed
-        On entering, if the server ends or does not answer in time; in a request, if it has ended.
+        On entering and in a request, if the server ends or does not answer in time.
     """
 
     def __init__(

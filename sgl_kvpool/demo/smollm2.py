@@ -43,7 +43,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-#: GGUF's type of a control token, which has no text.
+#: GGUF's type of a control token, such as the end of a message, which becomes a special token.
 _CONTROL = 3
 
 

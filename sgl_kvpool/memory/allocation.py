@@ -32,7 +32,7 @@ def allocate_cross_layer(
     arrangement: KVArrangement | str,
     device: torch.device | str,
 ) -> tuple[CrossLayerGroup, ...]:
-    """Allocate the buffers of sets of layers, one buffer per page size and backend.
+    """Allocate the buffers of sets of layers, one buffer per page size, number of heads and backend.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ def allocate_cross_layer(
     Returns
     -------
     tuple of CrossLayerGroup
-        Zeroed buffers, in the order of their first layers. Layers of different page sizes or backends
-        are in different groups; pages are never padded to a common size.
+        Zeroed buffers, in the order of their first layers. Layers of different page sizes, head counts or
+        backends are in different groups; pages are never padded to a common size.
 
     Raises
     ------

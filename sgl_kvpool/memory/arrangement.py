@@ -1,7 +1,7 @@
-"""Memory order of the pages of all layers: named arrangements, and the one function that finds a row.
+"""Memory order of the pages of all layers: named arrangements, and the row numbers of slots in them.
 
 Axes: L layers, B pages, N tokens in a page, C bytes of a row. MLA has one head, so its rows have no head
-axis. A leaf module: it imports neither SGLang nor torch at run time.
+axis. This module imports neither SGLang nor torch at run time.
 
 ==============  =========  =====================================  =============================
 arrangement     axes       address of (layer, page, token)        a page of all layers
@@ -14,8 +14,8 @@ arrangement     axes       address of (layer, page, token)        a page of all 
 `head_major` (B H L C) is for caches with H > 1 heads, whose pages `memory.cross_layer` slices by head:
 one head of all layers is one run, which is what a rank of a tensor-parallel peer requests.
 
-SGLang names a token by its slot, s = b * N + n. Kernels are given *row numbers* and one row stride: the row
-of a slot is `slot_to_row(slots)`, the same number in every layer's view.
+SGLang names a token by its slot, s = b * N + n. The *row number* of a slot is `slot_to_row(slots)`, the same
+in every layer's view, whose rows have one stride.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["KVArrangement", "RowPlacement", "rows_of_slots"]
 
 @enum.unique
 class KVArrangement(str, enum.Enum):
-    """Order of the axes; the value is the name on the command line."""
+    """Order of the axes. The value is the name in arguments; all but `head_major` are on the command line."""
 
     LAYER_MAJOR = "layer_major"
     TOKEN_MAJOR = "token_major"
@@ -70,7 +70,7 @@ class KVArrangement(str, enum.Enum):
         return "BN" in self.axes
 
     @property
-    def is_layer_packed(self) -> bool:
+    def has_contiguous_layers(self) -> bool:
         """Whether a layer's rows are contiguous, as SGLang allocates them."""
         return self.axes[0] == "L"
 

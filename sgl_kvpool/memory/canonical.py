@@ -42,7 +42,7 @@ class LayerReference:
     Attributes
     ----------
     layer_id : int or str or None
-        SGLang's model layer id; None for state that is not part of a layer.
+        SGLang's model layer id, or a name; None for state that is not part of a layer.
     part : str
         Kind of the bytes: "kv", "k", "v", "scale", "indexer", "conv_0", "ssm", ...
     runs : PageRuns
@@ -66,7 +66,7 @@ class CanonicalGroup:
     name : str
         "kv", "full", "window", "state", or a name given to an allocator.
     layers : tuple of LayerReference
-        Layers in model order; empty for a pipeline stage without such layers.
+        Parts of the layers, those of one kind in model order; empty for a pipeline stage without such layers.
     num_pages : int
         Pages, or state slots, including SGLang's reserved one.
     page_size_tokens : int or None

@@ -261,7 +261,7 @@ def _chunks(arrangement: KVArrangement, layer: LayerPages) -> int:
 
 def check_chunks(arrangement: KVArrangement, layer: LayerPages) -> None:
     """Raise ValueError, with the reason, for a page that an arrangement cannot split."""
-    if arrangement.is_layer_packed:
+    if arrangement.has_contiguous_layers:
         raise ValueError(f"{arrangement} keeps layers apart and has no page of all layers")
     chunks = _chunks(arrangement, layer)
     if chunks > 1 and layer.span_bytes != layer.page_bytes:

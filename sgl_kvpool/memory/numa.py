@@ -1,4 +1,4 @@
-"""NUMA nodes of the machine, and memory whose pages alternate between them. ctypes is its only dependency."""
+"""NUMA nodes of the machine, and memory whose pages alternate between them. Standard library only."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def copy_pages(
 ) -> None:
     """Copy pages of one group from one set of caches to another, with torch alone.
 
-    Each layer takes two copies. Arrangements may differ; the content of each layer may not. Bytes outside the
-    layers of the group stay as they are.
+    Each layer takes a gather and a scatter, with a copy between them if the devices differ. Arrangements may
+    differ; the content of each layer may not. Bytes outside the layers of the group stay as they are.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Runs of bytes inside a page, of equal size at equal distances. A leaf module."""
+"""Runs of bytes inside a page, of equal size at equal distances. Imports no torch or SGLang."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Entry point of the SGLang plugin.
 
 SGLang calls `register` in every process that loads plugins. If the user requests nothing, the plugin adds its
-arguments and changes nothing else. A scheduler process reads from the environment which hook groups its
-server uses, and applies them; with KVPOOL_FIX_TOPK=1 and no layout, it applies the group of sparse attention.
+arguments and the attention backend name `kvpool_mla`, and changes nothing else. A scheduler process reads
+from the environment which hook groups its server uses, and applies them; with KVPOOL_FIX_TOPK=1 and no
+layout, it applies the group of sparse attention.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def register() -> None:
     except Refusal as refusal:
         _end(str(refusal))
     except Exception as error:  # SGLang would log any exception and serve without the layout
-        asked = _asked_for()
-        if asked:
-            _end(f"{asked} was requested, but the plugin failed: {error!r}")
+        requested = _request()
+        if requested:
+            _end(f"{requested} was requested, but the plugin failed: {error!r}")
         raise
 
 
@@ -52,10 +53,10 @@ def _install() -> None:
     problem, wrong = hook_points.version_problem(), environment_problems()
     if wrong and (problem is not None or not _is_a_program()):
         raise Refusal("; ".join(wrong))
-    asked = _asked_for()
+    requested = _request()
     if problem is not None and not env.flag(env.ALLOW_UNTESTED):
-        if asked:
-            raise Refusal(f"{asked} was requested, but {problem}")
+        if requested:
+            raise Refusal(f"{requested} was requested, but {problem}")
         ours = ", ".join(f"{option.flag}, {option.name}=" for option in OPTIONS)
         hook_points.warn(f"sgl-kvpool does nothing, its arguments ({ours}) are unknown: {problem}")
         return
@@ -63,13 +64,14 @@ def _install() -> None:
     try:
         hook_groups.apply((hook_groups.ARGUMENTS,))
     except Refusal as refusal:
-        if asked:
+        if requested:
             raise
         hook_points.warn(line(refusal))
         return
 
-    # Only scheduler processes, and processes that build an Engine, have imported the pools before plugins are
-    # loaded. The latter build no pool, so hooks of pools have no effect there.
+    # A process that has not imported the pools when it loads plugins, such as `sglang.launch_server`, builds
+    # none. Detokenizers, data-parallel controllers and programs that build an Engine have imported them as
+    # schedulers do, but build none either, so hooks of pools have no effect there.
     if "sglang.srt.mem_cache.memory_pool" not in sys.modules:
         return
     told = env.text(env.CHILD_HOOK_GROUPS)
@@ -88,7 +90,7 @@ def _is_a_program() -> bool:
     return "sglang.srt.entrypoints.engine" in sys.modules and multiprocessing.parent_process() is None
 
 
-def _asked_for() -> str | None:
+def _request() -> str | None:
     """The first request on the command line or in the environment, before arguments are parsed, or None."""
     words = [word.partition("=") for word in sys.argv]
     for option in OPTIONS:

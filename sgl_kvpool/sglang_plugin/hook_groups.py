@@ -270,7 +270,7 @@ GROUPS = (
     ),
     HookGroup(
         "commands",
-        "`sgl-kvpool plan`, `warmup`, `bench` and `demo`",
+        "`sgl-kvpool plan`, `warmup`, `bench`, `demo` and `doctor --self-check`",
         modules=(
             "commands.bench.attention.peers",
             "commands.bench.transfer_gpu",

@@ -46,8 +46,8 @@ class HookPoint:
     target : str
         Dotted path.
     parameters : tuple of str
-        Names the callable must take in this order; other parameters may come between. Empty where the
-        package passes no arguments.
+        Names the callable must take in this order; other parameters may come between. If empty, parameters
+        are not checked.
     hooked : bool
         Whether the package wraps the target, which must then be found wrapped after hooking.
     members : tuple of str
@@ -118,7 +118,7 @@ def check(points: Iterable[HookPoint], *, applied: bool = False) -> list[str]:
 
 
 def _missing_parameters(found: object, expected: tuple[str, ...]) -> list[str]:
-    """Expected parameter names that are absent, or stand before an earlier expected one."""
+    """The first expected parameter that is absent or out of order, and all expected ones after it."""
     if not expected or not callable(found):
         return []
     names = iter(inspect.signature(found).parameters)
@@ -129,9 +129,9 @@ def wrap(target: str, hook: Callable) -> None:
     """Put `hook(original, *args, **kwargs)` around a function of SGLang; once per process.
 
     The hook is applied by SGLang's own code, which keeps static and class methods and reaches modules that
-    have imported the function by name. `HookRegistry.register` is not used, because `apply_hooks` applies
-    registered hooks once per target and swallows errors: a plugin that is loaded after ours would lose its
-    hook on the same target, and a failure of our hook would only be logged.
+    have imported the function by name. `HookRegistry.register` is not used, because it needs `apply_hooks`,
+    which applies hooks once per target and only logs errors. If ours were applied at once, a plugin that is
+    loaded later would lose its hook on the same target.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 

@@ -44,7 +44,8 @@ def sglang_names(modules: Iterable[str]) -> tuple[str, ...]:
     Parameters
     ----------
     modules : iterable of str
-        Full names. Modules of this package that these import at import time are included.
+        Full names. For modules of this package that these import at import time, only the names needed at
+        import time are included.
     """
     listed = set(modules)
     names: set[str] = set()

@@ -39,7 +39,7 @@ AUTO = "auto"
 _COMMAND_LINE = "_kvpool_command_line"
 
 #: Names of the options that a flag or keyword has requested on any `ServerArgs` of this process.
-_asked: set[str] = set()
+_requested: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class Option:
 
     @property
     def attribute(self) -> str:
-        """`ServerArgs` attribute: the user's value or None, after resolution the effective value."""
+        """`ServerArgs` attribute: value of the flag or keyword, or None; after resolution `requested`.
+
+        For `HOST_SHARING`, with a host tier, resolution replaces it by the chosen value.
+        """
         return f"_kvpool_{self.name}"
 
     @property
@@ -96,7 +99,7 @@ class Option:
         """Store the user's value on a `ServerArgs`."""
         setattr(server_args, self.attribute, value)
         if value not in (None, self.default):
-            _asked.add(self.name)
+            _requested.add(self.name)
 
     def exported(self) -> str | None:
         """Value of the environment variable, None if it is unset; Refusal for a value not in `choices`."""
@@ -112,7 +115,7 @@ class Option:
                 f"the {self.words} is {written!r} as argument ({self.flag} or {self.name}=) but "
                 f"{exported!r} in the environment ({self.env}); give only one, or the same value in both"
             )
-        if exported is None and self.name in _asked and self.attribute not in vars(server_args):
+        if exported is None and self.name in _requested and self.attribute not in vars(server_args):
             # copy.copy, msgspec.structs.replace and ServerArgs(**fields) copy fields and nothing else.
             raise Refusal(
                 f"this ServerArgs does not record a {self.words}, and another ServerArgs of this process "

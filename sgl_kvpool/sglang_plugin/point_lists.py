@@ -1,7 +1,7 @@
 """Hook points of arguments, pools and attention, as lists for the hook groups of :mod:`.hook_groups`.
 
-Imports of our modules are not listed: :mod:`.imports` reads them from the source. `docs/hooks.md` says what
-each hook does and why.
+An import of our modules needs no line, unless its parameters or members have to be checked: :mod:`.imports`
+reads the imports from the source. `docs/hooks.md` says what each hook does and why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 _HOOK = "sglang.srt.arg_groups"
 
-#: Steps of SGLang's argument resolution that `hooks.server_args` replaces.
+#: Steps of SGLang's argument resolution that `hooks.server_args` wraps.
 STEPS = (
     "handle_deprecated_dp_attention",
     "handle_model_specific_adjustments",

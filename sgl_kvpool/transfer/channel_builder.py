@@ -80,7 +80,7 @@ class TransferChannels:
 
     @property
     def run_bytes(self) -> list[int]:
-        """Sizes of the runs of a page on the device."""
+        """Sizes of the copy runs of a page, in the plan of the first pool to the host."""
         return sorted({run.run_bytes for run in self.to_host[0].plan.copy_runs})
 
 
@@ -176,7 +176,7 @@ def _gpu_engines(
     """Engine factories of both directions; torch's for "auto" if a GPU engine cannot be built."""
     try:
         return _built_engines(plan, pages, staged_bytes, device, request)
-    except Exception as error:  # no CUDA compiler, no memory for a buffer, a driver that refuses batches
+    except Exception as error:  # no CUDA compiler, no memory for a buffer, a failed measurement
         if request.engine != "auto":
             raise
         metrics.failed("engine_build", "the GPU engines", error=error)
@@ -191,9 +191,10 @@ def _built_engines(
     request: EngineRequest,
 ) -> tuple[Engine, Engine]:
     """As `_gpu_engines`, but raises the error of an engine that cannot be built."""
-    calls, chunks = request.gpu_calls(), request.chunks
+    chunks = request.chunks
     run_bytes = min((run.run_bytes for run in plan.copy_runs), default=0)
     converts, is_pinned = plan.conversion is not None, chunks is not None
+    calls = request.gpu_calls() if is_pinned else None  # torch copies unpinned memory; the build takes 10 s
     wants_rates = request.engine == "auto" and request.io_backend == "direct" and not converts
     rates = engine_choice.measure(calls, pages, chunks, device) if wants_rates and chunks is not None else {}
     made = []

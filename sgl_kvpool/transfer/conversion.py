@@ -2,7 +2,7 @@
 
 The converted row is `encode_rows(decode_rows(row))`, through bf16, except that a latent that both formats
 store alike keeps its bytes: encoding it again might choose another candidate scale for a block. `convert`
-does this with the codec, and the engines with `codec/csrc/row_conversion.h`.
+does this with the codec, for engine `torch`; the other engines do it with `codec/csrc/row_conversion.h`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from sgl_kvpool.transfer.host_options import HOST_LAYOUTS
 __all__ = ["CONVERTED_ALIGNMENT_BYTES", "RowConversion", "host_layout_problem", "narrower_layouts"]
 
 #: Conversions load and store this many bytes at once, so rows have to begin at multiples of it. Rows of a
-#: dense pool are padded to it. Rows of a DSA pool are not: rows of 264 bytes cannot be converted.
+#: dense pool are padded to it. Rows of a DSA pool are not; those of 264 bytes, for instance, cannot be
+#: converted.
 CONVERTED_ALIGNMENT_BYTES = 16
 
 

@@ -66,12 +66,12 @@ class CpuEngine:
     ----------
     plan : TransferPlan
     threads : int, optional
-        Number of threads; torch's by default. Each copies a share of the (layer, page) pairs.
+        Maximum number of threads; torch's by default. Each copies a share of the (copy run, page) pairs.
 
     Raises
     ------
-    RuntimeError
-        If the engine cannot be compiled here.
+    Exception
+        If the engine cannot be compiled here: an error of tvm-ffi, or of its import.
     """
 
     name = "cpu"

@@ -1,4 +1,4 @@
-"""Choice of a host tier's transfer engine: as requested, or by rates that are measured at start."""
+"""Choice of a host tier's transfer engine, by the tier's options and rates that are measured at start."""
 
 from __future__ import annotations
 

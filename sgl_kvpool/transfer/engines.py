@@ -2,8 +2,8 @@
 
 Each engine carries out one plan in one direction on torch's current stream and returns when its steps are
 enqueued. SGLang lets that stream wait for earlier work before the call, and records an event after the call
-(for loads, after each layer) as the end of the transfer. csrc/staging.h explains the order of the engines'
-own streams.
+(for loads, after each layer) as the end of the transfer. `staged` has one more stream;
+csrc/staging.h explains the order of its steps.
 
 ======================  =========================================  ====================================
 engine                  device to host                             host to device
@@ -11,7 +11,7 @@ engine                  device to host                             host to devic
 ``staged``              a kernel gathers (and encodes) pages into  the copy engine fills the page buffer
                         the page buffer, the copy engine takes     with groups of layers, a kernel
                         whole pages from there                     scatters (and decodes)
-``copy_engine``         one batch of copies per call, neighbours joined; page indices on the CPU
+``copy_engine``         batches of up to 4096 copies, neighbours joined; page indices on the CPU
 ``kernel``              a kernel reads and writes pinned host memory itself
 ======================  =========================================  ====================================
 """

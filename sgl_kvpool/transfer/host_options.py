@@ -1,4 +1,4 @@
-"""Options of a host tier, and the values of SGLang's options that it supports. A leaf module."""
+"""Options of a host tier, and the values of SGLang's options that it supports. Imports no torch or SGLang."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class HostTierOptions:
         """Whether sgl-kvpool provides the host tier of such a pool.
 
         On a GPU, SGLang's own host pool, which has been run there, serves the rows of SGLang's own tensors.
-        Ours serves the other layouts and arrangements, or any when requested.
+        Ours serves the other layouts and arrangements, any pool if an option is set, and all pools on a CPU.
         """
-        stock = not layout.is_packed and arrangement.is_layer_packed
+        stock = not layout.is_packed and arrangement.has_contiguous_layers
         return device == "cpu" or not stock or not self.is_default
 
     def host_layout(self, device: MLAKVCacheLayout) -> MLAKVCacheLayout:

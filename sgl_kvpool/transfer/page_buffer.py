@@ -11,12 +11,13 @@ __all__ = ["PageBuffer", "buffer_bytes", "staged_state_bytes"]
 
 #: Slots of a buffer: while the copy engine empties or fills one, kernels work on the next.
 _SLOTS = 4
-#: Bytes of a slot unless a page is longer. The link needs 300 us for a slot: a wait between two slots costs
-#: less than 1 % of that. A larger slot would lengthen a store's first gather, which overlaps with no copy.
+#: Maximum bytes of a slot, unless a page is longer. The link needs 300 us for them: a wait between two slots
+#: costs less than 1 % of that. A larger slot would lengthen a store's first gather, which overlaps with no
+#: copy.
 _SLOT_BYTES = 16 << 20
 #: Alignment of slots; kernels choose their word size by addresses relative to a slot.
 _ALIGNMENT_BYTES = 256
-#: Maximum number of pages in a slot.
+#: Maximum number of whole pages in a slot. Loads move groups of layers, of which a slot holds more pages.
 _SLOT_PAGES = 16
 
 
@@ -31,7 +32,7 @@ def buffer_bytes(page_bytes: int) -> int:
     Parameters
     ----------
     page_bytes : int
-        Bytes of a host page of all layers.
+        Bytes of a host page of all layers; `staged_state_bytes` for states.
 
     Returns
     -------
@@ -56,12 +57,12 @@ def staged_state_bytes(state_bytes: int, largest_part_bytes: int) -> int:
 
 
 class PageBuffer:
-    """Device memory for the pages of one direction, with the streams and events that order its use.
+    """Device memory for the pages of one direction, with the stream and the events that order its use.
 
     Parameters
     ----------
     page_bytes : int
-        Bytes of a host page of all layers.
+        Bytes of a host page of all layers; `staged_state_bytes` for states.
     device : torch.device
     calls : module
         Module that `gpu_calls` returns.

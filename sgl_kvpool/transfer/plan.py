@@ -6,8 +6,8 @@ layer. For pages p_source and p_target a `CopyRun` moves, for i in range(run_cou
     source_address + p_source * source_page_stride + i * source_run_stride   [run_bytes]
     target_address + p_target * target_page_stride + i * target_run_stride   [run_bytes]
 
-Layers whose runs are adjacent on both sides share one `CopyRun`. Engines get the runs as integers
-(:mod:`.gpu_engine`) and join adjacent pages themselves.
+Layers whose runs are adjacent on both sides share one `CopyRun`. Compiled code gets the runs as integers
+(`CopyRun.row`). For the copy engine, csrc/copies.h also joins the runs of adjacent pages.
 
 Where rows change their format on the way (`RowConversion`), a run is one row, `run_bytes` long in the source,
 and each layer keeps its own `CopyRun`.
@@ -146,7 +146,8 @@ class TransferPlan:
     def bytes_per_page(self, parts: Sequence[int] | None = None) -> int:
         """Bytes that a transfer of one page moves, for all layers or for some.
 
-        For converted rows these are the bytes of the narrower ones, which cross the link.
+        For converted rows these are the bytes of the narrower ones, which cross the link (engine `torch`
+        converts on the source's device, so its loads move the wider ones).
         """
         chosen = range(len(self._per_layer)) if parts is None else parts
         sides = (self.source_group.layers, self.target_group.layers)

@@ -1,4 +1,4 @@
-"""Slot lists as SGLang gives them, and the indices of their pages. Torch is the only dependency."""
+"""Slot lists as SGLang gives them, and the indices of their pages. Needs torch and NumPy only."""
 
 from __future__ import annotations
 

@@ -101,10 +101,10 @@ class StagedEngine(GpuEngine):
         target_pages: np.ndarray | DevicePages,
         part: int | None = None,
     ) -> None:
-        """Enqueue the steps that move pages: all parts, or the group of parts that contains `part`.
+        """Enqueue the steps that move pages: all parts, or in a load the group of parts that contains `part`.
 
         SGLang loads one part after the other, with the same lists. The first part of a group loads the whole
-        group.
+        group. A store ignores `part`: SGLang stores all parts at once.
         """
         device_pages, host_pages = self._sides(source_pages, target_pages)
         stream = self.tools.current_stream()

@@ -1,4 +1,4 @@
-"""The `torch` engine: torch's own copies, if no other engine can be built or another one has failed."""
+"""The `torch` engine: torch's own copies, for host memory that is not pinned and where other engines fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Carries out transfers of one plan with two torch copies per layer.
+    """Carries out transfers of one plan with torch: per layer a gather, a copy between devices, a scatter.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class TorchEngine:
         )
 
     def _converted(self, moved: torch.Tensor, part: int) -> torch.Tensor:
-        """Bytes of some pages of a layer in the target's format, `[pages, ...]` int8."""
+        """Bytes of some pages of a layer in the target's format, int8; converted: `[tokens, row_bytes]`."""
         conversion = self.plan.conversion
         if conversion is None:
             return moved

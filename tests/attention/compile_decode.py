@@ -4,7 +4,8 @@ A program of its own, because Triton must not be in interpreter mode:
 
     python compile_decode.py '[{"layout": "fp4", "heads": 16}]' [DIR]
 
-DIR receives the machine code to read. ``scripts/attention_facts.py`` uses it for ``docs/attention.md``.
+DIR receives the machine code to read. ``scripts/attention_facts.py`` imports this module for
+``docs/attention.md``.
 """
 
 import json

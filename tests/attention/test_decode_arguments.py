@@ -206,6 +206,45 @@ def test_which_kernel(monkeypatch, wish, layout, geometry, interpreted, found):
             decode_kernel_of.__wrapped__(fmt)
 
 
+def test_the_gluon_kernel_is_for_hopper_alone(monkeypatch):
+    """For another GPU LLVM could not compile it and would end the process."""
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fmt = MLAKVCacheLayout.FP4.row_format(512, 64)
+    for major, found in ((9, "gluon"), (10, "triton"), (12, "triton")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
+        assert decode_kernel_of.__wrapped__(fmt) == found
+    monkeypatch.setenv(env.DECODE_KERNEL, "gluon")
+    with pytest.raises(Refusal, match=r"compute capability \(12, 0\) has no wgmma"):
+        decode_kernel_of.__wrapped__(fmt)
+
+
+@pytest.mark.parametrize(
+    ("layout", "wish", "words"),
+    [
+        ("fp4", "auto", "the gluon kernel"),
+        ("fp4", "triton", "the triton kernel"),
+        ("bf16", "auto", "the triton kernel"),
+        (
+            "fp8_block_scale", "auto",
+            "the gluon kernel up to 16 query heads, the triton kernel above",
+        ),
+    ],
+)  # fmt: skip
+def test_the_log_names_the_kernels_of_the_tiles(monkeypatch, layout, wish, words):
+    from triton import knobs
+
+    from sgl_kvpool.attention import decode_config as chosen
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setenv(env.DECODE_KERNEL, wish)
+    monkeypatch.setattr(chosen, "decode_kernel_of", decode_kernel_of.__wrapped__)
+    fmt = MLAKVCacheLayout(layout).row_format(512, 64)
+    assert chosen.kernels_in_words(fmt) == words
+
+
 def test_an_unknown_kernel_is_found_at_start(monkeypatch):
     monkeypatch.setenv(env.DECODE_KERNEL, "cutlass")
     (line,) = env.problems()

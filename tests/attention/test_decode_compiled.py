@@ -1,6 +1,6 @@
-"""What the compiled `decode_kernel` looks like, read from code for sm_90a: needs no GPU.
+"""What the compiled kernels of `mla_decode` look like, read from code for sm_90a: needs no GPU.
 
-Every configuration of the table, for the geometry of DeepSeek's models, and a few other shapes.
+Every tile of both tables, for the geometry of DeepSeek's models, a few other shapes, and the merge kernel.
 """
 
 import ast
@@ -177,7 +177,7 @@ def test_swept_tiles_fit():
 @pytest.mark.skipif(not ON_CI, reason="downloads 190 MB: CI=true")
 @pytest.mark.parametrize("job", GLUON + GLUON_OTHERS, ids=lambda job: "-".join(map(str, job.values())))
 def test_gluon_by_an_older_triton(compiled, compiled_by_older_triton, job):
-    """The same products, as few spills, as much shared memory."""
+    """The same number of wgmma instructions; spills and shared memory within the same limits."""
     found, usual = compiled_by_older_triton[str(job)], compiled[str(job)]
     assert found["target"] == "sm_90a"
     assert found["wgmma"] == usual["wgmma"]

@@ -1,4 +1,4 @@
-"""Attention over stored rows on the host against a float64 oracle that sees decoded rows one by one."""
+"""Attention over stored rows on a CPU against a float64 oracle that sees decoded rows one by one."""
 
 import codec_oracle as oracle
 import numpy as np
@@ -13,7 +13,7 @@ SCALE = 0.07
 
 
 def make_pool(layout, slots, rank, rope, seed=0):
-    """Rows of random values, garbage between them, and NaN bytes in slots that must not be read."""
+    """(format, pool of random rows with garbage between them, decoded values [slots, rank + rope])."""
     generator = torch.Generator().manual_seed(seed)
     fmt = oracle.row_format(layout, rank, rope)
     nope = torch.randn(slots, rank, generator=generator, dtype=torch.bfloat16)

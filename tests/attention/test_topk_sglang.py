@@ -296,7 +296,7 @@ def test_servers_with_pooled_index_keys(prefill):
 
 
 def test_mixed_batches_with_pooled_index_keys():
-    """SGLang refuses them with that prefill (:466), whatever the index keys."""
+    """SGLang refuses mixed batches with flashmla_sparse_q8 (:466), with and without pooled index keys."""
     check_combination("bf16", "flashmla_sparse_q8", "fa3", ("EXTEND", "DECODE"), index_kpool=4)
     with pytest.raises(UnsupportedCombination, match="--enable-mixed-chunk"):
         check_combination("bf16", "flashmla_sparse_q8", "fa3", ("EXTEND", "MIXED"), index_kpool=4)

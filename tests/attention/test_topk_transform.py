@@ -38,10 +38,10 @@ def answer(*cell, **keywords):
 
 
 def nameable_pairs(layout):
-    """Pairs that a user can ask for by SGLang's two flags and that work in every mode, and are accepted.
+    """Pairs that a user can name by SGLang's two flags, that work in every mode, and that refusals may name.
 
-    Not flashinfer_sparse_mla on one side (flash_mla_sm120.py:706), nor flashmla_kv over rows that it would
-    quantise a pool at a time.
+    Left out: flashinfer_sparse_mla on one side only (flash_mla_sm120.py:706), and flashmla_kv over `bf16`
+    rows, because it would quantise a layer's pool in every call.
     """
     return [
         (prefill, decode)
@@ -120,7 +120,7 @@ UNKNOWN = [
     (("bf16", "", "fa3", "EXTEND"), IMPLEMENTATIONS),
     (("bf16", None, "fa3", "EXTEND"), IMPLEMENTATIONS),  # SGLang resolves both sides on every server
     (("bf16", "fa3", "triton", "EXTEND"), IMPLEMENTATIONS),  # ROCm's
-    (("fp4", "fa3", "aiter", "EXTEND"), IMPLEMENTATIONS),  # names come before what is refused
+    (("fp4", "fa3", "aiter", "EXTEND"), IMPLEMENTATIONS),  # unknown names are reported before refusals
     (("bf16", "fa3", "fa3", "DRAFT_EXTEND"), MODES),  # gone since 0.5.12
     (("bf16", "fa3", "fa3", "extend"), MODES),
     (("bf16", "fa3", "fa3", SimpleNamespace(name="DREAM")), MODES),
@@ -148,7 +148,7 @@ def test_unknown_names_are_listed(function, index_kpool, cell, names):
 
 
 @pytest.mark.parametrize("index_kpool", [0, -1])
-def test_index_keys_hold_a_token_at_least(index_kpool):
+def test_index_kpool_below_1_is_refused(index_kpool):
     for cell in (("bf16", "fa3", "fa3", "EXTEND"), ("fp4", "fa3", "fa3", "EXTEND")):
         with pytest.raises(ValueError, match=f"index_kpool={index_kpool} ") as error:
             select_topk_transform(*cell, index_kpool=index_kpool)
@@ -245,7 +245,7 @@ def test_a_server_is_refused_if_one_of_its_modes_is(layout):
         assert refused(prefill, decode) == any(expected(*pair, mode) == REFUSED for mode in default), pair
 
 
-def test_a_server_that_mixes_chunks_is_not_the_default():
+def test_the_default_modes_are_without_mixed_batches():
     for layout, decode in (("bf16", "fa3"), ("fp8_block_scale", "flashmla_kv"), ("bf16", "kvpool_mla")):
         check_combination(layout, "flashmla_sparse_q8", decode)
         for mode in ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"):
@@ -265,6 +265,6 @@ def test_the_table_needs_neither_torch_nor_sglang():
     assert done.stdout.strip() == "[]"
 
 
-def test_answers_are_two():
+def test_the_transforms_are_paged_and_ragged():
     assert [member.name for member in TopkTransform] == [PAGED, RAGGED]
     assert issubclass(UnsupportedCombination, ValueError)

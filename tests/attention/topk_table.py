@@ -21,7 +21,7 @@ MODES = (
 )
 
 #: One line per layout and prefill: EXTEND, MIXED, SPLIT_PREFILL, DLLM_EXTEND. P is PAGED, R is RAGGED, x is
-#: refused in that mode, and a line of dashes is a side that no mode works with. After the bar: why.
+#: refused in that mode. Dashes: the prefill is refused in all modes. After the bar: why.
 PREFILLS = """
 bf16             flashmla_sparse        P P P P | kernel over 16-bit keys, and rows are that (:2805)
 bf16             flashmla_sparse_q8     R x x x | gathers and casts to fp8 (:3171); other modes raise (:2285)
@@ -48,7 +48,7 @@ fp8              kvpool_mla             - - - - | a decode
 fp8_block_scale  flashmla_sparse        R R R R | decodes what it gathers (:2447): must gather
 fp8_block_scale  flashmla_sparse_q8     R x x x | decodes and casts what it gathers (:3164); :2285
 fp8_block_scale  flashmla_kv            P P P P | FlashMLA's own row (:3364)
-fp8_block_scale  flashmla_auto          P P P P | stands for flashmla_kv (:4096), else it has another name
+fp8_block_scale  flashmla_auto          P P P P | flashmla_kv (:4096); on Blackwell SGLang renames it
 fp8_block_scale  fa3                    - - - - | would take bytes for values (:2774)
 fp8_block_scale  tilelang               - - - - | fp8 rows without scales
 fp8_block_scale  trtllm                 - - - - | fp8 rows without scales
@@ -137,7 +137,7 @@ fp4_fp8_rope     flashinfer_sparse_mla  -   | no such row
 fp4_fp8_rope     kvpool_mla             yes | ours
 """
 
-#: Any two sides that can read the rows may be paired, except over these rows, for which SGLang requires one
+#: Any two sides that can read the rows may be paired, except over `fp8` rows, for which SGLang requires one
 #: reader (arg_groups/overrides.py:571, mem_cache/kv_cache_configurator.py:3434). Paired with ours, trtllm
 #: would also leave out the rotary embedding (forward_mla.py:972).
 FP8_PAIRS = """

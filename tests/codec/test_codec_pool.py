@@ -101,7 +101,7 @@ def test_rows_of_other_slots_are_not_read(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_rows_go_in_chunks_without_seams(name):
     fmt = row_format(name, 128, 64)
-    tokens = 1543  # three chunks of the reference, the last one short
+    tokens = 1543  # three chunks of the reference, and 7 tokens of a fourth
     nope, keys = hard_rows(tokens, 128), hard_rows(tokens, 64, 1)
     slots = torch.randperm(2000)[:tokens]
     pool = torch.full((2000, fmt.row_bytes), FILL, dtype=torch.uint8)

@@ -216,7 +216,7 @@ def test_other_inputs_are_rounded_to_bf16_first(name, dtype):
     assert_same_bytes(encode_rows(x[:, :128], x[:, 128:], fmt), encode_rows(y[:, :128], y[:, 128:], fmt))
 
 
-def test_the_order_of_sums_decides_as_written():
+def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     expected = encode(order_decides(), None, "fp4", 128, 0, fmt.row_bytes)
     assert_same_bytes(encode_rows(order_decides(), None, fmt), expected)

@@ -70,7 +70,7 @@ def test_many_random_rows(name, large_programs):
         assert_same_bytes(*encoded_by_both(nope, keys, fmt))
 
 
-def test_the_order_of_sums_decides_as_written():
+def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     assert_same_bytes(*encoded_by_both(order_decides(), None, fmt))
 

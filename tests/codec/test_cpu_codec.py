@@ -31,7 +31,7 @@ def threads():
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ENCODED)
 def test_any_number_of_threads_makes_the_same_rows(name, count, threads):
-    """211 tokens, which 2, 3 and 8 threads do not divide; 640 values: 32 blocks of a vector, 8 of a tile."""
+    """211 tokens, which 2, 3 and 8 threads do not divide; of 40 blocks, 32 are encoded together, then 8."""
     fmt = row_format(name, 640, 64)
     nope, keys = hard_rows(211, 640, 5), hard_rows(211, 64, 6)
     expected = by_reference(nope, keys, fmt)

@@ -223,7 +223,7 @@ def test_the_model_knows_english(folder):
 
 
 def test_the_host_tier_holds_the_evicted_prompt_after_all_windows(bytes_model):
-    """64 windows of 512 tokens pushed it out of a host tier of 6 times 3072 tokens."""
+    """A host tier of 6 times 3072 tokens would lose the prompt after 64 windows of 512 tokens."""
     model = dataclasses.replace(
         bytes_model, windows=[[n] * 512 for n in range(128)], bf16_tokens=3072, evicted=[1] * 1000
     )

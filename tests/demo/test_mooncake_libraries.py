@@ -1,4 +1,4 @@
-"""Libraries that Mooncake's programs find where the system does not have them."""
+"""The search path with which Mooncake's programs find libraries that the system lacks."""
 
 import os
 import subprocess

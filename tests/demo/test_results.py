@@ -21,7 +21,7 @@ LOGS = [f"server-{layout}.log" for layout in MLAKVCacheLayout]
 
 @pytest.fixture
 def served(monkeypatch):
-    """Layouts are "served" in turn; `served[layout]` is an exception that one raises instead."""
+    """Layouts are "served" in turn; `served[layout]` is an exception that `_serve` raises for that layout."""
     failing = {}
     scores = Scores([[-1.0, -2.0], [-1.5, -0.5]], [[1, 2], [3, 4]])
     result = report.Result(

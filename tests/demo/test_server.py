@@ -85,7 +85,7 @@ print("kill_process_tree called: parent_pid=12260, include_parent=True, pid=1226
 os.kill(os.getpid(), 9)
 """
 
-#: The same log after an error of the scheduler, with exit code 1.
+#: The same log after an error of the scheduler, with exit code 1; and a log that the demo does not recognise.
 SCHEDULER_ENDED = SCHEDULER_KILLED.replace("code -9", "code 1")
 SCHEDULER_RAISED = SCHEDULER_KILLED.replace("Subprocess", "Exception in")
 

@@ -102,7 +102,7 @@ def test_what_is_missing_goes_batch_by_batch():
 
 @needs_smollm2
 def test_keys_before_rope_are_turned_back_exactly():
-    """A form that changes nothing gives the same numbers, whichever keys it stores."""
+    """A form that changes nothing gives the same numbers but for rounding, whichever keys it stores."""
     rows = accuracy_llm.StoredRows(smollm2.read_llama(smollm2.checkpoint(), torch.float32))
     window = torch.tensor([smollm2.english_token_ids(smollm2.checkpoint())[:512]])
     plain, turned = (

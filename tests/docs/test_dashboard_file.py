@@ -243,7 +243,7 @@ def test_metrics_and_matchers_are_found():
 
 
 def test_an_error_anywhere_in_the_dashboard_is_noticed():
-    """Each metric of the file in turn is unknown to the servers."""
+    """EXPOSITION lacks most metrics of the file; each of them is reported."""
     for expression in dashboard.expressions(BOARD):
         for selector in selectors(expression):
             found = problems(expression, EXPOSED)

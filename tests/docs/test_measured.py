@@ -1,4 +1,4 @@
-"""docs/benchmarks.md has the numbers of the committed JSON for every layout, in the order of the layouts."""
+"""Lines of docs/benchmarks.md on CPU attention and on a host layout have the numbers of committed JSON."""
 
 import json
 import re

@@ -46,7 +46,7 @@ def test_every_layout_has_its_row_and_its_perplexity():
         assert LAYOUTS[served["layout"]][3] == text
 
 
-def test_both_kinds_of_4_bits_are_those_of_the_measurement():
+def test_perplexities_of_fp4_and_of_sglangs_fp4_are_the_measured_ones():
     results = json.loads((ROOT / "docs" / "benchmarks" / "llm_cpu.json").read_text())["results"]
     for name in ("`fp4`", "SGLang's `fp4_mx_block16`"):
         (found,) = (one["difference"]["perplexity_change"] for one in results if one["name"] == name)

@@ -166,7 +166,7 @@ def demo_command(folder, *arguments):
 
 
 def demo(_model_path, folder):
-    """The command that a newcomer types, for all layouts; what it prints, and cluster.json."""
+    """`sgl-kvpool demo --cluster` for all layouts; what it prints, and cluster.json."""
     folder.mkdir()
     from sgl_kvpool.layout import MLAKVCacheLayout
 

@@ -2,7 +2,7 @@
 
 A server start takes over a minute, so tests do not hold servers: `record("fp4")` returns what the server of
 that configuration answered. Jobs that the selected tests name run two at a time, in the background, from the
-start of the session.
+first of these tests on.
 """
 
 import json
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
-#: The longest jobs; they take seven of the minutes of all tests on two cores at 2.5 GHz.
+#: The longest jobs: 7 minutes of a run of all tests on two cores at 2.5 GHz.
 NOT_ON_CI = {"soak", "soak-broken"}
 ON_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -171,7 +171,7 @@ def serve(name, model_path, folder):
 
 
 def engines(model_path, folder):
-    """Two Engines in one process, the first with a layout; see engines_script.py."""
+    """Engines one after the other in one process: refused, with a layout, without; see engines_script.py."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
@@ -207,7 +207,7 @@ def refused(model_path, folder):
 
 
 def demo(model_path, folder):
-    """The command a new user types, for all layouts; what it prints, and demo.json."""
+    """The demo with its small model, for all layouts; what it prints, and demo.json."""
     folder.mkdir()
     env = {**os.environ, **clean_environment()}
     env.pop("TRITON_INTERPRET", None)
@@ -262,7 +262,7 @@ def printed(model_path, folder):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that wait for servers have no limit of their own but the servers': one start may take 600 s.
+    """Give tests 3600 s: one start may take 600 s, and the limit of a start ends a server that hangs.
 
     The first test may wait for all servers requested before its own, beside a worker that runs other tests.
     """
@@ -327,8 +327,8 @@ DEMO_MODELS = {
 #: Schedulers that run at once. Four and the other worker's tests left 9.9 of 23 GB free; SGLang refuses host
 #: tiers below 10.7 GB.
 SCHEDULERS_AT_ONCE = 3
-#: Jobs that serve without a host tier if less than 15 GiB are free when they look, as CI's run of the
-#: regression script twice found: no other server runs beside them.
+#: Jobs that serve without a host tier if they find less than 15 GiB of memory free, which the regression
+#: script did twice on CI. So no other server runs beside them.
 ADAPTING = ("demo", "regression")
 #: Jobs of `make test` that have more than one scheduler at a time, or count as more.
 SCHEDULERS = {
@@ -341,7 +341,7 @@ SCHEDULER_BYTES = 5 << 29
 
 
 def wait_for_memory(schedulers, limit_s=600):
-    """Wait until SGLang keeps its free memory beside so many schedulers, while other jobs and tests end.
+    """Wait until memory for so many schedulers is available beside what SGLang keeps free for a host tier.
 
     After the limit the job starts all the same: not every server has a host tier.
     """

@@ -79,7 +79,7 @@ def stored(folder, layout):
 
 
 def damage(folder, layout):
-    """Damage one file of the first filler, in another way for each layout."""
+    """Damage one file of the first filler; how depends on the layout, alike for both FP4 layouts."""
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     keys = get_storage_hash_str(list(FILLERS[0].encode()), None, page_size=PAGE_SIZE)

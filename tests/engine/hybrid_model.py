@@ -1,7 +1,7 @@
 """A checkpoint of the hybrid model with random weights, which SGLang opens as KimiLinearForCausalLM.
 
-The weights are scaled so that the greedy text depends on all of a prompt: states decay over tens to thousands
-of tokens, and attention scores have a standard deviation of 2. Nothing is trained.
+The weights are scaled so that the greedy text depends on all of a prompt: states decay over five to
+a thousand tokens, and attention scores have a standard deviation of 2. Nothing is trained.
 """
 
 import json

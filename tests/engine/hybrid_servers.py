@@ -49,7 +49,7 @@ WITH_LAYOUT = [
 #: Prefill attends stored rows, as decode does, so that log-probabilities of a prompt show how rows are
 #: rounded.
 READS_ROWS = {"KVPOOL_PREFILL_READS_ROWS": "1"}
-#: Push everything else out of a pool of that size.
+#: Push everything else out of a pool of DEVICE_TOKENS.
 FILLERS = [text[n:] + text[:n] for n, text in enumerate(host_tier.FILLERS * 2)]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -1,6 +1,7 @@
 """A server of two ranks that share a host tier over Mooncake's store: traffic, its store, its end.
 
-Clients send twelve prompts, four times the tokens of the host tier; some clients leave in the middle.
+Clients send twelve prompts of 4320 distinct tokens, four times as many as the host tier holds; some clients
+leave in the middle.
 """
 
 import http.client
@@ -24,7 +25,7 @@ from sgl_kvpool.demo.cluster.servers import metric_sum, until
 from sgl_kvpool.demo.server import Server, cpu_arguments, free_port
 
 PAGE_SIZE, DEVICE_TOKENS, HOST_RATIO = 16, 1024, 0.5
-#: Half of them share their first pages with another one.
+#: Each shares its first pages with one other.
 PROMPTS = [f"{number % 6}: {TEXT[:150]}" + TEXT[number * 20 :][:240] + "=" * 40 for number in range(12)]
 PROMPT_TOKENS = [len(prompt.encode()) for prompt in PROMPTS]
 CLIENTS, SECONDS = 4, 60

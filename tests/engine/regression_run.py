@@ -24,7 +24,7 @@ SERVER = "serve-demo-fp4"
 
 
 def _environment():
-    """Of a shell: nothing that tests set for themselves, one thread per process."""
+    """This process's environment without the variables that tests set; one thread per process."""
     kept = {k: v for k, v in os.environ.items() if "KVPOOL" not in k and k != "TRITON_INTERPRET"}
     return {**kept, "OMP_NUM_THREADS": "1"}
 

@@ -26,7 +26,7 @@ LONG = (len(PROMPTS[3]) - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 def marked(*servers):
-    """Parameters: (layout, the name of its server) for each of FIRST, AGAIN; marked with what it needs."""
+    """Parameters (layout, name of its server) for each of `servers`, marked with the servers they need."""
     return [
         pytest.param(layout, names[layout], marks=pytest.mark.engine(names[layout], FIRST[layout]))
         for layout in LAYOUTS

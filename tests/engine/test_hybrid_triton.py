@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 from hybrid_models import cpu_kernels
 from hybrid_states import CHUNK, CONFIG, WIDTH, Pool
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="takes CPU tensors")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
 @interpreted

@@ -36,7 +36,7 @@ def test_installed_but_not_asked_for_changes_nothing(record, name):
     plain, found = record("disabled"), record(name)
     assert tokens(found["first"]) == tokens(plain["first"])
     assert logprobs(found["prompt"]) == logprobs(plain["prompt"])
-    # Everything the server says of itself but ports, paths, times and seeds.
+    # Everything the server says of itself but ports, seeds, times, launch options, internal states and NCCL.
     volatile = {
         key
         for key in plain["info"]
@@ -99,7 +99,7 @@ def test_prefix_cache_hits(record, layout, name, size, page_size):
     answers = record(name)
     first, again = cached(answers["first"]), cached(answers["batch"])
     assert first[0] == 0
-    assert first[1] >= 40 // page_size * page_size  # the bytes that the first two prompts share
+    assert first[1] >= 40 // page_size * page_size  # the first two prompts share 60 bytes
     for hit, answer in zip(again, answers["batch"], strict=True):
         assert hit >= (answer["meta_info"]["prompt_tokens"] - 1) // page_size * page_size
 

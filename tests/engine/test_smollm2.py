@@ -65,7 +65,7 @@ def test_chunked_prefill_and_a_prefix_on_the_device(answers):
     assert cached(answers["device_hit"])["device"] >= PREFIX - PAGE_SIZE
     behind = log_probabilities(answers["device_hit"])
     assert len(behind) == WINDOW - PREFIX - 1
-    # The same rows are read, in other pieces.
+    # The same rows are read, in other chunks.
     assert (behind - log_probabilities(answers["whole"])[PREFIX:]).abs().max() < 0.05
 
 

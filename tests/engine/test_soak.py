@@ -51,7 +51,9 @@ def test_what_is_needed_to_run_it_again(record):
 
 
 @pytest.mark.engine("soak-broken")
-@pytest.mark.parametrize("found", ["loaded wrongly", "pages leaked", "not a cold run's", "differ between"])
+@pytest.mark.parametrize(
+    "found", ["loaded wrongly", "pages leaked", "differ from a cold run", "differ between"]
+)
 def test_what_is_broken_is_reported(record, found):
     """Loads with the pages in the wrong order, and a host page that is forgotten when it is freed."""
     report = record("soak-broken")

@@ -200,7 +200,7 @@ def test_replicas_share_a_store(record, name):
 
 @both
 def test_ranks_check_themselves_before_they_serve(record, name):
-    """The pages of a shared tier are stored by all of its ranks, so that they go through it together."""
+    """Each rank of a shared tier stores only some of its pages, so these ranks check the tier together."""
     lines = [line for line in record(name)["log"].splitlines() if "self-check" in line]
     assert len(lines) == 2
     assert all("self-check passed in " in line for line in lines)

@@ -24,8 +24,8 @@ DENSE = {
     "deepseek_v3": {"num_attention_heads": 16, "n_group": 2, "topk_group": 1, "n_routed_experts": 8},
     "kimi_k2": {"num_attention_heads": 64, "n_group": 1, "topk_group": 1, "n_routed_experts": 12},
 }
-#: Every token goes to every expert: for the comparison of two servers, jumps of the indexer's selection are
-#: enough.
+#: Every token goes to every expert: a selection of experts that jumps would, as the indexer's selection does,
+#: make answers of two servers differ.
 ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 8}
 #: Heads have to divide 64 or be a multiple of it (flashmla_sparse; flashmla_kv pads to 64 or 128, tilelang
 #: wants 16 at least); heads of an indexer have to be 32 or 64, of 128 values (DeepGEMM's fp8_mqa_logits).

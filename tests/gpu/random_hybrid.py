@@ -255,7 +255,7 @@ def _kda(config: dict) -> Iterator[tuple[str, torch.Tensor]]:
     for name in "qkv":
         bound = 1 / math.sqrt(kernel)
         yield f"{name}_conv1d.weight", torch.empty(inner, 1, kernel).uniform_(-bound, bound).bfloat16()
-    # As FLA begins: decays from one to sixteen, steps from a thousandth to a tenth.
+    # As FLA initialises them: decays from one to sixteen, steps from a thousandth to a tenth.
     yield "A_log", torch.empty(heads).uniform_(1, 16).log()
     steps = torch.empty(inner).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     yield "dt_bias", steps + torch.log(-torch.expm1(-steps))

@@ -31,7 +31,7 @@ def encoded(layout, tokens):
 
 
 def there_and_back(ranks, layout, host, device):
-    """One rank's stored pages; whether all pages came back unchanged or, if rounded, alike on both trips."""
+    """Two trips of all pages: whether they came back unchanged, whether alike both times, and a digest."""
     from host_tier import device_pool
 
     from sgl_kvpool.srt.host.rows import HierarchicalMLAHostPool

@@ -33,7 +33,7 @@ def same_values(found, expected):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ten_million_blocks(name):
-    """312512 rows of 512: 10000384 blocks of 16. Encode, then decode to every type."""
+    """312512 rows of 512: 10000384 blocks of 16. Decoded to bfloat16, those of one seed to every type."""
     fmt = row_format(name, 512, 64)
     for seed in range(19):
         nope, keys = hard_rows(16448, 512, seed), hard_rows(16448, 64, seed + 100)
@@ -44,7 +44,7 @@ def test_ten_million_blocks(name):
             same_values(decode_rows(rows, fmt, dtype), decode_rows(expected, fmt, dtype))
 
 
-def test_the_order_of_sums_decides_as_written():
+def test_errors_are_summed_in_the_order_of_the_rules():
     fmt = row_format("fp4", 128, 0)
     rows = encode_rows(cuda(order_decides()), None, fmt)
     assert_same_bytes(rows.cpu(), encode_rows(order_decides(), None, fmt))

@@ -153,7 +153,7 @@ def test_decode(layout, arrangement):
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_decode_and_verify(layout, mode):
+def test_verify_and_draft_extend(layout, mode):
     case = Case(layout, [4, 300, 7], [0, 296, 3])
     close(case.run(mode), case.wanted(fresh_as_computed=False))
 

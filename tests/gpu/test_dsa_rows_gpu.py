@@ -1,4 +1,4 @@
-"""656-byte rows of ours as the kernels read them that SGLang calls for models with sparse attention (DSA)."""
+"""656-byte rows of this package, read by the kernels that SGLang calls for sparse attention (DSA)."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Models with sparse attention (DSA) served on a GPU in every layout: chunks, graphs, MTP, mixed batches.
 
-Prompts are longer than what an indexer selects (`random_deepseek.INDEX_TOPK`). A server start takes a minute
-or more: each configuration is started once and asked everything.
+Prompts, except the first, are longer than what an indexer selects (`random_deepseek.INDEX_TOPK`). A server
+start takes a minute or more: each configuration is started once and asked everything.
 """
 
 import importlib.util
@@ -68,15 +68,16 @@ SERVERS = {
 #: Every layout without drafts.
 SINGLE = ["bf16", "fp8", "fp8_block_scale", "fp8_block_scale-mixed", "fp4-mixed", "fp4_fp8_rope"]
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
-#: its index keys rounded to e4m3, its latents encoded and decoded, is 0.035, 0.031 and 0.112 away with
-#: prompts of 48, 2608, 2608 and 2112 tokens (GLM-5's shape with at most 640: 0.029, 0.027, 0.081), and in
-#: float32 instead of bfloat16 0.009. tilelang rounds queries to e4m3 too.
+#: its index keys rounded to e4m3, its latents encoded and decoded, is 0.035 (`fp8`), 0.031
+#: (`fp8_block_scale`) and 0.112 (`fp4`) away with prompts of 48, 2608, 2608 and 2112 tokens (GLM-5's shape
+#: with at most 640: 0.029, 0.027, 0.081), and in float32 instead of bfloat16 0.009. tilelang rounds queries
+#: to e4m3 too.
 NEAR = {"bf16": 0.02, "fp8": 0.15, "fp8_block_scale": 0.07, "fp4": 0.20, "fp4_fp8_rope": 0.20}
 #: And the smallest: below it another layout was served, or rows were not read.
 FAR = {"bf16": 0.0, "fp8": 0.02, "fp8_block_scale": 0.02, "fp4": 0.05, "fp4_fp8_rope": 0.05}
 #: Largest difference in log-probability at the first position where two servers' tokens differ (`parting`):
-#: FP4 changes log-probabilities by at most 0.63 at 99 of 100 positions. Of random tokens one in fifty is as
-#: likely.
+#: FP4 changes log-probabilities by at most 0.63 at 99 of 100 positions. One in fifty random tokens is within
+#: this margin of the most likely one.
 MARGIN = 1.0
 TOP = 40
 

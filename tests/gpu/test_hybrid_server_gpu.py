@@ -59,8 +59,9 @@ SERVERS = {
 }
 MODELS = ("kimi", "lightning")
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in torch, its
-#: rows encoded and decoded, is 0.03, 0.03 and 0.09 away, without rows 1.0, and Kimi in float32 instead of
-#: bfloat16 0.02: rounding in the layers without rows hides the rounding of FP8 rows.
+#: rows encoded and decoded, is 0.03 (`fp8`), 0.03 (`fp8_block_scale`) and 0.09 (`fp4`) away, without rows
+#: 1.0, and Kimi in float32 instead of bfloat16 0.02: rounding in the layers without rows hides the rounding
+#: of FP8 rows.
 NEAR = {"bf16": 0.05, "fp8": 0.08, "fp8_block_scale": 0.08, "fp4": 0.2, "fp4_fp8_rope": 0.2}
 
 SHARED = tokens(1, 600)
@@ -117,7 +118,7 @@ def ask(name, model, log):
             "prompts": [generate(ids, logprob_start_len=0) for ids in PROMPTS],
         }
         if "host" in name:
-            # All of it on the device, whatever was there before; its state is not the one from the host.
+            # After a flush, the device hit reads rows and a state that were computed, not loaded.
             server.get("/flush_cache?timeout=30")
             said["first"], said["device_hit"] = generate(LONGEST), generate(LONGEST)
             for seed in (10, 11, 12):

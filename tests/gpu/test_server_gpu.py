@@ -57,8 +57,8 @@ SERVERS = {
     "kimi-fp4": ("kimi_k2", (LAYOUT, "fp4")),
 }
 #: Each server against BF16 rows: largest mean distance of log-probabilities. The same model in transformers,
-#: its latents encoded and decoded, is 0.054, 0.055 and 0.146 away, and in float32 instead of bfloat16 0.014.
-#: A rope in e4m3 beside FP4 latents adds 0.001 to that.
+#: its latents encoded and decoded, is 0.054 (`fp8`), 0.055 (`fp8_block_scale`) and 0.146 (`fp4`) away, and in
+#: float32 instead of bfloat16 0.014. A rope in e4m3 beside FP4 latents adds 0.001 to the distance of `fp4`.
 NEAR = {"bf16": 0.03, "fp8": 0.10, "fp8_block_scale": 0.10, "fp4": 0.25, "fp4_fp8_rope": 0.25}
 
 
@@ -66,7 +66,7 @@ def tokens(seed, count):
     return random.Random(seed).choices(range(3, random_deepseek.VOCAB), k=count)
 
 
-#: Unequal lengths; the third begins like the second (a prefix hit); the last is longer than a chunk.
+#: Unequal lengths; the third begins like the second (a prefix hit); the fourth fills more than three chunks.
 SHARED = tokens(1, 300)
 #: Five: a batch of them replays the graph of a larger one, padded.
 PROMPTS = [tokens(0, 5), SHARED, SHARED[:200] + tokens(2, 77), tokens(3, 900), tokens(4, 40)]

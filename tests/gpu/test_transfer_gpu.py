@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import ADJACENT, ARRANGEMENTS, CONVERSIONS, device_pool, round_trip, slots_of
 
-from sgl_kvpool.srt.host.gpu_calls import gpu_calls
+from sgl_kvpool.commands.bench.transfer_gpu import gpu_calls
 from sgl_kvpool.transfer import engine_choice
 from sgl_kvpool.transfer.channel import TransferChannel
 from sgl_kvpool.transfer.engines import GPU_ENGINES, EngineTools
@@ -106,7 +106,7 @@ def test_copies_keep_to_one_registration(device, stream, engine):
         return EngineTools(gpu_calls(), device, PageBuffer(page_bytes, device, gpu_calls()), chunks)
 
     try:
-        # 128 rows of fp4 in 7 layers: 91 pages of the system's.
+        # 128 rows of fp4 in 7 layers: 91 pages of the operating system.
         round_trip(
             engine, "fp4", "fp4", "page_major", 128, lists=ADJACENT,
             device=device, make_tools=make, finish=torch.cuda.synchronize, make_host=registered_in_chunks,
@@ -121,7 +121,7 @@ def test_copies_keep_to_one_registration(device, stream, engine):
 
 
 class Race:
-    """A model that writes stored rows slowly, and slowly reads the rows that a load overwrites."""
+    """A model that slowly writes rows before a store, and slowly reads rows that a load overwrites."""
 
     def __init__(self, device, engine):
         self.device = device
@@ -187,7 +187,7 @@ def test_transfers_wait_for_the_model(device, engine):
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
 def test_the_control_without_waits_corrupts(device, engine):
-    """Without SGLang's wait, one of several tries must corrupt bytes: streams may share hardware channels."""
+    """Without SGLang's wait, one of four races must corrupt bytes: not each, if streams share a channel."""
     races = [Race(device, engine) for _ in range(4)]
     assert not all(race.stored_in_time(waits=False) for race in races)
     assert not all(race.read_in_time(waits=False) for race in races)

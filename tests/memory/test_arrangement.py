@@ -1,4 +1,7 @@
-"""Named arrangements against numpy's transposition of the axes; named after the vLLM checklist."""
+"""Named arrangements against numpy's transposition of the axes.
+
+A1 to B4 are items of the vLLM checklist, which test_cross_layer.py explains.
+"""
 
 import itertools
 
@@ -56,7 +59,7 @@ def test_b3_rows_of_a_view_are_the_bytes_at_the_address(name):
 
 
 def test_a1_a_packed_reader_of_a_page_major_pool_reads_a_neighbour():
-    """A1, the numbers of the checklist: L=4, B=3, N=2, C=6, whole pages of a layer in page-major order."""
+    """A1: layer 1, page 1 begins at byte 60; a reader that assumes packed pages reads layer 2, page 0."""
     placement = RowPlacement(KVArrangement.PAGE_MAJOR, layers=4, pages=3, page_size_tokens=2, row_bytes=6)
     strides = placement.strides_bytes
     assert strides["L"] + strides["B"] == 60
@@ -88,7 +91,7 @@ def test_slots_to_rows(name, page_size, dtype):
 
 
 def test_row_numbers_beyond_int32():
-    """61 layers and 40 million slots: pages of the last slots begin behind 2^31."""
+    """61 layers and 40 million slots: row numbers of the last slots exceed 2^31."""
     placement = RowPlacement(KVArrangement.PAGE_MAJOR, 61, 40_000_000 // 64, 64, 416)
     slots = torch.tensor([39_999_999, -1, 0], dtype=torch.int32)
     expected = (39_999_999 // 64) * 61 * 64 + 63
@@ -116,7 +119,7 @@ def test_predicates(name, linear, packed):
     assert str(arrangement) == name
     assert arrangement.axes == ORDER[name]
     assert arrangement.is_slot_linear is linear
-    assert arrangement.is_layer_packed is packed
+    assert arrangement.has_contiguous_layers is packed
 
 
 def test_names():
@@ -170,7 +173,7 @@ def test_slots_of_another_dtype(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_outside_are_no_rows(dtype):
-    """Also where int32 wraps: 915320992 * 61 is congruent to a row of the pool."""
+    """Also where int32 wraps: the row number of slot 915320992 modulo 2^32 is 3744, a row of the pool."""
     placement = RowPlacement("page_major", layers=61, pages=4, page_size_tokens=64, row_bytes=416)
     slots = torch.tensor([255, 256, 915320992, 2**31 - 1], dtype=dtype)
     rows = placement.slot_to_row(slots).tolist()

@@ -1,4 +1,7 @@
-"""Byte views from explicit tensors: the vLLM checklist's fixtures D1 to D3, merging, folding, refusals."""
+"""Byte views from explicit tensors: fixtures D1 to D3, copies of pages, refusals, lookups.
+
+D1 to D3 are items of the vLLM checklist, which test_cross_layer.py explains.
+"""
 
 import itertools
 from dataclasses import FrozenInstanceError, replace
@@ -136,7 +139,7 @@ def test_d3_layers_of_4_and_8_heads_in_one_group():
 
 @pytest.mark.parametrize("pair", itertools.permutations(["page_major", "token_major"], 2))
 def test_pages_move_between_arrangements(pair):
-    """The same layers, arranged differently; bytes by numpy."""
+    """The same layers in two arrangements, compared through the layer views of both buffers."""
     members = [LayerPages(name=i, page_bytes=5 * 7, backend="b", page_size_tokens=5) for i in range(3)]
     source, target = (
         allocate_cross_layer([members], pages=4, arrangement=arrangement, device="cpu")[0]
@@ -209,7 +212,7 @@ def test_invalid_page_lists_are_refused(source, target, message):
     assert all(torch.equal(a, b) for a, b in zip(memory, before, strict=True))
 
 
-# -------------------------------------------------------------------- proof
+# -------------------------------------------------------------------- validation and lookups
 
 
 def test_structs_are_frozen():
@@ -262,7 +265,7 @@ def one_layer(**runs):
         (torch.zeros(10, 16, dtype=torch.int8), [one_layer(), one_layer(offset_bytes=8)], "twice"),
     ],
 )  # fmt: skip
-def test_views_that_prove_nothing(tensor, layers, message):
+def test_invalid_views_are_refused(tensor, layers, message):
     with pytest.raises(ValueError, match=message):
         CanonicalKVCaches((tensor,), (group_of("kv", layers),))
 
@@ -326,7 +329,7 @@ def test_one_part_alone():
     assert [len(group.layers) for group in alone.groups] == [0, 0, 3, 2]
     assert alone.group("mamba").layers == tuple(r for r in caches.group("mamba").layers if r.part == "ssm")
     assert alone.group("mamba").bytes_per_page == 3 * 63 * 64 * 2
-    assert caches.group("mamba").bytes_per_page == 3 * (64 + 63) * 64 * 2  # which is what it was
+    assert caches.group("mamba").bytes_per_page == 3 * (64 + 63) * 64 * 2  # unchanged
     assert caches.only("kv").group("mla").layers == caches.group("mla").layers
     with pytest.raises(KeyError):
         alone.group("mamba").layer(6, "conv_0")

@@ -1,4 +1,8 @@
-"""Cross-layer buffers against numpy's transposition of axes, and the vLLM checklist's shapes (A to C)."""
+"""Cross-layer buffers against numpy's transposition of axes, and shapes of models that vLLM serves.
+
+Names and docstrings with A1 to D5 refer to the vLLM checklist: defects and fixtures of vLLM's pull requests
+37090 (A), 42374 (B), 34373 (C) and 37853 (D).
+"""
 
 import itertools
 
@@ -174,7 +178,7 @@ def test_b1_sentinel_sizes():
 
 
 def test_c1_a_hybrid_of_three_sets():
-    """C1: [full.0, full.1], [sw.0, sw.2], [sw.1, sw.3], pages of 2048: one (10, 4096), one reference each."""
+    """C1: [full.0, full.1], [sw.0, sw.2], [sw.1, sw.3], 2048 each: one tensor (10, 4096), a run per set."""
     sets = [layers(names, 2048) for names in (["full.0", "full.1"], ["sw.0", "sw.2"], ["sw.1", "sw.3"])]
     groups = allocate_cross_layer(sets, pages=10, arrangement="page_major", device="cpu")
     caches = as_canonical(groups, ["full", "sw_a", "sw_b"])
@@ -210,14 +214,14 @@ def test_c2_a_hole_is_listed_and_never_read_written_or_counted(arrangement):
     hole = group.tensor[position.get(arrangement, position["token_major"])]
     assert (hole == -18).all()
     assert int((group.tensor == 1).sum()) == 10 * 96
-    # The longest sets still are one run, the one with a hole as few as possible.
+    # A page of a set without holes is still one run, a page of the last set one run per chunk.
     assert [len(caches.group(name).references) for name in "abcd"] == [1, 1, 1, 1]
     assert caches.group("a").references[0].run_count == 1
     assert last.references[0].run_count == group.chunks
 
 
 def test_c3_equal_shapes_of_two_backends_do_not_share():
-    """C3: identity counts. Side by side they get buffers of their own; put together they are refused."""
+    """C3: the allocator gives layers of two backends separate buffers; a group of both is refused."""
     ours, theirs = layers(["a", "b"], 64), layers(["c"], 64, backend=OTHER)
     groups = allocate_cross_layer([[*ours, *theirs]], pages=2, arrangement="page_major", device="cpu")
     assert [group.positions for group in groups] == [2, 1]
@@ -264,7 +268,7 @@ def test_c4_mixed_page_sizes_are_separate_and_none_is_padded():
     assert groups[1].holes == ((0, 0),)
 
 
-def test_c5_states_are_chunks_of_their_own():
+def test_c5_states_are_separate_tensors():
     """C5: states (4, 2) and (8,) float32, 2 slots, 2 layers, filled with 42 and 99."""
     states = allocate_states({0: {"conv": 32, "ssm": 32}, 1: {"conv": 32, "ssm": 32}}, slots=2, device="cpu")
     (pages,) = allocate_cross_layer([layers([2, 3], 64)], pages=5, arrangement="page_major", device="cpu")
@@ -349,7 +353,7 @@ def test_invalid_layers_are_refused(extra, message):
         ([["a"]], 2.5, "pages=2.5 is not"),
     ],
 )
-def test_nothing_to_allocate(sets, pages, message):
+def test_invalid_sets_and_page_counts_are_refused(sets, pages, message):
     with pytest.raises(ValueError, match=message):
         allocate_cross_layer(
             [layers(s, 8) for s in sets], pages=pages, arrangement="page_major", device="cpu"

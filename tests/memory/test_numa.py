@@ -30,7 +30,7 @@ def test_nodes_with_memory(tmp_path, text, nodes):
     assert numa_nodes(tmp_path) == nodes
 
 
-def test_a_system_that_does_not_say(tmp_path):
+def test_a_system_that_lists_no_nodes(tmp_path):
     assert numa_nodes(tmp_path) == []
 
 
@@ -45,7 +45,7 @@ def mapping():
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
 def test_the_kernel_records_the_policy(mapping):
-    """Also for a mapping whose size is not a multiple of a page."""
+    """For a size that is not a multiple of a page."""
     address, size_bytes = mapping
     problem = interleave(address, size_bytes - 61, numa_nodes())
     if problem is not None:
@@ -54,6 +54,6 @@ def test_the_kernel_records_the_policy(mapping):
         "/sys/devices/system/node/has_memory").read_text())  # fmt: skip
 
 
-def test_nodes_that_the_machine_has_not(mapping):
-    """The kernel refuses them, in words."""
+def test_nodes_that_the_machine_lacks(mapping):
+    """The result is the kernel's reason in words."""
     assert interleave(*mapping, [1000]) == "Invalid argument"

@@ -10,7 +10,7 @@ from sgl_kvpool.memory.runs import PageRuns, merged
 
 
 def places(runs, pages=1, page_bytes=0):
-    """Every byte a reference means, by its definition; `pages` of them."""
+    """Offset of every byte of the runs, by their definition, in `pages` pages."""
     return [
         p * page_bytes + runs.offset_bytes + i * runs.run_stride_bytes + b
         for p in range(pages)
@@ -63,7 +63,7 @@ def test_merged_runs_mean_the_same_bytes(references, tensors):
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.permutations(range(6)), st.integers(0, 63))
 def test_merged_runs_side_by_side(size, positions, count, order, present):
-    """Layers of one stride pattern, some of them missing: as many references as there are gaps."""
+    """Layers of one stride pattern, some of them missing: one reference per group of adjacent layers."""
     layers = [i for i in order if i < positions and present >> i & 1]
     references = [
         PageRuns(tensor_index=0, offset_bytes=i * size, run_bytes=size, run_count=count,
@@ -75,7 +75,7 @@ def test_merged_runs_side_by_side(size, positions, count, order, present):
     assert len(found) == sum(1 for i in layers if i - 1 not in layers)
 
 
-def test_overlapping_runs_of_one_rhythm_stay_apart():
+def test_overlapping_runs_of_one_stride_pattern_stay_apart():
     one = PageRuns(tensor_index=0, offset_bytes=0, run_bytes=2, run_count=2, run_stride_bytes=2)
     other = PageRuns(tensor_index=0, offset_bytes=2, run_bytes=1, run_count=2, run_stride_bytes=2)
     found = merged([one, other])

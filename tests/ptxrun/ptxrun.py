@@ -21,7 +21,10 @@ __all__ = ["Module", "PtxError", "Races", "Result"]
 
 
 class PtxError(RuntimeError):
-    """A GPU would fault or hang here, or the result is undefined. `result` holds the findings so far."""
+    """The PTX cannot be parsed or executed, a GPU would fault or hang, or the result would be undefined.
+
+    `result` holds what the launch found so far; it is None if there was no launch.
+    """
 
     result: Result | None = None
 
@@ -212,12 +215,12 @@ class Module:
         seed : int
             Decides the order in which warps go and asynchronous work lands.
         limit : int
-            Most instructions of a CTA's warps.
+            Most instructions of the warps of a cluster; 0: 200 million.
         reports : "error", "return", or kinds of reports that are errors
             The kinds are "race", "proxy", "global race", "wgmma", "wgmma registers", "mbarrier".
         options
-            Of `OPTIONS`. `approx`: approximate functions are off by as much as PTX allows; `mma`: 1 truncates
-            sums of products as Hopper does; `quantum`: longest turn of a warp.
+            Of `OPTIONS`. `approx`: results of approximate functions deviate by up to one unit in the last
+            place; `mma`: 1 truncates sums of products as Hopper does; `quantum`: longest turn of a warp.
 
         Raises
         ------

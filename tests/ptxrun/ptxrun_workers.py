@@ -1,4 +1,4 @@
-"""Processes that run tests for another pytest, which asks for one after the other and reports them.
+"""Processes that run tests for another pytest, which hands them out one by one and reports their results.
 
 Processes of their own, because Triton reads TRITON_INTERPRET when kernels are imported, and ptxrun replaces
 its driver.
@@ -144,7 +144,7 @@ def _failure(item: pytest.Item, text: str) -> pytest.TestReport:
 
 
 class Answers:
-    """The plugin of a worker: runs what it is asked for."""
+    """The plugin of a worker: asks for tests, runs them and sends their reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -28,7 +28,7 @@ def _quick(cases, chosen):
 
 
 def pool_of(fmt, arrangement):
-    """A layer's rows in the memory of all layers, and that memory, without a byte of anything else."""
+    """(placement, a layer's rows in the memory of all layers, that memory); the memory has no guard bytes."""
     placement = RowPlacement(KVArrangement(arrangement), LAYERS, PAGES, PAGE_SIZE, fmt.row_bytes)
     memory = torch.full((placement.total_bytes,), FILL, dtype=torch.uint8)
     return placement, placement.layer_view(memory, LAYER), memory
@@ -90,7 +90,7 @@ def test_schedules(runs, name, seed):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_random_rows(runs, name):
-    """More than 20000 other blocks of 16, among them NaN, infinities and numbers of every size."""
+    """More than 16000 other blocks of 16, among them NaN, infinities and numbers of every size."""
     for seed in range(10):
         round_trip(name, GEOMETRIES[0], USUAL, tokens=64, seed=10 + seed)
 
@@ -115,7 +115,7 @@ def test_every_bf16(runs, name):
 
 
 @pytest.mark.quick
-def test_the_order_of_sums_decides_as_written(runs):
+def test_errors_are_summed_in_the_order_of_the_rules(runs):
     fmt = oracle.row_format("fp4", 128, 0)
     values = oracle.order_decides()
     rows = torch.full((len(values), fmt.row_bytes), FILL, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def test_k_scale(runs, k_scale):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_that_no_encoder_wrote(runs, name, dtype):
-    """Every byte there is, as codes and as scales."""
+    """Random bytes as codes and as scales."""
     fmt = oracle.row_format(name, 512, 64)
     pool = torch.randint(0, 256, (70, fmt.row_bytes), dtype=torch.uint8)
     slots = torch.randperm(70)
@@ -166,7 +166,7 @@ def test_a_pool_beyond_31_bits(runs):
         pytest.skip("the system refuses 3 GiB of unused address space")
     nope, keys, slots = hard_rows(2, 512), hard_rows(2, 64), torch.tensor([2, 0])
     pool[slots] = FILL
-    with runs.using(global_races=0):  # race detection would take 4 bytes for each byte
+    with runs.using(global_races=0):  # race detection would reserve 8 bytes for each byte
         kernels.store_rows(pool, slots, nope, keys, fmt, 1.0)
         expected = torch.empty(2, fmt.row_bytes, dtype=torch.uint8)
         reference.encode_rows(expected, nope, keys, fmt, 1.0)

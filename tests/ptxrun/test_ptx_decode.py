@@ -29,9 +29,9 @@ LAYOUTS = [
 OF_GLUON = [of for of in LAYOUTS if of[1] == "gluon"]
 of_layouts = pytest.mark.parametrize(("layout", "kernel", "rank"), LAYOUTS)
 of_kernels = pytest.mark.parametrize(("kernel", "rank"), RANKS.items())
-#: The machine's arithmetic: sums of products are truncated, approximate functions off by what PTX allows.
+#: Closer to the machine's arithmetic: truncated sums of products, approximate functions off by up to one ulp.
 HOPPER = {"mma": 1, "approx": 1}
-#: Lists of several blocks and an odd rest, of one row, of none.
+#: Lists of full blocks of 64 and a rest, of one row, of none.
 COUNTS = ((150,), (70,), (0,), (1,))
 VERIFY = ((66, 67), (129, 2), (0, 1))
 
@@ -59,7 +59,7 @@ def _tiles(quick):
 
 
 def with_strangers(case):
-    """Put entries beyond the pool into a list, one of them far beyond; they are not rows."""
+    """Put entries beyond the pool into a list, two of them far beyond; they are not rows."""
     case.kv_indices[0, :3] = torch.tensor([len(case.values), 2**31 - 1, 2**31 - 4])
     return case
 
@@ -159,7 +159,7 @@ def test_every_code_and_every_scale(runs, layout, kernel):
     fmt = oracle.row_format(layout, 512, 64)
     rows = torch.zeros(len(pool), fmt.row_bytes, dtype=torch.uint8)
     rows[:, : pool.shape[1]] = pool[:, : fmt.rope.offset_bytes]
-    ids = torch.arange(0, 36, 4)[:, None]  # together, these hold every scale of FP4, and each every code
+    ids = torch.arange(0, 36, 4)[:, None]  # each row has every code, all together every scale of FP4
     q = torch.zeros(len(ids), 1, 576, dtype=torch.bfloat16)
     case = Case(layout, fmt, q, rows, ids, torch.ones_like(ids[:, 0]), values.numpy())
     out, lse = run(case, tile=tile_of(kernel, case))
@@ -245,7 +245,7 @@ def test_a_pool_beyond_31_bits(runs, layout, kernel, rank):
     except RuntimeError:
         pytest.skip("the system refuses 4 GiB of unused address space")
     pool.copy_(case.pool)
-    with runs.using(global_races=0):  # race detection would take 4 bytes for each byte
+    with runs.using(global_races=0):  # race detection would reserve 8 bytes for each byte
         decode(case.but(pool=pool), tile=tile_of(kernel, case))
 
 

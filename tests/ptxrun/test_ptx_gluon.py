@@ -24,7 +24,7 @@ def decode(case, splits=1):
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_page_sizes(runs, layout, page_size):
-    """Slots in rows of all layers, page by page; entries beyond the pool."""
+    """Page-major pools; entries beyond the pool."""
     case = make_case(layout, arrangement="page_major", page_size=page_size, heads=8, counts=((150,), (3,)))
     decode(with_strangers(case), 2)
 
@@ -109,7 +109,7 @@ def mutant(runs, layout, change, **options):
 
 
 @quick
-def test_bounds_a_row_beyond_the_pool_is_read(runs):
+def test_reads_beyond_the_pool_are_reported(runs):
     with pytest.raises(ptxrun.PtxError, match="out of all regions"):
         mutant(runs, "fp4", Number(KERNEL, 0, 2**31 - 1))
 
@@ -125,7 +125,7 @@ def test_bounds_a_row_beyond_the_pool_is_read(runs):
     ],
 )
 @pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
-def test_what_is_not_waited_for(runs, layout, pattern, message):
+def test_missing_waits_and_fences_are_reported(runs, layout, pattern, message):
     with pytest.raises(ptxrun.PtxError, match=message):
         mutant(runs, layout, Change(KERNEL, instruction(pattern)))
 
@@ -141,8 +141,8 @@ def is_noticed(runs, layout, change):
 @pytest.mark.parametrize(("layout", "redundant"), [("fp4", 1), ("fp8_block_scale", 0)])
 def test_each_barrier_is_needed(runs, layout, redundant):
     """Barriers are removed one at a time. Triton puts a barrier after a wait for copies, and our own follows
-    our fence: either of these two is enough. Where the rope is copied late there is no fence, and one
-    barrier.
+    our fence: either of these two is enough. Where the rope is a late part, no fence follows that wait, and
+    there is one barrier.
     """
     unnoticed, which, count = [], 0, 1
     while which < count:
@@ -160,7 +160,7 @@ def test_each_barrier_is_needed(runs, layout, redundant):
 @pytest.mark.parametrize("which", range(2))
 @pytest.mark.parametrize("layout", ["fp4", "fp8_block_scale"])
 def test_each_fence_is_needed(runs, layout, which):
-    """The fence of the copied rope and the queries, and the fence of the weights and the values."""
+    """The fence of the queries, with `fp4` also of the copied rope, and that of the weights and values."""
     change = Change(KERNEL, instruction(r"fence\.proxy\.async"), which=(which,))
     assert is_noticed(runs, layout, change)
     assert change.matches == 2

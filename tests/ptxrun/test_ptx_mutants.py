@@ -22,7 +22,7 @@ quick = pytest.mark.quick
 
 @dataclass
 class Change:
-    """Of the text of one kernel.
+    """Change of the PTX text of one kernel.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Change:
 
 @dataclass
 class Number:
-    """The value of one of a kernel's 32-bit parameters, counted from 0."""
+    """Change that gives a kernel's 32-bit parameter `index`, counted from 0, a constant value."""
 
     kernel: str
     index: int
@@ -91,7 +91,7 @@ def rows(runs, name, change, **options):
 
 @quick
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_bounds_a_row_beyond_the_pool_is_read(runs, layout):
+def test_reads_beyond_the_pool_are_reported(runs, layout):
     """The kernel is told the largest possible number of rows."""
     with pytest.raises(ptxrun.PtxError, match="out of all regions"):
         decode(runs, layout, Number("decode_kernel", 0, 2**31 - 1))
@@ -99,20 +99,20 @@ def test_bounds_a_row_beyond_the_pool_is_read(runs, layout):
 
 @quick
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_fence_what_is_written_is_not_fenced_from_wgmma(runs, layout):
+def test_missing_proxy_fences_are_reported(runs, layout):
     with pytest.raises(ptxrun.Races, match=r"without fence\.proxy\.async"):
         decode(runs, layout, Change("decode_kernel", instruction(r"fence\.proxy\.async")))
 
 
 @quick
 @pytest.mark.parametrize("layout", ["fp4", "bf16"])
-def test_race_warps_do_not_wait_for_each_other(runs, layout):
+def test_missing_barriers_are_reported(runs, layout):
     with pytest.raises(ptxrun.Races, match="race"):
         decode(runs, layout, Change("decode_kernel", instruction(r"bar\.sync")), uninit_shared=0)
 
 
 @quick
-def test_value_a_bit_of_a_code_is_lost(runs):
+def test_a_lost_bit_of_a_code_gives_wrong_results(runs):
     """One of the masks that put e2m1 codes where bfloat16 has its exponent."""
     mask = str(0x01C001C0)
     with pytest.raises(AssertionError):
@@ -175,7 +175,7 @@ def test_rows_beyond_the_pool_are_written(runs, name):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block_scale"])
 def test_the_largest_code_is_another(runs, name):
-    """448, which values are clamped to, is one unit in the last place less."""
+    """Values are clamped to 384 instead of 448, the largest code of e4m3."""
     with pytest.raises(AssertionError, match="bytes differ"):
         rows(runs, name, Change("store_kernel", "0f43E00000", "0f43C00000"))
 

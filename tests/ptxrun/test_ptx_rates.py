@@ -125,7 +125,7 @@ USUAL = {"n": (16,), "kind": (1,), "sums": (2,), "row_bytes": (656,), "order": (
 
 
 def jobs():
-    """Jobs, without those that differ only in the amount of work."""
+    """Jobs with the values of `USUAL`."""
     return [job for job in measure.jobs() if all(job.get(n, some[0]) in some for n, some in USUAL.items())]
 
 

@@ -1,4 +1,4 @@
-"""Sectors of 32 bytes that the compiled kernels touch, counted by ptxrun: no more than their bytes need."""
+"""Sectors of 32 bytes that the compiled kernels touch, counted by ptxrun, against the fewest possible."""
 
 import codec_oracle as oracle
 import ptxrun_builds

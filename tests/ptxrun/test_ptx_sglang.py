@@ -40,7 +40,7 @@ def test_kvpool_mla(on_ptxrun, of_deepseek, monkeypatch, caplog, layout, mode):
     caplog.set_level("INFO")
     prefixes = [0, 39, 64] if mode == "DECODE" else [0, 36, 61]
     case = CudaCase(layout, [1, 40, 65] if mode == "DECODE" else [4, 40, 65], prefixes, monkeypatch)
-    assert f"kvpool_mla decodes {layout} with the gluon kernel" in caplog.messages
+    assert f"kvpool_mla decodes {layout} with the gluon kernel" in caplog.text
     on_ptxrun.launched.clear()
     close(case.run(mode), case.wanted(fresh_as_computed=False))
     assert decode_kernels(on_ptxrun) == {"gluon_decode_kernel"}

@@ -33,7 +33,7 @@ def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
     reader = SparseReader(
         case.fmt, DecodeWorkspace(sparse_workspace_bytes(case.fmt, heads, TOP_K, "cpu"), "cpu")
     )
-    assert caplog.messages[-1] == f"sparse attention decodes {layout} with the gluon kernel"
+    assert caplog.messages[-1].startswith(f"sparse attention decodes {layout} with the gluon kernel")
     rows = case.pool.unsqueeze(1)
     found = reader.attend(case.q, rows, case.kv_indices, case.kv_lens if counted else None, case.scale)
     assert [name for name, _ in on_ptxrun.launched] == ["gluon_decode_kernel", "merge_kernel"]

@@ -1,6 +1,7 @@
 """ptxrun raises an error, with its place, where a GPU faults, hangs or races; correct kernels give no error.
 
-The kernels are CUDA, in one module; each wrong one is a right one with a line left out or changed.
+The kernels are CUDA, in one module; the wrong ones are those of `FAULTY`, and right ones with a line left out
+or changed.
 """
 
 import functools
@@ -208,7 +209,7 @@ def test_memory_that_is_not_the_kernels():
         launch("misaligned", 1, 1, y)
 
 
-def test_shared_memory_that_holds_nothing():
+def test_unwritten_shared_memory_and_bounds():
     y = np.zeros(32, np.float32)
     launch("shared", 1, 32, y, 32, 32)
     with pytest.raises(ptxrun.PtxError, match="never written"):

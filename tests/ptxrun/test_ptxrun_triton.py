@@ -51,8 +51,8 @@ def matmul_kernel(
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-#: dtype, rows, columns and depth of a tile, warps, stages, transposed a, transposed b. Tiles of 64 rows go by
-#: wgmma, smaller ones by mma.sync.
+#: dtype, rows, columns and depth of a tile, warps, stages, transposed a, transposed b. Tiles of at least 64
+#: rows use wgmma, smaller ones mma.sync.
 MATMULS = [
     (torch.bfloat16, 128, 128, 64, 8, 3, 0, 0),
     (torch.float16, 64, 32, 32, 4, 3, 0, 1),

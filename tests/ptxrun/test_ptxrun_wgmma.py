@@ -45,10 +45,13 @@ SWIZZLES = {16: 0, 32: 3, 64: 2, 128: 1}
 
 
 @functools.cache
-def module(without=""):
+def module(without="", before=""):
+    """The kernels without an instruction, or with it moved before another one."""
     text = ptxrun_builds.nvcc_ptx(KERNEL)
     assert without in text
-    return ptxrun.Module(text.replace(without, "") if without else text)
+    assert before in text
+    text = text.replace(without, "") if without else text
+    return ptxrun.Module(text.replace(before, f"{without}\n{before}") if before else text)
 
 
 def laid_out(x, width, mn_major, first):
@@ -74,7 +77,7 @@ def laid_out(x, width, mn_major, first):
     return image, first >> 4 | lead >> 4 << 16 | stride >> 4 << 32 | SWIZZLES[width] << 62
 
 
-def product(width, mn_major, *, without="", base_offset=0):
+def product(width, mn_major, *, without="", before="", base_offset=0, seed=0):
     a, b = torch.randn(64, 16).bfloat16(), torch.randn(8, 16).bfloat16()
     bits = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
     image_a, of_a = laid_out(bits[0], width, mn_major, 0)
@@ -83,7 +86,8 @@ def product(width, mn_major, *, without="", base_offset=0):
     arguments = [image, found, of_a | base_offset << 49, of_b | base_offset << 49, image.nbytes]
     if width != 16:
         arguments[3] = of_b  # the base offset of A alone
-    module(without).launch("mn_major" if mn_major else "k_major", 1, 128, arguments, image.nbytes)
+    name = "mn_major" if mn_major else "k_major"
+    module(without, before).launch(name, 1, 128, arguments, image.nbytes, seed=seed)
     np.testing.assert_allclose(found, (a.double() @ b.double().T).numpy(), rtol=1e-6, atol=1e-6)
 
 
@@ -94,7 +98,7 @@ def test_swizzles_and_orders(width, mn_major):
 
 
 def test_base_offsets():
-    """Without a swizzle they mean nothing (Triton sets one for m64n8); with some they are refused."""
+    """Ignored without a swizzle (Triton sets one for m64n8), refused with swizzles of 32 and 64 bytes."""
     product(16, False, base_offset=3)
     for width in (32, 64):
         with pytest.raises(ptxrun.PtxError, match="base offset"):
@@ -104,6 +108,13 @@ def test_base_offsets():
 def test_a_missing_proxy_fence():
     with pytest.raises(ptxrun.Races, match=r"fence\.proxy\.async"):
         product(128, False, without=FENCE)
+
+
+@pytest.mark.parametrize("seed", [0, 24, 26, 111])  # all four warps read late with the last three
+def test_a_proxy_fence_after_the_issue(seed):
+    """Also if the operands are read as late as the wait, which depends on the seed."""
+    with pytest.raises(ptxrun.Races, match=r"fence\.proxy\.async"):
+        product(128, False, without=FENCE, before=WAIT, seed=seed)
 
 
 def test_results_in_flight():

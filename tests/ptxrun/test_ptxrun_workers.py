@@ -1,4 +1,4 @@
-"""Tests that run in processes of their own are reported as those of the process that was asked for them."""
+"""Results of tests that run in workers are reported by the pytest that was started."""
 
 import os
 import shutil

@@ -172,7 +172,7 @@ def test_the_innermost_loop_is_counted():
 
 
 def test_costs_by_hand():
-    """4 warps, 16 rows: a quarter of an instruction of each warp per row."""
+    """4 warps, 16 rows: each instruction of the loop is a quarter of a warp instruction per row."""
     found = loop_costs.costs(loop_costs.main_loop(SASS).instructions, rows=16, warps=4)
     assert found.warp_instructions == 11 / 4
     assert found.clk["issue"] == 11 / 16

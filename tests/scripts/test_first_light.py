@@ -22,7 +22,7 @@ from sgl_kvpool import MLAKVCacheLayout
 from sgl_kvpool.attention.decode_config import TileConfig
 from sgl_kvpool.commands.bench.tiles import tile_table
 
-#: What a lent machine has: torch and what tests need, and nothing of SGLang.
+#: A machine with a GPU, torch and what tests need, without SGLang.
 ONLY_TORCH = Machine(gpus=("NVIDIA H200",), modules=frozenset({"pytest", "numpy", "ml_dtypes"}))
 FACTS = {"gpu": None, "sources_sha256": "0" * 64, "argv": [], "gpus": [], "versions": {}}
 GOOD = Measurement("answer", 42.0, "s", "fact")
@@ -40,7 +40,7 @@ def test_it_needs_torch_alone_and_fits_into_nine_minutes():
     assert all(0 < step.expected_s < step.limit_s for step in steps)
     # What hangs is ended after at most 30 s more.
     assert sum(step.limit_s for step in steps) <= MINUTES * 60 <= 9 * 60 - 30
-    # After four minutes there is word of every kernel, of an SM and of the tiles of 16 heads.
+    # Results of the tests, the rates and the tiles of 16 heads are there after four minutes.
     assert sum(step.expected_s for step in steps[:3]) < 4 * 60
 
 
@@ -53,7 +53,7 @@ def test_the_tests_it_names_are_there():
 
 
 @pytest.mark.parametrize("machine", [Machine(modules=ONLY_TORCH.modules), ONLY_TORCH])
-def test_without_a_gpu_what_can_be_is_rehearsed(machine):
+def test_a_rehearsal_on_the_cpu_skips_what_needs_a_gpu(machine):
     steps = first_light_steps(machine, on_gpu=False)
     skipped = {step.name: step.without for step in steps if step.without}
     reason = "--device cpu was requested" if machine.gpus else "torch sees no GPU"
@@ -89,21 +89,21 @@ def step(name, code, *, limit_s=30.0, **more):
 
 
 def good(name, **more):
-    """Writes a measurement, and counts how often it was run."""
+    """A step that writes a measurement and counts its runs."""
     line = json.dumps(GOOD.to_json()) + "\n"
     code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
     return step(name, code, **more)
 
 
 def bad(name, **more):
-    """Writes a measurement that is beyond its limit."""
+    """A step that writes a measurement beyond its limit and counts its runs."""
     line = json.dumps(Measurement("wrong rows", 3, "rows", "count", "lower", at_most=0).to_json())
     code = f"(folder / 'measurements.jsonl').write_text({line!r}); (folder / 'ran').open('a').write('x')"
     return step(name, code, **more)
 
 
 def go(out, *steps, minutes=5.0, facts=FACTS):
-    """Run what is missing; (exit status, first_light.json)."""
+    """Run the steps without a result; return the exit status and first_light.json."""
     light = FirstLight(out, facts, steps)
     left = [one for one in steps if light.lacks(one.name)]
     status = light.run(left, Machine(), time_limit_scale=1.0, minutes=minutes, say=print)
@@ -158,7 +158,7 @@ def test_steps_that_fail_hang_or_are_missing(tmp_path):
     assert read_run(tmp_path / "results.jsonl").is_complete
 
 
-def test_what_time_did_not_suffice_for_is_run_the_next_time(tmp_path):
+def test_steps_cut_off_or_skipped_for_time_are_run_the_next_time(tmp_path):
     slow = step("slow", "import time; time.sleep(600)")
     status, found = go(tmp_path, good("first"), slow, good("late"), minutes=1.5 / 60)
     assert status == 1
@@ -248,7 +248,7 @@ def processes_of(out):
     return found
 
 
-def test_a_run_that_is_killed_is_gone_on_with(tmp_path):
+def test_a_killed_run_is_continued(tmp_path):
     """The real command: valid files and no process remain, and what was measured is not measured again."""
     out = tmp_path / "out"
     process = start(out, *ARGV)
@@ -416,6 +416,6 @@ def test_measurements_of_rates_and_tiles(light):
     assert found["measurements that failed"].passed is False
     found = {one.metric: one for one in tiles(steps / "tiles-16")}
     assert sum(one.kind == "kernel_time" for one in found.values()) == 5
-    # The tile that is wrong is the table's.
+    # The tile with wrong results is one of the table.
     assert found["tiles of the table that are wrong or fail"].passed is False
     assert found["other tiles that are wrong or fail"].value == 0

@@ -39,7 +39,7 @@ TESTS = """
 
     def test_teardown(left_open): pass
 """
-#: A module that stands in for torch: CUDA is in use, and fails once a kernel has failed.
+#: Tests with a stand-in for torch: CUDA is in use, and fails once a kernel has failed.
 BREAKS_CUDA = """
     import sys, types
 

@@ -9,7 +9,7 @@ import kernel_hashes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Two kernels as `nvdisasm -c` prints them: the second is the first by other names, at other addresses.
+#: Two kernels as `nvdisasm -c` prints them: the second differs in names and addresses.
 SASS = """\t.target\tsm_90a
 //--------------------- .text.first --------------------------
 \t.section\t.text.first,"ax",@progbits

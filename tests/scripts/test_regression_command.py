@@ -60,7 +60,7 @@ def _running(text):
 
 
 def test_run_and_compare(tmp_path):
-    """Beside an older run in which fewer bytes were wrong, and one metric more was measured."""
+    """Compared with an equal run, and with an older run that has a metric which the newer one lacks."""
     first = start("--core", "--only", "canonical", "--out", tmp_path / "first")
     printed, _ = first.communicate(timeout=300)
     assert first.returncode == 0, printed

@@ -90,7 +90,7 @@ def test_a_step_that_was_not_run_is_reported(new):
     assert "attention: " in next(iter(found.not_compared))
 
 
-def test_a_layout_that_was_not_asked_for():
+def test_a_layout_that_was_not_requested():
     before = run(one(2.0, layout="fp8"), replace(one(2.0, layout="fp4"), metric="fp4's"))
     found = compare(before, run())
     assert [line.split(": ")[1] for line in found.regressions] == ["fp4's"]

@@ -51,7 +51,7 @@ def test_attention_beside_peers(parsed):
     ratio = found[f"kvpool fp4 {WHERE}: times as fast as flashmla"]
     assert (ratio.value, ratio.kind, ratio.better, ratio.layout) == (1.52, "kernel_ratio", "higher", "fp4")
     time = found[f"kvpool fp4 {WHERE}"]
-    # In a graph where that was possible, as the benchmark's own ratios.
+    # The time in a CUDA graph if there is one, as in the benchmark's own ratios.
     assert (time.value, time.unit, time.kind, time.better) == (205.25, "us", "kernel_time", "lower")
     placed = f"kvpool fp8 {WHERE.replace('layer_major', 'page_major')}"
     assert found[placed].value == 210.5

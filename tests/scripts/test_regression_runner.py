@@ -144,7 +144,7 @@ SERVER = """
         [sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE, text=True
     )
     (folder / 'pids').write_text(f"{server.pid} {server.stdout.readline()}")
-    time.sleep(1.5)  # it is seen by then
+    time.sleep(1.5)  # the runner has seen both by then
 """
 
 
@@ -194,7 +194,7 @@ def test_children_that_end_slowly_are_waited_for(run, tmp_path, monkeypatch, sec
         )
         child.stdout.readline()
         (folder / 'pid').write_text(str(child.pid))
-        time.sleep(1)  # it is seen by then
+        time.sleep(1)  # the runner has seen it by then
         child.terminate()
         (folder / 'measurements.jsonl').write_text('')
     """
@@ -212,7 +212,7 @@ def test_a_step_that_ignores_sigterm_is_killed(run, monkeypatch):
     assert found.seconds < 12
 
 
-def test_what_is_not_here_is_skipped_with_the_reason(run):
+def test_steps_whose_needs_are_missing_are_skipped_with_the_reason(run):
     found = run(
         good("needs-gpu", needs=("numpy", "gpu")),
         good("needs-two", needs=("gpus:2",)),
@@ -258,7 +258,7 @@ def test_limits_are_scaled(run):
 
 
 def test_a_signal_ends_the_step_and_the_rest_is_skipped(run, tmp_path):
-    """The signal goes to this process only; the child does not get Ctrl-C."""
+    """SIGTERM goes to this process only, not to the step's; unlike Ctrl-C in a terminal."""
     slow = step("slow", SERVER + "\n    time.sleep(600)\n", limit_s=60)
     command = [sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({os.getpid()}, 15)"]
     before = signal.getsignal(signal.SIGTERM)

@@ -67,7 +67,7 @@ def test_servers_of_every_layout_and_arrangement():
     found = steps()
     assert all(EVERYTHING.missing(step.needs) is None and not step.without for step in found.values())
     for shape in RANDOM_SHAPES:
-        # Sparse attention takes rows of one layer after the other.
+        # Sparse attention needs layer_major.
         arrangements = ARRANGEMENTS if shape != "v32" else ARRANGEMENTS[:1]
         expected = {f"serve-{shape}-stock"}
         for arrangement in arrangements:
@@ -189,7 +189,10 @@ def test_sparse_attention_may_answer_other_tokens_after_a_host_hit(name, passed,
 
 
 def found_of_a_hybrid(count, chunk):
-    """Tokens of a repeated prompt up to its last kept state: after each chunk and the last full page."""
+    """Tokens of a repeated prompt that a hybrid model finds: up to the last state it kept and may use.
+
+    States are kept after each chunk and after the last full page.
+    """
     kept = {*range(chunk, count + 1, chunk), count // 64 * 64}
     return max(state for state in kept if state <= count - 1)
 
@@ -273,16 +276,18 @@ def test_every_shape_and_layout_has_limits():
     assert set(LIMITS) == {*RANDOM_SHAPES, "demo", "model"}
     assert all(set(limits) == set(LAYOUTS) for limits in (*LIMITS.values(), SCORES))
     for model in LIMITS.values():
-        # A layout with fewer bits may be further away, and a limit above nothing shows that rows were read.
+        # A layout with fewer bits may be further away; the smallest distance is below the largest.
         assert model["bf16"].near < model["fp8_block_scale"].near <= model["fp4"].near
         assert all(one.far < one.near for one in model.values())
 
 
-#: Hides SGLang, the packages that come with it, and an editable install on the path.
-HIDES = """
+#: SGLang and packages that come with it.
+HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
+#: Hides them, wherever they are on the path.
+HIDES = f"""
 import sys
 from importlib.machinery import PathFinder
-HIDDEN = ("sglang", "sgl_kernel", "transformers", "flashinfer", "safetensors")
+HIDDEN = {HIDDEN}
 find = PathFinder.find_spec
 def hiding(name, path=None, target=None):
     return None if name.split(".")[0] in HIDDEN else find(name, path, target)
@@ -313,6 +318,36 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     again = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert again.returncode == 2
     assert "exists already; name another folder" in again.stderr
+
+
+def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path):
+    argv = [
+        ROOT / "scripts" / "h100_regression.py",
+        "--core",
+        "--only",
+        "canonical",
+        "--out",
+        tmp_path / "results",
+    ]
+    with subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE) as run:
+        run.stdout.close()
+        assert run.wait(300) == 0
+    found = read_run(tmp_path / "results" / "results.jsonl")
+    assert [found.steps["canonical"].status, found.is_complete] == ["ok", True]
+
+
+def test_gpu_tests_of_core_import_without_sglang():
+    """Otherwise a file could not be collected on a machine with torch alone."""
+    words = [word for step in steps(ONLY_TORCH, core=True).values() for word in step.command]
+    files = [word for word in words if word.startswith("tests/gpu/")]
+    assert len(files) == 3
+    blocks = f"sys.modules.update(dict.fromkeys({HIDDEN}))"
+    code = f"import sys, pytest; {blocks}; sys.exit(pytest.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--collect-only", "-q", *files],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def session(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_server_too(number, tmp_path):
-    """The signal comes long before the server is ready: the same processes have to end, within seconds."""
+    """The signal comes long before the server is ready; its processes have to end with the command."""
     report = tmp_path / "soak.json"
     command = [sys.executable, ROOT / "scripts" / "soak.py", "--legs", "fp8", "fp4", "--json", report]
     with subprocess.Popen(
@@ -34,7 +34,7 @@ def test_a_signal_ends_the_server_too(number, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Background jobs of a script, and their children, ignore Ctrl-C.
+        # A background job of a script inherits an ignored SIGINT, and a job of nohup an ignored SIGHUP.
         preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
     ) as process:
         servers, deadline = [], time.monotonic() + 120
@@ -182,6 +182,21 @@ def test_too_few_requests_are_said_last(monkeypatch, capsys):
     assert lines[-2].startswith("TOO FEW REQUESTS to mean anything on fp8: give each server a minute")
     assert "(--minutes 2)" in lines[-2]
     assert lines[-1].startswith("0 violations; again: python scripts/soak.py")
+
+
+def test_the_command_for_a_repetition_names_no_output_paths():
+    given = [
+        "--legs",
+        "fp4",
+        "--json",
+        "a.json",
+        "--out=logs",
+        "--minutes=2",
+        "--json=b.json",
+        "--clients",
+        "3",
+    ]
+    assert soak._repeated(given) == ["--legs", "fp4", "--minutes=2", "--clients", "3"]
 
 
 def test_one_violation_is_no_plural(monkeypatch, capsys):

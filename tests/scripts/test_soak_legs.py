@@ -163,7 +163,7 @@ def test_another_model_is_served_as_the_table_says(started, config):
             assert server.environment[env.PREFILL_READS_ROWS] == "1"
 
 
-def test_a_name_on_hugging_face_is_no_folder_to_look_into():
+def test_a_name_on_hugging_face_counts_as_dense():
     assert not soak_servers.has_sparse_attention("some/model")
 
 

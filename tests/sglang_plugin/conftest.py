@@ -32,7 +32,7 @@ def other_sglang(tmp_path):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Folders with a config.json each: MLA, DSA, hybrid, MHA and odd geometries. No weights."""
+    """Folders with a config.json each: MLA, DSA, hybrid, MHA and odd geometries. No test loads weights."""
     from random_checkpoint import write_random_model
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -100,7 +100,7 @@ def resolve(monkeypatch):
     from sgl_kvpool.sglang_plugin import options as record
 
     # Requests that other tests' records have left.
-    monkeypatch.setattr(record, "_asked", set())
+    monkeypatch.setattr(record, "_requested", set())
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import restore_context, snapshot_context
     from sglang.srt.server_args import prepare_server_args

@@ -1,6 +1,7 @@
 """Configurations of hybrid models for `checkpoints`: fields that differ from those of the small MLA model.
 
-MLA layers are 3 and 5 of 6 unless the name says otherwise: no layer id is equal to its index in the pool.
+MLA layers are 3 and 5 of 6, so no layer id is equal to its index in the pool; `kda-alone`, `gdn` and `dots3`
+differ.
 """
 
 LAYERS = 6

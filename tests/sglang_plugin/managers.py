@@ -1,7 +1,7 @@
 """SGLang's managers of prefill and decode servers over real pools, and its bootstrap server.
 
-Both managers are SGLang's `CommonKVManager`, the base class of every transfer engine's manager, with the
-arguments that SGLang's queues pass for real pools.
+Both managers are SGLang's `CommonKVManager`, the base class of the managers of all transfer engines except
+`fake`, with the arguments that SGLang's queues pass for real pools.
 """
 
 import socket
@@ -68,7 +68,7 @@ def manager_of(bootstrap, no_groups, monkeypatch):
     from sgl_kvpool.sglang_plugin.hooks import disaggregation, peer_mismatch
     from sgl_kvpool.sglang_plugin.options import LAYOUT
 
-    monkeypatch.setattr(record, "_asked", set())
+    monkeypatch.setattr(record, "_requested", set())
     disaggregation.install()
     peer_mismatch.install()
     classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: CommonKVManager}

@@ -1,4 +1,7 @@
-"""`--kv-cache-arrangement`: the ways to request it, and what is refused."""
+"""`--kv-cache-arrangement`: the ways to request it, and what is refused.
+
+A2 is an item of the vLLM checklist of tests/memory.
+"""
 
 import copy
 import pickle
@@ -28,7 +31,7 @@ def test_flag(arranged, arrangement, layout):
 
 @pytest.mark.parametrize("arrangement", [None, "auto"])
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
-def test_a2_auto_is_what_every_reader_reads(arranged, arrangement, backend):
+def test_a2_auto_is_layer_major_with_every_backend(arranged, arrangement, backend):
     args = arranged(arrangement, "--attention-backend", backend)
     assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
 
@@ -155,7 +158,7 @@ def test_the_options_are_told_apart():
     assert LAYOUT.attribute == "_kvpool_kv_cache_layout"
 
 
-def test_the_demos_servers_are_asked_by_their_arguments_alone():
+def test_demo_servers_do_not_inherit_the_variables_of_options():
     from sgl_kvpool import env
     from sgl_kvpool.demo.server import Server
 

@@ -1,6 +1,7 @@
 """The attention backend of a server with a layout, and the arguments that are refused with kvpool_mla.
 
-Tests go through SGLang's own resolution, also for CUDA, which works without a device unless it is queried.
+Most tests go through SGLang's own resolution. It also resolves arguments for CUDA on a machine without a GPU,
+if it does not query the device.
 """
 
 import json
@@ -106,7 +107,7 @@ def test_backends_that_cast_the_pool(serve, device, argv, flag, phase):
     assert able[0] == OURS
     assert ("flashmla" in able) == (phase == "decode")
     assert not {"flashinfer", "fa3"} & set(able)
-    if flag.split()[1] != "flashmla":  # refused on a CPU; on CUDA nothing is cast
+    if flag.split()[1] != "flashmla":  # bf16 rows are not cast
         serve("cuda", "bf16", *argv)
 
 
@@ -223,7 +224,7 @@ def test_models_beyond_the_kernels(serve):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_queries_that_are_scaled_by_their_position(resolve, checkpoints, monkeypatch, tmp_path, device):
-    """As in Mistral-Large-3: SGLang passes the scale to no backend of the list that includes ours."""
+    """As in Mistral-Large-3: SGLang passes the factor to TensorRT-LLM's backends only."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from sgl_kvpool.sglang_plugin.rules import attention as attention_rules

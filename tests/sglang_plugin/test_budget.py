@@ -21,7 +21,7 @@ def configurator(published, resolve, checkpoints):
 
     from sgl_kvpool.sglang_plugin import hook_groups
 
-    # All groups of a scheduler, for one model after the other.
+    # All hook groups of a scheduler at once, because the tests build one model after the other.
     elsewhere = ("arguments", "model rules", "launcher", "commands")
     hook_groups.apply(group for group in hook_groups.GROUPS if group.name not in elsewhere)
 
@@ -137,7 +137,7 @@ def test_stock_backends_are_refused_with_a_k_scale(published, monkeypatch):
 
 
 def on_a_gpu(real):
-    """SGLang's resolving view with a GPU as device, because CUDA cannot be resolved here."""
+    """SGLang's resolving view of arguments that were resolved for a CPU, with a GPU as its device."""
 
     class OnAGpu:
         device = "cuda"
@@ -164,7 +164,7 @@ def on_a_gpu(real):
 def test_page_buffers_on_a_gpu_are_charged(
     configurator, resolve, checkpoints, monkeypatch, layout, arguments, row_bytes
 ):
-    """Eight slots of 16 pages of three layers. No CUDA device can be resolved, so the view is changed."""
+    """Eight slots of 16 pages of three layers; the arguments are resolved for a CPU, and the view changed."""
     from types import SimpleNamespace as Namespace
 
     from sglang.srt.arg_groups import overrides

@@ -65,7 +65,7 @@ def test_what_is_refused_is_refused_and_nothing_else(resolve, checkpoints, monke
         resolve(checkpoints["mla"], *arguments, device=device)
 
 
-def test_the_arguments_are_what_is_refused(resolve, checkpoints, monkeypatch):
+def test_sglang_accepts_every_line_without_a_layout(resolve, checkpoints, monkeypatch):
     """SGLang accepts every line without a layout, so a refusal is due to the layout."""
     import torch
 

@@ -1,8 +1,8 @@
 """Prefill and decode servers: what SGLang's own queues describe to peers, and what peers compare.
 
-Both managers are SGLang's `CommonKVManager`, the base class of every transfer engine's manager, with the
-arguments that SGLang's queues pass for real pools; the bootstrap server is SGLang's, over HTTP. Only the
-engines' own part, the copy, is replaced by `ctypes.memmove`.
+Both managers are SGLang's `CommonKVManager`, the base class of the managers of all transfer engines except
+`fake`, with the arguments that SGLang's queues pass for real pools; the bootstrap server is SGLang's, over
+HTTP. Only the engines' own part, the copy, is replaced by `ctypes.memmove`.
 """
 
 import ctypes

@@ -22,7 +22,7 @@ SCALING = (ROOT / "docs" / "scaling.md").read_text()
 
 
 def commands():
-    """Server commands of all pages without an ellipsis, as (page, environment, arguments)."""
+    """Server commands of all pages as (page, environment, arguments), except commands with an ellipsis."""
     for page in PAGES:
         for _, block in blocks(page.read_text()):
             for line in block.replace("\\\n", " ").splitlines():
@@ -60,7 +60,7 @@ def test_there_are_commands():
     assert {"README.md", "sparse.md", "hybrid.md"} <= set(pages)
 
 
-def test_mooncakes_two_ways_are_the_same(monkeypatch):
+def test_mooncakes_environment_and_argument_agree(monkeypatch):
     """SGLang reads equal configurations from the page's environment and from its argument."""
     import json
 

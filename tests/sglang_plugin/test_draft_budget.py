@@ -1,4 +1,4 @@
-"""Memory of a separate draft model on a server: SGLang's own pools, and hand arithmetic."""
+"""Memory of draft models on a server: SGLang's own pools, and hand arithmetic."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_bytes_of_a_token(sized, name, token_bytes):
         ("sparse, rows by another", "--speculative-draft-attention-backend fa3 does not compute the sparse"),
     ],
 )
-def test_drafts_beside_sparse_attention_that_nothing_attends(sized, name, message):
+def test_refused_drafts_of_sparse_targets(sized, name, message):
     assert message in sized[name]["refused"]
 
 
@@ -162,7 +162,7 @@ def test_bytes_on_the_host(sized, name, token_bytes, draft_bytes, sharing_ranks)
     assert sized[name]["host"] == kept | {"sharing_ranks": sharing_ranks}
 
 
-def test_sglangs_pool_of_such_a_draft_takes_these_bytes():
+def test_heads_bytes_are_those_of_sglangs_pool():
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = MHATokenToKVPool(

@@ -1,13 +1,13 @@
 """Servers of models with sparse attention: SGLang's own resolution with a layout, and what is refused.
 
-The resolution reads only the GPU's compute capability, which tests set to that of Hopper or Blackwell.
+The resolution reads only the GPU's compute capability, which tests set to that of Hopper, Blackwell or Ada.
 """
 
 import pytest
 from shown import SHOWN_SPARSE as SHOWN
 
 LAYOUTS = ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"]
-#: SGLang's prefill and decode backend on Hopper if neither is named.
+#: Prefill and decode backend on Hopper if neither is named: SGLang's choice, and ours for `fp4`.
 CHOSEN = {
     "bf16": ("flashmla_sparse", "fa3"),
     "fp8_block_scale": ("flashmla_kv", "flashmla_kv"),
@@ -81,12 +81,13 @@ def test_blackwell_would_store_other_rows(serve):
 
 
 REFUSED = [
-    # Decode backends that 0.5.23 accepts, although their kernels over 16-bit keys would get packed bytes.
+    # Pairs that SGLang 0.5.23 accepts for packed rows: three with a kernel over 16-bit keys, which would get
+    # packed bytes, and flashmla_auto in decode.
     ("fp8_block_scale", pair("flashmla_sparse", "flashmla_sparse"), "decode flashmla_sparse cannot read"),
     ("fp8_block_scale", pair("flashmla_sparse", "fa3"), "decode fa3 cannot read"),
     ("fp8_block_scale", pair("fa3", "flashmla_kv"), "prefill fa3 cannot read"),
     ("fp8_block_scale", pair("flashmla_kv", "flashmla_auto"), "flashmla_auto is for prefill only"),
-    # Raw rows: SGLang's choice on Hopper, and trtllm in one phase, which would make the rows of both raw.
+    # SGLang's choice on Hopper does not read raw rows; trtllm in one phase makes both phases store raw rows.
     (
         "fp8",
         (),

@@ -152,7 +152,7 @@ def test_only_rows_that_sglang_cannot_read_need_memory_to_decode(hooked, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
+def test_only_the_class_of_the_models_kind_is_ours(hooked, layout):
     """For target and draft, which have one layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -167,7 +167,7 @@ def test_the_class_of_the_models_kind_alone_is_ours(hooked, layout):
 
 @pytest.mark.parametrize("draft", [None, "mla3"])
 def test_dense_models_keep_sglangs_dsa_class(hooked, resolve, checkpoints, monkeypatch, draft):
-    """SGLang selects a `dsa` class for them too. Their readers may have a k_scale."""
+    """SGLang selects a `dsa` class for them too. A k_scale is allowed, since kvpool_mla multiplies by it."""
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.radix_attention import RadixAttention

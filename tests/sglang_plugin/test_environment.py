@@ -17,7 +17,7 @@ LOAD = (
     "print('went on')"
 )
 
-#: The name that a user sets, and the variable that is meant.
+#: The name that a user sets, and the nearest variable, which the message suggests.
 WRONG_NAMES = {
     "KVPOOL_KV_CACHE_LAYUOT": "KVPOOL_KV_CACHE_LAYOUT",
     "KVPOOL_LAYOUT": "KVPOOL_KV_HOST_LAYOUT",
@@ -130,7 +130,7 @@ def test_all_that_is_wrong_is_in_the_line(launcher):
     [{}, {"SGL_KVPOOL_KV_CACHE_LAYOUT": ""}, {"_KVPOOL_CHILD_HOOK_GROUPS": "pools"}, {"TEST_KVPOOL_X": "1"}],
     ids=str,
 )
-def test_what_is_no_name_of_ours_or_empty_changes_nothing(environment, variables):
+def test_other_names_and_empty_values_are_ignored(environment, variables):
     environment(**variables)
     assert env.problems() == []
     assert probes.plugin().problems == []

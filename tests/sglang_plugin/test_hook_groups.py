@@ -78,7 +78,7 @@ def without(target):
         yield
 
 
-def test_names_of_groups_are_their_own():
+def test_group_names_are_unique_and_have_no_separator():
     assert len(GROUPS) == len(POINTS)
     assert not any(hook_groups._SEPARATOR in name for name in POINTS)
 

@@ -266,7 +266,7 @@ HOOKED = (
 
 
 def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
-    """In a scheduler process our hook points are unmarked, and our backend is not registered."""
+    """Hooks and the registration of our backend, in a scheduler process."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code)
     assert done.returncode == 0, done.stderr
@@ -282,7 +282,7 @@ def test_nothing_but_arguments_is_hooked_unless_asked_for(run_in_scheduler):
 
 
 def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_applied(run_in_scheduler):
-    """The last group, with its last hook point missing."""
+    """The last of the server's groups, whose only hook point is missing."""
     code = (
         "import sglang.srt.utils as u; del u.set_prometheus_multiproc_dir; import sys; sys.argv = ['x']\n"
         "from sglang.srt.plugins import load_plugins\n"
@@ -295,7 +295,7 @@ def test_a_group_that_does_not_work_keeps_the_others_of_a_scheduler_from_being_a
     assert "; leave out --enable-metrics\n" in done.stderr
 
 
-def test_a_scheduler_that_nobody_told_hooks_the_pools_which_refuse(run_in_scheduler):
+def test_a_scheduler_without_a_launchers_hook_groups_hooks_the_pools(run_in_scheduler):
     """Its server's arguments were resolved before plugins were loaded."""
     code = "import sglang.srt.mem_cache.memory_pool;" + LOAD.format(argv=["x"]) + HOOKED
     done = run_in_scheduler(code, KVPOOL_KV_CACHE_LAYOUT="fp4")

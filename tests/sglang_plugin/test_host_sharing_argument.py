@@ -203,7 +203,7 @@ def test_one_rank_that_was_to_share_is_told_that_it_does_not(arranged, capfd):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"mooncake"', "@nothing.json"])
-def test_what_is_no_configuration_of_a_store_is_left_to_the_scheduler(arranged, text):
+def test_invalid_configurations_of_stores_are_left_to_the_scheduler(arranged, text):
     store = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", text)
     assert sharing(arranged(None, HICACHE, *TWO_RANKS, *store)) == "node"
 

@@ -1,4 +1,4 @@
-"""--enable-hierarchical-cache with a layout, through SGLang's own resolution of arguments."""
+"""--enable-hierarchical-cache with a layout: SGLang's own resolution on a CPU, our check for any device."""
 
 from types import SimpleNamespace
 
@@ -128,7 +128,7 @@ def on_a_gpu(
     engine="auto",
     offloads=False,
 ):
-    """Calls the check directly: CUDA cannot be resolved on a machine without a GPU."""
+    """Call the check of the host tier directly, for any device."""
     from sgl_kvpool.layout import MLAKVCacheLayout
     from sgl_kvpool.memory.arrangement import KVArrangement
     from sgl_kvpool.sglang_plugin.rules.host_tier import check_host_tier

@@ -34,7 +34,7 @@ def serve(resolve, checkpoints, monkeypatch):
 def test_dense_hybrids_on_hopper(serve, model, layout):
     view = serve(model, layout)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
-    if layout != "bf16":  # SGLang's own backends read those rows
+    if layout != "bf16":  # SGLang's own backends read bf16 rows
         assert view.attention_backend == "kvpool_mla"
     assert (view.page_size, view.mamba_radix_cache_strategy) == (1, "extra_buffer")
     assert not view.disable_overlap_schedule
@@ -65,7 +65,7 @@ def test_every_arrangement(serve, arrangement):
         # These need pages of one token, which SGLang selects without a layout too.
         (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), "cuda", 1, "no_buffer"),
         (("--disable-overlap-schedule",), "cpu", 1, "no_buffer"),
-        # SGLang keeps this backend's states only so.
+        # SGLang supports the extra buffer only for the linear-attention backend triton.
         (("--linear-attn-backend", "cutedsl"), "cuda", 1, "no_buffer"),
         (("--linear-attn-backend", "flashkda", "--page-size", "1"), "cuda", 1, "no_buffer"),
     ],
@@ -78,7 +78,7 @@ def test_pages_with_a_host_tier(serve, model, argv, device, page_size, strategy)
 
 @pytest.mark.parametrize(("layout", "argv"), [("bf16", ()), ("bf16", TILELANG), ("fp8", TILELANG)])
 def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
-    """SGLang attends tokens after the last pooled key with fa3, tilelang or trtllm, which read dense rows."""
+    """SGLang attends tokens after the last pooled key with fa3, tilelang or trtllm, for unpacked rows."""
     view = serve("glm5", layout, *argv)
     assert (view.attention_backend, view.page_size) == ("dsa", 256)
     assert view.kv_cache_dtype == ("fp8_e4m3" if layout == "fp8" else "bfloat16")
@@ -93,7 +93,7 @@ def test_sparse_hybrids_with_pooled_index_keys(serve, layout, argv):
         ("fp4", (), "kvpool_mla"),
     ],
 )
-def test_sparse_hybrids_with_rows_that_no_reader_has(serve, layout, argv, named):
+def test_sparse_hybrids_with_rows_that_no_backend_reads(serve, layout, argv, named):
     with pytest.raises(ValueError, match=r"\(index_kpool above 1\).*use --kv-cache-layout bf16") as refused:
         serve("glm5", layout, *argv)
     assert named in str(refused.value)

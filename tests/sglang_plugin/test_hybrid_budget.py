@@ -77,7 +77,7 @@ def sizes_of(kvc):
 
 
 def pools_of(kvc, tokens, requests=2):
-    """Requests with states, and rows, from SGLang's builders."""
+    """The pool of requests and their states, and the pool of rows, from SGLang's builders."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.runtime_context import get_schedule
 
@@ -100,7 +100,7 @@ def row_bytes(layout, model):
 @pytest.mark.parametrize("model", STATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_states_are_what_was_set_aside(hooked, layout, model):
-    """To the byte: rest = states and their padding slot, workspace, and whole tokens of rows."""
+    """To the byte: REST_GB has the states and their padding slot, the workspace, and whole tokens of rows."""
     from sglang.srt.runtime_context import get_schedule
 
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
@@ -187,7 +187,7 @@ def test_a_stage_has_the_rows_of_its_own_layers(hooked, layout, stage, mla_layer
 @pytest.mark.parametrize("model", ["lightning", "bailing-kda"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_charged_by_their_rows(hooked, layout, model):
-    """The draft of such a model is one MLA layer, which SGLang wraps in its own hybrid pool."""
+    """The draft of such a model is one MLA layer, for which SGLang builds another hybrid pool."""
     from sgl_kvpool.srt.pool import LayoutHybridLinearKVPool
 
     assert sizes_of(hooked(layout, model, eagle=1))._cell_size == 3 * ROWS[layout][0]

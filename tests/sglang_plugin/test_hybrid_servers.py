@@ -1,6 +1,6 @@
 """SGLang's own resolution, for Hopper, of the servers of `tests/gpu/test_hybrid_server_gpu.py`.
 
-Tests set Hopper's compute capability, and CUDA as the platform.
+Tests set Hopper's compute capability, and that the platform can snapshot states.
 """
 
 import pytest

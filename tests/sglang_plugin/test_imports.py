@@ -28,7 +28,7 @@ IMPORTING = {
 def compiled_imports(code):
     """(SGLang name, whether it is imported in a function) for each import of a code object, by bytecode."""
     found, module = set(), None
-    in_function = code.co_name != "<module>" and bool(code.co_flags & 0x2)  # a class body has no fast locals
+    in_function = code.co_name != "<module>" and bool(code.co_flags & 0x2)  # CO_NEWLOCALS, unset for classes
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             module = instruction.argval

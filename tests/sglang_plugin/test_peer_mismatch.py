@@ -10,7 +10,7 @@ from sgl_kvpool.sglang_plugin.hooks import peer_mismatch
 
 
 class Decode:
-    """A decode server's queue, with its code for prefill servers only."""
+    """A decode server's queue, with the attributes that `_ensure_prefill_info` reads."""
 
     def __init__(self, manager):
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -91,7 +91,7 @@ def test_a_request_is_held_while_its_prefill_server_is_told_and_then_fails(
     ]
 
 
-def test_a_rank_that_fails_by_another_ones_verdict_has_the_text(manager_of, bootstrap, counted):
+def test_a_request_that_another_rank_fails_has_the_text(manager_of, bootstrap, counted):
     """Each rank times a held request by its own clock; the first to fail it makes SGLang fail it on all."""
     from sglang.srt.disaggregation.common.conn import KVTransferError
 

@@ -157,14 +157,17 @@ def test_sizes_by_hand(planned, model, layout):
     assert abs(found["available_bytes"] - available) <= 64  # rounding of GiB in doubles
     wanted = (found["available_bytes"] - found["workspace_bytes"]) // cell
     assert found["tokens"] == wanted // found["page_size"] * found["page_size"]
-    # Our attention decodes rows; for sparse attention, SGLang's kernels read all layouts except fp4.
+    # Our attention needs a workspace; for sparse attention, SGLang's kernels read all but the FP4 layouts.
     ours = str(layout).startswith("fp4") if model == "deepseek_v32" else layout not in (None, "bf16")
     assert (found["workspace_bytes"] > 0) == ours
     assert (found["caches"], found["ranks_per_node"]) == (1, ranks)
 
 
 def test_the_heuristic_of_the_memory_fraction(planned):
-    """memory_hook.py, in MiB: 512, 1.5 per token of a chunk, 1024 for 8 ranks, 2 per graph request, 1536."""
+    """memory_hook.py reserves, in MiB: 512, 1.5 per token of a chunk, and 1024 for 8 ranks.
+
+    Decode graphs take 2 per request, MLA's prefill graphs 1536.
+    """
     gpu_mib = MACHINE["gpu_gib"] * 1024
     reserved = 512 + 8192 * 1.5 + 8 / 8 * 1024 + 512 * 2 + 1.5 * 1024
     assert planned["heuristic"]["mem_fraction_static"] == round((gpu_mib - reserved) / gpu_mib, 3)
@@ -235,7 +238,7 @@ def test_a_draft_is_charged(planned):
 
 @pytest.mark.parametrize(("name", "caches", "tp_size"), [("dp attention", 4, 8), ("replicas", 2, 4)])
 def test_caches_of_data_parallelism(planned, name, caches, tp_size):
-    """Each has the tokens that fit beside its share of the weights; DP attention lists what it copies."""
+    """Each cache has the memory that a rank's weights leave; DP attention has its weights once per cache."""
     found = planned[name]
     assert found["attention_copies"] == (caches if name == "dp attention" else 1)
     assert (found["caches"], found["ranks_per_node"]) == (caches, 8)
@@ -255,7 +258,7 @@ def test_caches_of_data_parallelism(planned, name, caches, tp_size):
         ("all and more", "--mem-fraction-static 1.5 is not a valid share of the memory; give"),
         ("no page", "--page-size 0 is not a valid number of tokens"),
         ("parts", "--dcp-size 2: `plan` does not support ranks that keep parts"),
-        # 4 ranks hold 75 GiB each. 2 x 3 ranks do not divide 64 heads; 3 is not a multiple of two groups.
+        # 4 ranks hold 75 GiB each. 3 ranks neither divide the 64 heads nor make two groups of DP attention.
         ("too heavy", "300 GiB of weights do not fit 2 x 140.4 GiB: each GPU would hold 150.0 GiB of them"),
         ("too heavy", "and has 137.4 GiB before they are loaded (--taken-gb 3); 4 GPUs are enough (--tp 4)"),
         ("too heavy, DP attention", "; 4 GPUs are enough (--tp 4)"),

@@ -90,7 +90,7 @@ def refused_by_arguments(done):
         ),
     ],
 )
-def test_what_the_arguments_say_by_themselves(start, argv, environment, text):
+def test_refusals_by_the_arguments_alone(start, argv, environment, text):
     assert refused_by_arguments(start(*argv, **environment)).startswith(text)
 
 
@@ -108,7 +108,7 @@ def test_refusals_of_a_configuration_file(start, tmp_path):
     assert last.startswith("--kv-host-layout fp4 (or KVPOOL_KV_HOST_LAYOUT) does nothing without")
 
 
-def test_what_the_model_says(start):
+def test_a_refusal_that_depends_on_the_model(start):
     """This refusal comes later, after the model's configuration is read, and is as short."""
     done = start("--kv-cache-layout", "fp8_block_scale", "--kv-cache-dtype", "fp8_e4m3")
     assert done.returncode == 1
@@ -185,7 +185,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, v) for field in NONSENSE for v in NONSENSE[field]])
-def test_numbers_that_the_pool_cannot_follow_from(resolve, checkpoints, field, value):
+def test_invalid_numbers_of_the_pool_are_refused(resolve, checkpoints, field, value):
     """The message names the flag; SGLang's parser accepts it, so the spelling is SGLang's."""
     flag = "--" + field.replace("_", "-")
     with pytest.raises(

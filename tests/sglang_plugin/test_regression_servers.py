@@ -1,6 +1,6 @@
 """SGLang's own resolution, for Hopper, of every server that scripts/h100_regression.py starts.
 
-Tests set Hopper's compute capability, and CUDA as the platform.
+Tests set Hopper's compute capability, and that the platform can snapshot states.
 """
 
 import json

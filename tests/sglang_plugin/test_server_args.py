@@ -156,7 +156,7 @@ def test_disaggregated_servers(resolve, checkpoints, layout, mode):
 
 
 @pytest.mark.parametrize("backup", ["cpu_tensor", "none"])
-def test_what_keeps_retracted_rows_of_every_layout(resolve, checkpoints, backup):
+def test_accepted_backups_of_retracted_rows(resolve, checkpoints, backup):
     mode = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", backup)
     args = resolve(checkpoints["mla"], "--kv-cache-layout", "fp4", *mode)
     assert view(args).disaggregation_decode_retraction_backup == backup
@@ -185,7 +185,7 @@ def test_refused_fields_exist_in_sglang():
         ("rope32", r"qk_rope_head_dim=32 is not one of \(0, 64\)"),
     ],
 )
-def test_models_that_are_not_dense_mla(resolve, checkpoints, model, text):
+def test_models_that_are_refused(resolve, checkpoints, model, text):
     with pytest.raises(ValueError, match=f"{text}.*without --kv-cache-layout"):
         resolve(checkpoints[model], "--kv-cache-layout", "fp4")
 
@@ -217,7 +217,7 @@ def test_our_backend_needs_a_layout(resolve, checkpoints, flag):
 
 
 def test_engine_keyword(resolve, checkpoints, monkeypatch):
-    """`Engine(kv_cache_layout=...)` calls this attribute of the Engine class."""
+    """`Engine(kv_cache_layout=...)` calls `Engine.server_args_class`."""
     from sglang.srt.entrypoints import engine
 
     # This process loaded the plugin before the Engine's module; every Engine() starts with this call.

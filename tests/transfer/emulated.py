@@ -27,7 +27,7 @@ def calls():
 
 
 class Event:
-    """Torch's event in the metrics: an event that was never recorded is complete and has no time."""
+    """Stand-in for torch's event in the metrics: one that was never recorded is complete and has no time."""
 
     recorded = False
 
@@ -67,7 +67,7 @@ def slots_of(pages, page_size=4):
 
 
 def small_slots(monkeypatch, page_bytes, pages):
-    """Page buffers whose slots hold few pages, so that transfers take many."""
+    """Give page buffers slots of `pages` pages, so that a transfer takes many slots."""
     from sgl_kvpool.transfer import page_buffer
 
     monkeypatch.setattr(page_buffer, "_SLOT_BYTES", page_bytes * pages)

@@ -104,7 +104,9 @@ def round_trip(
     lists=SCATTERED,
     memories=None,
 ):
-    """Two stores and two loads at once, without and with a conversion; every byte of both sides is compared.
+    """Two stores in flight together, then two loads; every byte of both sides is compared.
+
+    Rows are converted if the layouts of device and host differ.
 
     Parameters
     ----------

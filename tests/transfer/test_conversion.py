@@ -41,7 +41,7 @@ def formats(device, host, rank=512, rope=64) -> tuple[RowFormat, RowFormat]:
 
 
 def converted(conversion, source, threads=1):
-    """Rows after the compiled conversion, at odd row strides, in one page; every other byte is 0xEE."""
+    """Rows after the compiled conversion, in one page; bytes between the rows are 0xEE and stay so."""
     from sgl_kvpool.transfer.cpu_engine import _module
 
     count, gaps = len(source), (32, 48)
@@ -64,7 +64,7 @@ def converted(conversion, source, threads=1):
 
 
 def check(device, host, values, k_scale=1.0):
-    """Both ways; `values` are bf16 `[tokens, R + P]`."""
+    """Compare the compiled conversion with torch's, both ways; `values` are bf16 `[tokens, R + P]`."""
     rank = device.kv_lora_rank
     stored = encode_rows(values[:, :rank], values[:, rank:], device, k_scale=k_scale)
     there = RowConversion(source=device, target=host, k_scales=(k_scale,))
@@ -85,7 +85,7 @@ def check(device, host, values, k_scale=1.0):
     ],
 )
 def test_compiled_rows_are_the_codecs_bytes(device, host, geometry):
-    """Values of all sizes, several rows of one, zeros and signed zeros among them."""
+    """Values of all sizes, among them rows of a single value, zeros and signed zeros."""
     generator = torch.Generator().manual_seed(0)
     own, other = formats(device, host, *geometry)
     values = torch.randn(400, sum(geometry), generator=generator)
@@ -145,7 +145,7 @@ def test_a_latent_that_both_sides_store_alike_keeps_its_bytes(rank):
 
 
 def test_latents_that_are_divided_by_other_scales_are_not_alike():
-    """Torch converts them; no current layout stores latents in e4m3 without the layer's k_scale."""
+    """Torch converts them; no layout stores latents in e4m3 with neither k_scale nor scales of tiles."""
     own = MLAKVCacheLayout.FP8_NOPE_FP8_ROPE.row_format(128, 64)
     other = replace(own, nope=replace(own.nope, uses_k_scale=False))
     values = torch.randn(20, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
@@ -169,13 +169,13 @@ def test_every_bf16_pattern(device, host):
 
 
 def without_nan(codes):
-    """e4m3 codes without NaN, which no encoder stores."""
+    """Replace e4m3 codes of NaN, which no encoder stores, by 0, in place."""
     codes[(codes & 0x7F) == 0x7F] = 0
 
 
 @pytest.mark.parametrize(("device", "host"), NARROWER)
-def test_every_code_and_scale_comes_back(device, host):
-    """All codes with many scales, as host rows may hold them, decoded to the device and encoded again."""
+def test_host_rows_of_every_code_are_converted_as_by_torch(device, host):
+    """All codes with many scales, as host rows may hold them, converted to the device's layout."""
     own, other = formats(device, host)
     generator = torch.Generator().manual_seed(2)
     narrow = torch.randint(0, 256, (300, other.row_bytes), generator=generator).to(torch.uint8)
@@ -193,8 +193,8 @@ def test_every_code_and_scale_comes_back(device, host):
 
 
 @pytest.mark.parametrize("host", ["fp8_block_scale", "fp4", "fp4_fp8_rope"])
-def test_a_page_of_bf16_is_rounded_once(host):
-    """A page is rounded once: after the second trip at the latest, encoding gives the same values."""
+def test_bf16_rows_stay_the_same_after_two_round_trips(host):
+    """Four trips to the host and back. Rows of values of usual size stay the same from the first trip on."""
     own, other = formats("bf16", host)
     there = RowConversion(source=own, target=other, k_scales=(1.0,))
     for sigma in (1e-6, 1e-4, 0.003, 1.0, 1000.0):
@@ -278,7 +278,7 @@ def test_torch_makes_the_same_of_a_transfer_that_failed(no_reserve, failures, de
 
 
 def test_sizes_count_bytes_of_the_host(no_reserve):
-    """A ratio of 2 holds twice the device's rows and a size in GB is filled, whatever the host's row size."""
+    """A ratio of 2 is twice the device's bytes, and a size in GB is filled, whatever the host's row size."""
     device_bytes = 4 * 4 * LAYERS * 1152  # without the page of padded tokens, as SGLang counts
     for host, row_bytes in (("same", 1152), ("fp8_block_scale", 656), ("fp4", 416), ("fp4_fp8_rope", 352)):
         pool = device_pool("bf16", host_tier=HostTierOptions(layout=host))

@@ -48,7 +48,7 @@ def test_pages_arrive_and_nothing_else_changes(device, host, engine):
 
 @pytest.mark.parametrize("row", [1023, 1024, 1041])
 def test_long_runs_at_odd_addresses(row):
-    """Runs long enough for streamed stores, whose beginnings and ends are not multiples of 16 bytes."""
+    """Runs long enough for streamed stores; for 1023 and 1041 their sizes are not multiples of 16 bytes."""
     sizes = {"layers": 3, "tokens": 5, "row": row}
     source, from_pages = side("layer_major", distinct, **sizes)
     target, to_pages = side("page_major", -18, pages=PAGES + 2, **sizes)
@@ -108,7 +108,7 @@ def test_built_where_ninja_is_not_on_the_path(tmp_path):
     assert done.stdout.split()[-1] == str(tmp_path)
 
 
-def test_one_that_was_asked_for_by_name_has_to_be_built(monkeypatch, failures):
+def test_an_engine_requested_by_name_has_to_be_built(monkeypatch, failures):
     from sgl_kvpool.transfer import cpu_engine
 
     def fails():

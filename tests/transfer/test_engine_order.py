@@ -154,7 +154,7 @@ def test_a_load_that_is_asked_for_again_is_a_new_one(monkeypatch):
         assert (server.on_device[:, ::2] == value).all()
 
 
-def test_a_load_of_all_and_then_of_each(monkeypatch):
+def test_a_load_of_all_layers_and_then_of_each_layer(monkeypatch):
     """The same list objects, first for all layers at once: the calls by layer after it are a new load."""
     server = Server(monkeypatch)
     server.on_host[...] = 5
@@ -223,7 +223,7 @@ def test_a_channel_counts_a_load_once(counting):
 
 @pytest.mark.parametrize("engine", GPU_ENGINES)
 def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, counting, failures, engine):
-    """Whichever kernel or copy of a load fails: the bytes are right, and the next load is the engine's."""
+    """A kernel or copy of a store or load fails: the bytes are right, and the engine does the next one."""
     small_slots(monkeypatch, LAYERS * TOKENS * ROW, 2)
     monkeypatch.setattr("sgl_kvpool.transfer.staged_engine._GROUP_BYTES", 2 * TOKENS * ROW)
     device, on_device = side("layer_major", 0)
@@ -252,7 +252,7 @@ def test_torch_follows_a_failure_and_the_engine_is_used_again(monkeypatch, count
             calls().play(seed)
             assert np.array_equal(on_host if to_host else on_device, expected)
             if sum(failures().values()) == before:
-                assert steps >= 1  # it had no such step
+                assert steps >= 1  # the transfer has fewer steps
                 continue
             failed_loads += 1
             calls().fail_after(-1)

@@ -103,7 +103,7 @@ def test_rows_change_their_format_on_the_way(own, other, page_size, arrangement,
 
 
 def test_parts_of_several_sizes_in_one_plan(published):
-    """A real DSA pool: rows of 656 bytes and index keys of 132 per token, packed one after the other."""
+    """A real DSA pool: rows of 1152 bytes and index keys of 132 per token, packed one after the other."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     from sgl_kvpool.srt.pool import describe
@@ -271,7 +271,7 @@ def test_what_an_engine_cannot_do():
 @pytest.mark.parametrize("engine", GPU_ENGINES)
 @pytest.mark.parametrize("arrangement", engine_cases.ARRANGEMENTS)
 @pytest.mark.parametrize(("own", "other"), [("fp4", "fp4"), *engine_cases.CONVERSIONS[:3]])
-def test_what_tests_on_a_gpu_ask_for(own, other, arrangement, engine):
+def test_round_trips_of_the_tests_on_a_gpu(own, other, arrangement, engine):
     if engine == "copy_engine":
         own = other  # it cannot convert
     engine_cases.round_trip(

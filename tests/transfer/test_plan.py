@@ -1,4 +1,4 @@
-"""Transfer plans against copies of single bytes, for all pairs of arrangements."""
+"""Transfer plans, carried out run by run, against plain indexing, for all pairs of arrangements."""
 
 import ctypes
 import itertools

@@ -34,7 +34,8 @@ KVPOOL_HD void written_out(Function&& function) {
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-// 16 and 8 bytes that one instruction moves. transfer/plan.py refuses rows that do not begin at multiples of 16 bytes.
+// 16 and 8 bytes that one instruction moves. transfer/plan.py refuses to convert rows that do not begin at multiples of
+// 16 bytes.
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };

@@ -2,7 +2,7 @@
 // tests compare every byte with theirs.
 //
 // Between reading and writing, values are bf16, as uint16_t bits: converting a row to another format gives the bytes of
-// encode_rows(decode_rows(row)) of the codec.
+// encode_rows(decode_rows(row)) of the codec, except for a latent that is copied (row_conversion.h).
 #pragma once
 
 #include "portable.h"

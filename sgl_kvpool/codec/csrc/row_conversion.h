@@ -1,6 +1,6 @@
-// Conversion of whole rows from one format into another, for nvcc and g++. A row is handled in blocks of 16 values, the
-// latent's first, then the rope's; on a GPU the rope is handled in pairs of values. A latent that both formats encode
-// alike is copied. RowLayout has all offsets, which layout.py computes.
+// Conversion of whole rows from one format into another, for nvcc and g++. The latent is converted in blocks of 16 values
+// (on a CPU 32 or 8 blocks together), then the rope: on a CPU all its values together, on a GPU in pairs. A latent that
+// both formats encode alike is copied. RowLayout has all offsets, which layout.py computes.
 #pragma once
 
 #include "row_codec.h"

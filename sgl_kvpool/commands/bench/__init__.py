@@ -1,4 +1,4 @@
-"""`sgl-kvpool bench`: benchmarks of the codec, of attention and of transfers, imported when they run."""
+"""`sgl-kvpool bench`: the benchmarks codec, attention, transfer, rates and tiles, imported when they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 
-#: Module of each benchmark, with `main(argv, prog)`. scripts/bench_*.py call the same functions.
+#: Module of each benchmark, with `main(argv, prog)`. The first three have a script, scripts/bench_NAME.py.
 BENCHMARKS = {
     "codec": "sgl_kvpool.commands.bench.codec",
     "attention": "sgl_kvpool.commands.bench.attention.program",

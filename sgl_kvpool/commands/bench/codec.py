@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         epilog=f"The table that is printed:\n{COLUMNS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds on the CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer tokens; on the CPU also fewer rounds")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a CPU gate is missed")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (1)")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -60,7 +60,8 @@ class Jobs:
 
     def __init__(self) -> None:
         end_with_parent()
-        # Duplicates of file descriptors 0 and 1, which for instance pytest replaces.
+        # File descriptors, not sys.stdin and sys.stdout, which a program such as pytest replaces; and
+        # duplicates, because descriptor 1 is redirected here.
         self._jobs = os.fdopen(os.dup(0))
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)

@@ -64,7 +64,7 @@ def caches(
     page_size: int = PAGE_SIZE,
 ) -> CanonicalKVCaches:
     """Byte view of layers in memory that has been touched."""
-    if not arrangement.is_layer_packed:
+    if not arrangement.has_contiguous_layers:
         members = [
             LayerPages(
                 name=i, page_bytes=page_bytes, backend="bench", page_size_tokens=page_size, content="bytes"
@@ -120,7 +120,7 @@ def measure_engine(
             calls[f"torch_{name}"] = partial(peers[name].copy, a, b)
         for name, call in calls.items():
             took = seconds(call)
-            if number:  # the first round touches the memory and does not count
+            if number:  # the first round is a warm-up and does not count
                 times.setdefault(name, []).append(took)
 
     def ratio(peer: str, name: str) -> float:

@@ -7,7 +7,6 @@ many bytes as cross the link.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from sgl_kvpool.transfer.page_view import host_view
 from sgl_kvpool.transfer.plan import TransferPlan
 from sgl_kvpool.transfer.slots import DevicePages
 
-__all__ = ["PAGES", "Gpu", "measure_peers", "measure_shape"]
+__all__ = ["PAGES", "Gpu", "gpu_calls", "measure_peers", "measure_shape"]
 
 PAGES = (16, 64, 256, 1024)
 ROUNDS = 7
@@ -55,6 +54,17 @@ class Timed(NamedTuple):
     own: list[float]
 
 
+def gpu_calls() -> Any:
+    """The compiled GPU code, as a server loads it if SGLang is installed, else built by torch."""
+    if find_spec("sglang") is None:
+        from sgl_kvpool.transfer.gpu_calls import gpu_calls as built_by_torch
+
+        return built_by_torch()
+    from sgl_kvpool.srt.host.gpu_calls import gpu_calls as built_by_sglang
+
+    return built_by_sglang()
+
+
 class Gpu:
     """Memory, streams and clocks of a CUDA device; tests without a GPU replace this class."""
 
@@ -64,12 +74,6 @@ class Gpu:
 
     @property
     def calls(self) -> Any:
-        """The compiled GPU code, as a server loads it."""
-        if importlib.util.find_spec("sglang") is not None:
-            from sgl_kvpool.srt.host.gpu_calls import gpu_calls
-        else:
-            from sgl_kvpool.transfer.gpu_calls import gpu_calls
-
         return gpu_calls()
 
     def tools(self, page_bytes: int) -> EngineTools:
@@ -106,7 +110,7 @@ class Gpu:
 
 
 def median(gpu: Gpu, *calls: Callable[[], object]) -> Timed:
-    """Medians of `Gpu.timed`; the first round touches memory and compiles."""
+    """Medians of `Gpu.timed` over `ROUNDS` rounds, after a round of warm-up."""
     rounds = [gpu.timed(*calls) for _ in range(ROUNDS + 1)][1:]
     return Timed(
         statistics.median(r.submit for r in rounds),
@@ -123,7 +127,7 @@ def lists_of(pages: int, available: int, scattered: bool, page_size: int, device
 
 
 def loads(engine: Any, layers: int) -> Callable[[Any, Any], None]:
-    """A whole load, layer by layer, as SGLang requests it; lists are new objects each time."""
+    """A whole load, layer by layer, as SGLang requests it; the device list is a new object for each load."""
 
     def load(host: np.ndarray, device: DevicePages | np.ndarray) -> None:
         if isinstance(device, DevicePages):
@@ -315,9 +319,10 @@ _LONG_RUN_BYTES, _MANY_PAGES = 64 << 10, 256
 def missed(rows: Sequence[dict], peers: Sequence[dict]) -> list[str]:
     """Names of the missed targets.
 
-    `staged`, and `copy_engine` with long runs: 95 % of a pinned copy from 256 pages on. `staged` must not be
-    slower than SGLang's best backend; if a backend was not measured, this target is missed too. BF16 to FP4:
-    2.2 times a pinned copy, in bytes of BF16. The CPU time to submit has a limit too.
+    From 256 pages on: without conversion, 95 % of a pinned copy for `staged`, and for `copy_engine` with long
+    runs; for `staged` from BF16 to FP4, 2.2 times a pinned copy, in bytes of BF16. For layouts of
+    SGLang's own pools, `staged` without conversion must not be slower than SGLang's best backend; if a
+    backend was not measured, this target is missed too. The CPU time to submit has a limit too.
     """
     found = [] if peers else ["staged beside SGLang's backends: not measured, SGLang is not installed"]
     found += [f"staged beside {p['peer']}: not measured, {p['failed']}" for p in peers if "failed" in p]

@@ -1,7 +1,7 @@
 """The probes of `sgl-kvpool doctor`. Each returns facts, problems and notes, and may fail.
 
-Probes that import other packages run in a process of their own (`in_child`), since a broken
-installation may hang, end or crash the process that imports it.
+Probes that import SGLang, the driver's library or psutil run in a process of their own (`in_child`),
+since a broken installation may hang, end or crash the process that imports it.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def plugin() -> Finding:
     finding.facts |= {name: env.text(name) for name in env.VARIABLES if env.text(name) is not None}
     finding.problems += environment_problems()
     options = {option.env: option for option in OPTIONS}
-    asked = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
-    if env.KV_CACHE_LAYOUT not in asked:
+    requested = [name for name, option in options.items() if env.text(name) not in (None, option.default)]
+    if env.KV_CACHE_LAYOUT not in requested:
         finding.notes += [
             f"{name} is set and {env.KV_CACHE_LAYOUT} is not: a server that is not given "
             "--kv-cache-layout will refuse to start"
-            for name in asked
+            for name in requested
         ]
     return finding
 
@@ -166,11 +166,11 @@ def gpu() -> Finding:
         if properties.major != 9:
             finding.notes.append(
                 f"{properties.name} has compute capability {properties.major}.{properties.minor}; the "
-                "kernels are compiled and tested for 9.0 (H100, H200)"
+                "kernels are compiled for 9.0 (H100, H200)"
             )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices and finding.facts["driver"] is None:
-        finding.notes.append("no GPU: only the model of `sgl-kvpool demo` can be served, on the CPU")
+        finding.notes.append("no GPU: only the models of `sgl-kvpool demo` can be served, on the CPU")
     elif not devices and visible is not None:
         finding.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs; unset it to use them")
     elif not devices:
@@ -213,11 +213,11 @@ def used(device: str) -> Finding:
 
     finding = Finding({"device": device, "codec": "Triton kernels" if device == "cuda" else _CPU_CODEC})
     try:
-        asked = ARRANGEMENT.exported() or AUTO
+        requested = ARRANGEMENT.exported() or AUTO
     except ValueError:  # reported by the probe of the plugin
-        asked = AUTO
-    arrangement = choose_arrangement(asked)
-    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if asked == AUTO else str(arrangement)
+        requested = AUTO
+    arrangement = choose_arrangement(requested)
+    finding.facts["arrangement"] = f"{arrangement} ({AUTO})" if requested == AUTO else str(arrangement)
     for layout in MLAKVCacheLayout:
         stock = suggestions(layout, device, arrangement)
         if device in KVPOOL_DEVICES and is_chosen(layout, arrangement, device):

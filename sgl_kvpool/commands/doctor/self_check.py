@@ -42,7 +42,7 @@ def self_check() -> tuple[dict[str, str], list[str]]:
 
 
 def _publish(device: str) -> None:
-    """Publish the server arguments that SGLang's pools and controllers read."""
+    """Set what SGLang's pools and controllers need: process group, server arguments and host-tier hooks."""
     import torch.distributed as dist
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import SpawnRanks, publish

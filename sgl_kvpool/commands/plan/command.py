@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "run"]
 #: "Load weight begin. avail mem" 137.3 to 137.6 on H200s of 140.4 (pull request 11716, issue 6017), and 77.8
 #: on H100s of 79.6 (pull request 3888).
 TAKEN_GIB = 3.0
-#: Server arguments that this command sets itself.
+#: Server arguments that this command sets itself, and --hicache-ratio, which --hicache-size replaces.
 _OURS = ("--model-path", "--model", "--device", "--tp-size", "--tp", "--tensor-parallel-size",
          "--kv-cache-layout", "--kv-host-layout", "--hicache-size", "--hicache-ratio",
          "--enable-hierarchical-cache")  # fmt: skip
@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     ValueError
         If the model does not exist, or an argument is invalid.
     OSError
-        If the plot cannot be written.
+        As `ask`, or if the plot cannot be written.
+    RuntimeError
+        As `ask`.
     """
     model = find_model(arguments.model)
     if model.config is not None:
@@ -154,12 +156,12 @@ def ask(machine: dict[str, Any], servers: list[dict[str, Any]]) -> list[dict[str
     Raises
     ------
     OSError
-        If SGLang cannot read the model, or another file of the arguments.
+        If SGLang cannot read the model or another file of the arguments, or config.json lacks a size.
     RuntimeError
         If a server could not be sized, or the process has not answered; the message has its last output.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in env.NOT_INHERITED}
-    # GPUs are hidden from it, and it forks, so it must have no threads.
+    # The process must see no GPU; and it must have a single thread, because it forks.
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "sgl_kvpool.commands.plan.child"],
@@ -265,7 +267,7 @@ def _names(words: Sequence[str]) -> Iterator[str]:
 
 def _names_in(file: Path) -> list[str]:
     """Names of arguments in a server's YAML file; ValueError if the file has no arguments."""
-    import yaml  # installed with SGLang; other subcommands need neither
+    import yaml  # installed with SGLang; without --config this process needs neither
 
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
         Tokens per page.
     """
     row_gb, state_gb = held.split(size_gb)
-    # SGLang adds and counts one page for padding, in both kinds of pools.
+    # SGLang adds and counts one page for padding; a page of states is one slot.
     pages = int(held.sharing_ranks * row_gb * _GB // held.token_bytes) // page_size + 1
     slots = int(state_gb * _GB // held.slot_bytes) + 1 if held.has_states else 0
     tokens = pages * page_size
@@ -95,8 +95,8 @@ def host_tokens(held: HostBytes, size_gb: float, page_size: int) -> HostTokens:
 def largest_whole_gb(held: HostBytes, memory_gb: float, page_size: int) -> int:
     """The largest --hicache-size, in whole GB, whose tier takes at most `memory_gb` of one rank, or 0.
 
-    The size is that of the rows; index keys of sparse attention and drafts with pools of their own are added.
-    Padding, one page and one slot, is not counted.
+    The size counts rows, and states in hybrid models; index keys of sparse attention and drafts with pools of
+    their own are added. Padding, one page and one slot, is not counted.
     """
     padding_bytes = page_size * held.page_token_bytes + held.slot_bytes
     size = int(memory_gb)

@@ -57,7 +57,7 @@ def _why_ours(layout: MLAKVCacheLayout) -> str:
             f"{' and '.join(casters)} would cast the whole pool of a layer in every call; {KVPOOL_BACKEND} "
             "reads the rows of the batch once, in their stored size"
         )
-    return "as requested"
+    return "as the arguments require"
 
 
 def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:

@@ -87,7 +87,7 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_plannable(server_args: Any, view: Any, model_config: Any) -> None:
-    """Raise ValueError for models without MLA, and for arguments that `plan` does not support."""
+    """Raise ValueError for models without a layout, and for arguments that are invalid or not supported."""
     from sglang.srt.arg_groups.model_override_base import use_mla_backend
 
     if not use_mla_backend(server_args) or model_config.is_hybrid_swa:

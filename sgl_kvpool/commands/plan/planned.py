@@ -66,7 +66,7 @@ class PlannedServer:
     host_index_bytes : int
         Host bytes of a token that --hicache-size does not count: index keys, and rows in a draft's own pool.
     workspace_bytes : int
-        Workspace of a rank, allocated before the pool.
+        Memory of a rank that is reserved before the pool is sized: workspaces, page buffers of a host tier.
     """
 
     layout: str | None
@@ -229,7 +229,7 @@ def _planned(
 
 
 def _limit(answer: dict[str, Any]) -> str:
-    asked = answer["asked_running_requests"]
-    if answer["state_slots"] and (asked is None or answer["max_running_requests"] * answer["caches"] < asked):
+    most = answer["requested_running_requests"]
+    if answer["state_slots"] and (most is None or answer["max_running_requests"] * answer["caches"] < most):
         return "states of linear layers (--mamba-full-memory-ratio)"
     return "--max-running-requests"

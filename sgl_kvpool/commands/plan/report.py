@@ -91,7 +91,7 @@ def _notes(plan: Plan) -> list[str]:
             )
     if tiers and plan.host_gb is not None:
         lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]
-    if plan.host_gb is not None and not tiers:
+    if plan.host_gb is not None and not tiers and any(server.refused is None for server in plan.servers):
         lines.append(
             f"no host tier: {plan.host_gb:g} GB are less than 1 GB per rank, the smallest --hicache-size"
         )
@@ -155,7 +155,7 @@ def _commands(plan: Plan) -> list[str]:
 
 
 def check_plot(path: Path) -> None:
-    """Raise ValueError without matplotlib, OSError if the path cannot be written."""
+    """Raise ValueError without matplotlib or for a folder, OSError if the path cannot be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

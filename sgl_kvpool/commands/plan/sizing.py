@@ -67,7 +67,7 @@ class ServerRequest:
     Attributes
     ----------
     model_path : str
-        Folder from which SGLang reads the configuration, or a name on Hugging Face.
+        Folder from which SGLang reads the configuration; with SGLANG_USE_MODELSCOPE also a name on that hub.
     layout : str or None
         Value of --kv-cache-layout; None for SGLang without sgl-kvpool.
     arguments : tuple of str
@@ -135,7 +135,7 @@ def size_server(request: ServerRequest, machine: Machine) -> dict[str, Any]:
         "page_size": view.page_size,
         "tokens": config.max_total_num_tokens,
         "max_running_requests": config.max_running_requests,
-        "asked_running_requests": view.max_running_requests,
+        "requested_running_requests": view.max_running_requests,
         "state_slots": 0 if states is None else get_schedule().max_mamba_cache_size,
         "state_slot_bytes": _slot_bytes(configurator),
         "cell_bytes": sizes._cell_size,

@@ -1,4 +1,4 @@
-"""Batches of a few tokens through our attention backend on CUDA, in SGLang's form.
+"""Batches of short requests through our attention backend on CUDA, as SGLang's `ForwardBatch`.
 
 The pool, the request table and the backend are those of a server, so that the same kernels are launched with
 the same constants compiled into them. Values are zeros, and results are ignored.
@@ -98,7 +98,7 @@ class Attention:
 
     @cached_property
     def pool(self) -> Any:
-        """SGLang's pool of a few pages, with rows of the layout."""
+        """Our pool for SGLang, of a few pages, with rows of the layout."""
         from sgl_kvpool.srt.pool.mla import LayoutMLATokenToKVPool
 
         served = self.served
@@ -152,7 +152,7 @@ class Attention:
     # ---------------------------------------------------------------- attention calls
 
     def decode_or_verify(self, mode: str, queries: int) -> None:
-        """Decode, verification of drafts or a draft's extend, in batches of all kinds.
+        """Decode, verification of drafts or a draft's extend, once for each of `batch_sizes`.
 
         Parameters
         ----------

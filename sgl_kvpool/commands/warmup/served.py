@@ -99,7 +99,7 @@ def model_of(model: NamedModel) -> Served:
     Raises
     ------
     ValueError
-        If no layout can store the model's rows.
+        If no layout can store the model's rows, or Hugging Face does not send its configuration.
     OSError
         If SGLang cannot read the model.
     """

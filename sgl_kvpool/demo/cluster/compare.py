@@ -148,16 +148,16 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
         # SGLang's client has already stored an entry of its own.
         keys, stored_bytes = len(store.page_keys()), store.stored_bytes()
         _say(" asking")
-        answers = [_asked(front, text) for text in texts]
+        answers = [_answer_of(front, text) for text in texts]
         pages = len(texts) * CACHED_PAGES
         until(lambda: len(store.page_keys()) - keys >= pages, f"{pages} pages in the store")
         transferred_bytes = metric_sum(prefill, "sglang:kv_transfer_total_mb_sum") * (1 << 20)
         stored_bytes = store.stored_bytes() - stored_bytes
         # The last prompt is on the device, the first prompt in the host tier only. After the flush, the
         # second prompt is in the store only.
-        answers += [_asked(front, texts[-1]), _asked(front, texts[0])]
+        answers += [_answer_of(front, texts[-1]), _answer_of(front, texts[0])]
         prefill.get("/flush_cache?timeout=30")
-        answers.append(_asked(front, texts[1]))
+        answers.append(_answer_of(front, texts[1]))
     _say(" one server ...")
     # All prompts fit into its pool, so all hits are on the device.
     with small_server(layout.value, [], folder / f"one-{layout}.log", {}, pool_tokens=2 * POOL_TOKENS) as one:
@@ -178,7 +178,7 @@ def _compare(layout: MLAKVCacheLayout, texts: list[str], store: MooncakeStore, f
     )
 
 
-def _asked(front: LocalServer, text: str) -> dict:
+def _answer_of(front: LocalServer, text: str) -> dict:
     answer = ask(front, text)
     _say(".")
     return answer

@@ -1,4 +1,4 @@
-"""Servers of the small model, their prompts and requests. Imports neither torch nor SGLang."""
+"""Servers of the byte model, their prompts and requests. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 

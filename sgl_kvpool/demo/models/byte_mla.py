@@ -1,4 +1,4 @@
-"""The demo model as SGLang serves it.
+"""The demo's byte model as SGLang serves it.
 
 SGLang treats ``DeepseekV2ForCausalLM`` as an MLA model: pools, budgets and attention backends follow from the
 name. With ``SGLANG_EXTERNAL_MODEL_PACKAGE=sgl_kvpool.demo.models`` the class below replaces the stock one,

@@ -73,7 +73,10 @@ class DeepseekV3ForCausalLM(nn.Module):
 
 
 def _attend(module, query: Tensor, key: Tensor, value: Tensor, mask, forward_batch=None, **_):
-    """Transformers' attention of a layer: query ``[1, H, T, D]``, key and value ``[1, G, T, D]``, rotated."""
+    """Transformers' attention of a layer.
+
+    Query ``[1, H, T, D]`` and key ``[1, G, T, D]`` are rotated; the value is ``[1, G, T, D]``.
+    """
     heads, groups, (tokens, width) = query.shape[1], key.shape[1], query.shape[2:]
     rows = torch.cat([key[0], value[0]]).transpose(0, 1)  # [T, 2 G, D]
     absorbed = query.new_zeros(tokens, heads, 2 * groups, width)

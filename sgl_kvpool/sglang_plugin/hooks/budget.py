@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_kvpool.layout import MLAKVCacheLayout
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
+from sgl_kvpool.sglang_plugin.hooks.configurator import requested_arrangement, requested_layout
 from sgl_kvpool.sglang_plugin.hooks.drafts import own_draft, packed_layers, without_drafts
 from sgl_kvpool.sglang_plugin.hooks.workspaces import attention_workspace_bytes
 from sgl_kvpool.sglang_plugin.models import row_format_of
@@ -26,7 +26,7 @@ def install() -> None:
 def _compute_cell_size(original, self, kvc, num_layers):
     """Bytes per token: SGLang's number with its rows replaced by ours."""
     cell_size = original(self, kvc, num_layers)
-    layout = asked_layout(kvc)
+    layout = requested_layout(kvc)
     if layout is None:
         return cell_size
     import torch
@@ -40,7 +40,7 @@ def _compute_cell_size(original, self, kvc, num_layers):
 
 
 def _init_pool_configurator(original, self, kvc):
-    layout = asked_layout(kvc)
+    layout = requested_layout(kvc)
     if layout is None or kvc.is_draft_worker:
         return original(self, kvc)
     draft = own_draft(kvc)
@@ -61,7 +61,7 @@ def page_buffer_bytes(kvc: Any, layout: MLAKVCacheLayout) -> int:
     from sgl_kvpool.transfer.page_buffer import buffer_bytes, staged_state_bytes
 
     view, options = resolving_view(kvc.server_args), host_tier_of(kvc.server_args)
-    ours = has_host_tier(view) and options.takes(layout, asked_arrangement(kvc), view.device)
+    ours = has_host_tier(view) and options.takes(layout, requested_arrangement(kvc), view.device)
     if not ours or view.device == "cpu" or not options.may_stage:
         return 0
     hybrid, stage = kvc.mambaish_config, kvc.layer_info

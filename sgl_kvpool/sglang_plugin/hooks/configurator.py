@@ -9,10 +9,10 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.sglang_plugin.hooks.server_args import require_decided
 from sgl_kvpool.sglang_plugin.options import arrangement_of, layout_of
 
-__all__ = ["asked_arrangement", "asked_layout"]
+__all__ = ["requested_arrangement", "requested_layout"]
 
 
-def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
+def requested_layout(configurator: Any) -> MLAKVCacheLayout | None:
     """Requested layout of a KVCacheConfigurator's server; None without one, and for a draft without MLA."""
     require_decided(configurator.server_args)
     layout = layout_of(configurator.server_args)
@@ -23,7 +23,7 @@ def asked_layout(configurator: Any) -> MLAKVCacheLayout | None:
     return None  # a draft model without MLA keeps SGLang's pool
 
 
-def asked_arrangement(configurator: Any) -> KVArrangement:
+def requested_arrangement(configurator: Any) -> KVArrangement:
     """Arrangement of a KVCacheConfigurator's rows."""
     # A draft's rows are layer-major: it has few layers, nothing reads its pages as contiguous bytes, and with
     # a single layer all arrangements have the same strides.

@@ -1,9 +1,10 @@
 """Hooks of prefill and decode servers (`--disaggregation-mode`): peers must store the same rows.
 
 SGLang's transfer engines copy bytes by pointers, lengths and page sizes, which a layer-major pool of any
-layout reports correctly. Before a transfer, peers compare `KVArgs.kv_cache_dtype_str`, but several layouts
-declare the same dtype to SGLang. So the row format is added to that string, for example
-`bfloat16+kvpool:fp4-r512-p64-b416-v1`: every peer compares it, also one without this plugin.
+layout reports correctly. Before a transfer, the decode server compares its `KVArgs.kv_cache_dtype_str` with
+the prefill server's, but several layouts declare the same dtype to SGLang. So the row format is added to
+that string, for example `bfloat16+kvpool:fp4-r512-p64-b416-v1`. A decode server without this plugin compares
+the string too.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def rows_name(pools: list[Any], has_draft: bool = False) -> str:
 
     tags = list(dict.fromkeys(pool.row_format.tag for pool in pools))
     if has_draft and len(tags) == 1:
-        # SGLang sends a draft's buffers to the last buffers of its peer, and does not compare whether that
-        # has a draft: without one, the rows of its last layer would be overwritten.
+        # SGLang sends a draft's buffers to the last buffers of the peer, and does not compare whether the
+        # peer has a draft too. If it had none, the rows of the peer's last layer would be overwritten.
         tags.append("draft")
     name = "+".join(tags)
     scales = k_scales_digest(pools)

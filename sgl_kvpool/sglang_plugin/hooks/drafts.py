@@ -93,8 +93,8 @@ def own_draft(configurator: Any) -> OwnDraft | None:
     draft = configurator.spec_aux_config.draft_model_config if _drafts(configurator) else None
     if draft is None or packed_layers(configurator) or is_dsa(draft):
         return None
-    # SGLang counts layers the same way in `spec_aux_hidden_state.py`. A value of 0, as in some checkpoints
-    # for MTP, counts as absent.
+    # SGLang counts layers the same way in `spec_aux_hidden_state.py`, except that a value of 0, as in some
+    # checkpoints for MTP, counts as absent here, and as no layers there.
     layers = draft.num_nextn_predict_layers or max(draft.num_hidden_layers, draft.num_attention_layers)
     own = OwnDraft(draft, int(layers), configurator.draft_attn_tp_size)
     if not own.has_rows and is_dsa(configurator.model_config):

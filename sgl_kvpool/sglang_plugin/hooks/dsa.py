@@ -1,7 +1,7 @@
 """Hooks on SGLang's DSA backend: the top-k transform from one table, and readers of rows that it cannot read.
 
-The hooks are on the class, so that they reach target, drafts and the steps of a draft alike. They are
-installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
+The hooks of methods are on the class, so that they reach target, drafts and the steps of a draft alike. All
+hooks are installed for models with sparse attention and a layout, and with KVPOOL_FIX_TOPK=1 and no layout.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def reader_of(backend: Any) -> Any:
 
 
 def _set_dsa_prefill_impl(original, self, forward_batch=None):
-    """Make SGLang choose for each batch from the user's argument, not from its previous choice.
+    """Restore the user's `flashmla_auto` before SGLang chooses an implementation for a batch.
 
-    For a batch with dense attention SGLang does not choose, and uses its choice for an earlier batch.
+    For a batch with dense attention SGLang does not choose, and would use its choice for an earlier batch.
     """
     if self.enable_auto_select_prefill_impl:
         self.dsa_prefill_impl = "flashmla_auto"
@@ -112,7 +112,7 @@ def _get_topk_transform_method(original, self, forward_mode=None):
 def _forward_flashmla_sparse(original, self, q_all, kv_cache, **kwargs):
     """SGLang's kernel, or ours for rows of a layout that SGLang's kernel cannot read."""
     reader = reader_of(self)
-    # In extends SGLang passes decoded keys; in decodes it passes the bytes from `get_key_buffer`.
+    # With the RAGGED transform SGLang passes 16-bit keys; with PAGED, the bytes from `get_key_buffer`.
     if reader is None or kv_cache.dtype != torch.uint8:
         return original(self, q_all, kv_cache, **kwargs)
     if kwargs.get("attn_sink") is not None:

@@ -100,7 +100,10 @@ def _build_mha_mla_host_pool(original, *, pool, **kwargs):
 
 
 def _attach_storage_backend(original, self, storage_backend, *args, model_name=None, **kwargs):
-    """Refuse a model name that is too long for file names; compile SGLang's hash function beforehand."""
+    """Attach a store, and check the states that it reads and writes.
+
+    Before, refuse a model name that is too long for file names, and compile SGLang's hash function.
+    """
     pool = self.storage_host_pool
     tag = pool.storage_format_tag or ""
     if is_ours(pool) or tag.startswith(_STOCK_TIER):

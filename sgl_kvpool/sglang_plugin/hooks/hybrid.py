@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_kvpool.sglang_plugin import hook_points
-from sgl_kvpool.sglang_plugin.hooks.configurator import asked_layout
+from sgl_kvpool.sglang_plugin.hooks.configurator import requested_layout
 from sgl_kvpool.sglang_plugin.hooks.pools import bound
 
 __all__ = ["install"]
@@ -19,7 +19,7 @@ def install() -> None:
 
 def _build_hybrid_linear_kv_pool(original, self, **kwargs):
     """Build SGLang's wrapper of rows and states as our class, which the builder finds by a global name."""
-    layout = asked_layout(self)
+    layout = requested_layout(self)
     if layout is None:
         return original(self, **kwargs)
     from sglang.srt.mem_cache import kv_cache_configurator

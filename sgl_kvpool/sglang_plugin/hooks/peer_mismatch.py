@@ -180,9 +180,9 @@ def _held(receiver: Any, mismatch: _Mismatch) -> bool:
 
 
 def _ranks(requests: list[Any]) -> list[dict[str, Any]]:
-    """Addresses of all ranks of the requests' prefill server; empty if that server does not answer any more.
+    """Addresses of all ranks of the requests' prefill server; fewer or none if that server stops answering.
 
-    All ranks are notified, since a rank that does not know a request ignores its abort.
+    All ranks are notified, whichever of them has the request; the others ignore its abort.
     """
     receiver = next((request.kv_receiver for request in requests if request.kv_receiver is not None), None)
     if receiver is None:

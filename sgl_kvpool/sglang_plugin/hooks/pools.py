@@ -1,4 +1,4 @@
-"""Hooks of the scheduler process: the pool's class."""
+"""Hooks of the scheduler process: the pool's class, and the layout in the server info."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_kvpool.memory.arrangement import KVArrangement
 from sgl_kvpool.refusal import Refusal
 from sgl_kvpool.sglang_plugin import hook_points
 from sgl_kvpool.sglang_plugin.hooks import disaggregation
-from sgl_kvpool.sglang_plugin.hooks.configurator import asked_arrangement, asked_layout
+from sgl_kvpool.sglang_plugin.hooks.configurator import requested_arrangement, requested_layout
 from sgl_kvpool.sglang_plugin.hooks.launching import build_server_info
 from sgl_kvpool.sglang_plugin.models import is_dsa, is_hybrid, layers_with_rows, model_name
 from sgl_kvpool.sglang_plugin.options import ARRANGEMENT, AUTO, host_tier_of
@@ -41,7 +41,7 @@ def install() -> None:
 
 def _resolve_kv_pool_class(original, self, *, kind, default):
     pool_class = original(self, kind=kind, default=default)
-    layout = asked_layout(self)
+    layout = requested_layout(self)
     if layout is None:
         return pool_class
     # SGLang resolves the class of every kind, for any model, and constructs one of them.
@@ -72,14 +72,14 @@ def bound(configurator: Any, layout: MLAKVCacheLayout, pool_class: type[RowPool]
     return pool_class.bind(
         layout,
         _checked_k_scales(configurator, layout, readers, _layers_with_rows(configurator)),
-        arrangement=asked_arrangement(configurator),
+        arrangement=requested_arrangement(configurator),
         readers=readers,
         host_tier=host_tier_of(configurator.server_args),
     )
 
 
 def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> None:
-    """Refuse a draft whose pool cannot have the rows of its target."""
+    """Refuse a draft whose pool cannot have the rows of its target, or whose backend cannot read them."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_spec
 
@@ -93,7 +93,7 @@ def _check_draft(configurator: Any, layout: MLAKVCacheLayout, sparse: bool) -> N
     if sparse:
         check_draft_backend(backend, model_name(configurator.model_config))
     else:
-        check_draft(layout, asked_arrangement(configurator), backend)
+        check_draft(layout, requested_arrangement(configurator), backend)
 
 
 def _readers(configurator: Any) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def collect_k_scales(model: Any) -> dict[int, float]:
 
 def _build_token_to_kv_pool(original, self, **kwargs):
     pool = original(self, **kwargs)
-    layout = asked_layout(self)
+    layout = requested_layout(self)
     if layout is None:
         return pool
     from sgl_kvpool.srt.pool.row_pool import RowPool
@@ -188,7 +188,7 @@ def _build_token_to_kv_pool(original, self, **kwargs):
             f"--kv-cache-layout {layout} was requested, but SGLang built a {type(pool).__name__}; "
             "leave the argument out, and report the server's arguments"
         )
-    arrangement = asked_arrangement(self)
+    arrangement = requested_arrangement(self)
     if pool.kv_cache_arrangement is not arrangement:
         raise RuntimeError(
             f"the requested arrangement is {arrangement}, but SGLang built a {pool.kv_cache_arrangement} "

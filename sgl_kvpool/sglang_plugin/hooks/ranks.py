@@ -25,10 +25,10 @@ def load_is_miss(controller: Any, pool: Any, host_slots: Any, problem: str | Non
 
     Ranks that share a tier compare the slot lists too; if these differ, the tier ends on all ranks.
 
-    A page that was lost in its backup is lost on one rank only. If it were a miss there and a load on the
-    others, the ranks would compute batches of different lengths from then on. So every rank calls this at
-    every load. All ranks make the same loads: their trees match and evict alike, which SGLang relies on and
-    can check (`rank_consensus` of `init_load_back`).
+    A page may be lost in its backup on one rank only. If it were a miss there and a load on the others, the
+    ranks would compute batches of different lengths from then on. So every rank calls this at every load. All
+    ranks make the same loads: their trees match and evict alike, which SGLang relies on and can check
+    (`rank_consensus` of `init_load_back`).
 
     Parameters
     ----------
@@ -72,9 +72,9 @@ def everywhere(controller: Any, good: bool) -> bool:
 def _least(controller: Any, *values: int) -> list[int]:
     """The minimum of each value over the process groups in which SGLang's tree agrees on transfers.
 
-    These are the gloo groups of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks of one scheduler,
-    since with DP attention other ranks have other requests. SGLang reduces over them in every step, on this
-    thread.
+    These are the gloo groups of `UnifiedRadixCache._all_reduce_attn_groups`: the ranks that schedule the same
+    requests; with DP attention, other ranks have other requests. SGLang reduces over them in every step, on
+    this thread.
     """
     import torch
 

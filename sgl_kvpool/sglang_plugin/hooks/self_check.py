@@ -53,9 +53,7 @@ def run(scheduler: Any) -> None:
     if controller is not None:
         # The tier's check runs collectives: every rank starts it or none does.
         if not ranks.everywhere(controller, problem is None) and problem is None:
-            problem = Refusal(
-                f"the self-check at start ({why}) found a difference on another rank, see its line"
-            )
+            problem = Refusal(f"the self-check at start ({why}) failed on another rank, see its line")
         elif problem is None:
             try:
                 found.append(_check_tier(controller))

@@ -173,7 +173,7 @@ def _after(rule):
 
 
 def _decide(server_args):
-    """Before SGLang's first step, fix layout and arrangement."""
+    """Before SGLang's first step, check the arguments and set every option to its requested value."""
     for option, value in argument_rules.check(server_args).items():
         setattr(server_args, option.attribute, value)
     if layout_of(server_args) is not None or env.flag(env.FIX_TOPK):
@@ -244,7 +244,10 @@ def _disable_cuda_graphs(server_args, declare_resolution, view) -> None:
 
 
 def _finish(server_args):
-    """After SGLang's last step, refuse resolved arguments that contradict layout and arrangement."""
+    """After SGLang's last step, refuse resolved arguments that contradict the options.
+
+    Also choose host sharing, and hook the launcher.
+    """
     layout, arrangement = layout_of(server_args), arrangement_of(server_args)
     if layout is None and not env.flag(env.FIX_TOPK):
         return
@@ -283,7 +286,7 @@ def _finish(server_args):
     hook_groups.apply((hook_groups.LAUNCHER,))
 
 
-#: Step of SGLang's argument resolution -> function that replaces it, in SGLang's order.
+#: Step of SGLang's argument resolution -> function that wraps it, in SGLang's order.
 STEPS: Mapping[str, Callable] = {
     "handle_deprecated_dp_attention": _before(_decide),
     "handle_model_specific_adjustments": _before(_check_model),

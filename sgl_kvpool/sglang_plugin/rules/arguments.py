@@ -33,7 +33,7 @@ _LARGEST = sys.float_info.max
 
 @dataclass(frozen=True)
 class Number:
-    """A numeric argument that the size of the pool depends on; None leaves the choice to SGLang.
+    """A numeric argument and its limits; the value None leaves the choice to SGLang.
 
     Attributes
     ----------

@@ -71,7 +71,7 @@ def is_chosen(layout: MLAKVCacheLayout, arrangement: KVArrangement, device: str)
 
     On CUDA, rows in SGLang's own format stay with SGLang's kernels, which read these directly and which
     SGLang chooses by GPU, except in page_major and with KVPOOL_PREFILL_READS_ROWS=1, which only `kvpool_mla`
-    supports. For fp8, SGLang's defaults cast the full pool of a layer in every call.
+    supports. For fp8, SGLang's default on Hopper, fa3, casts the full pool of a layer in every call.
     """
     if device == "cpu" or not layout.is_sglang_native or env.flag(env.PREFILL_READS_ROWS):
         return True

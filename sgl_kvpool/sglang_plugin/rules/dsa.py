@@ -131,7 +131,7 @@ def _check_backend(what: str, backend: str, name: str, remedy: str = "leave it o
 
 
 def _check_reader(layout: MLAKVCacheLayout, model_config: Any) -> None:
-    """Refuse models that our readers do not support."""
+    """Refuse models and GPUs that our readers do not support."""
     import torch
     from sglang.srt.configs.model_config import get_dsa_index_kpool
 
@@ -212,7 +212,7 @@ def check_resolved(layout: MLAKVCacheLayout, model_config: Any, view: Any) -> No
 
 
 def check_stock(model_config: Any, view: Any) -> None:
-    """`check_resolved` for SGLang's own pool, with KVPOOL_FIX_TOPK=1 and no layout."""
+    """Check the implementations over SGLang's own pool, with KVPOOL_FIX_TOPK=1 and no layout."""
     if view.use_ray:
         raise Refusal(
             f"--use-ray does not work with {env.FIX_TOPK}=1: Ray actors do not load SGLang plugins; leave "

@@ -90,7 +90,7 @@ def disaggregates(mode: str | None) -> bool:
 
 
 def _shared_buffer(arrangement: KVArrangement) -> bool:
-    return not arrangement.is_layer_packed
+    return not arrangement.has_contiguous_layers
 
 
 #: Features that build another pool, read rows without knowing the layout, or start schedulers without it.
@@ -174,7 +174,7 @@ BACKEND_FEATURES = (
     ),
 )
 
-#: Arguments of speculative decoding that would change what a draft attends.
+#: Arguments of speculative decoding that `kvpool_mla` does not support.
 DRAFT_FEATURES = (
     Feature(
         "speculative_draft_window_size",
@@ -188,7 +188,7 @@ DRAFT_FEATURES = (
     Feature("enable_multi_layer_eagle", "the pools of several draft models have not been examined"),
 )
 
-#: Features that do not work with readers of packed sparse rows.
+#: Features that do not work with our readers of rows for sparse attention.
 READER_FEATURES = (
     Feature("enable_torch_compile", "its kernels have not been traced"),
     Feature("enable_prefill_cp", "it does not gather the rows of other ranks"),

@@ -78,7 +78,7 @@ def check_without_tier(options: HostTierOptions, view: Any) -> None:
                 f"{option.flag} {value} (or {option.env}) does nothing without {flag}; add that, or leave "
                 "it out"
             )
-    # A decode server may use the store without a tier.
+    # Prefill and decode servers are exempt.
     if view.hicache_storage_backend is not None and not disaggregates(view.disaggregation_mode):
         raise Refusal(
             f"--hicache-storage-backend {view.hicache_storage_backend} does nothing without {flag}; add "

@@ -60,7 +60,7 @@ class KVPoolMLABackend(AttentionBackend):
                 f"this is attention backend {KVPOOL_BACKEND} for CPUs, but the device is "
                 f"{model_runner.device}; build KVPoolMLACudaBackend there, as create_backend does"
             )
-        check_layers(model_runner.model, pool, multi_head=False)
+        check_layers(model_runner.model, pool, mha_form=False)
         # Part of the interface: SGLang finds its pools through the backend object.
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool

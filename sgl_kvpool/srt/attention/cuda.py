@@ -34,7 +34,7 @@ from sglang.srt.utils import get_cuda_graph_max_batch_size
 from sgl_kvpool import env
 from sgl_kvpool.attention import decode_checks
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode
-from sgl_kvpool.attention.decode_config import decode_kernel_of
+from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.attention.readers import KVPOOL_BACKEND
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.refusal import Refusal
@@ -101,7 +101,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
                 f"attention backend {KVPOOL_BACKEND} reads pools of sgl-kvpool, but this server's pool is "
                 f"{type(pool).__name__}; start it with --kv-cache-layout"
             )
-        check_layers(model_runner.model, pool, multi_head=True)
+        check_layers(model_runner.model, pool, mha_form=True)
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, q_indptr_decode_buf)
         self.draft_step = draft_step
         self.fmt = pool.row_format
@@ -127,7 +127,7 @@ class KVPoolMLACudaBackend(FlashInferMLAAttnBackend):
         )
         if self.enable_chunk_kv:
             self.mha_chunk_kv_cache = NaturalLSEChunkRunner(model_runner, self)
-        logger.info("kvpool_mla decodes %s with the %s kernel", self.fmt.layout, decode_kernel_of(self.fmt))
+        logger.info("kvpool_mla decodes %s with %s", self.fmt.layout, kernels_in_words(self.fmt))
         self._reader: ExtendReader | None = None
         if not self.skip_prefill:
             workspace = get_buffer(

@@ -47,8 +47,8 @@ def decode_tail(forward_batch: ForwardBatch, most: int) -> tuple[DecodeBatch, to
 
     While another data-parallel rank prefills, SGLang turns a decode batch into an extend of one token per
     request (with prefill graphs, `dp_attn.py:777`). With `--enable-mixed-chunk` it appends running requests
-    to the requests of a prefill. As prefill, each such request would gather its whole prefix and read it once
-    per head.
+    to the requests of a prefill. As prefill, the whole prefix of each such request would be gathered and, if
+    the batch is attended in chunks, read once per head.
 
     Parameters
     ----------
@@ -105,7 +105,9 @@ class QueryCounts:
             )
 
     def of(self, forward_batch: ForwardBatch) -> DecodeBatch:
-        """The buffer of a batch's counts; computes nothing and reads no lengths.
+        """A batch with a view of its counts: SGLang's lengths for a plain decode, otherwise the buffer.
+
+        Computes nothing and reads no lengths; `fill` computes the counts in the buffer.
 
         When SGLang replays a graph, it passes a padded number of requests with unpadded tensors, so the
         number of queries per request is taken from `spec_info`.
@@ -113,7 +115,7 @@ class QueryCounts:
         Raises
         ------
         ValueError
-            If there are more queries than the buffer holds.
+            If there are more queries, in all or per request, than the server was sized for.
         """
         requests, mode, declared = forward_batch.batch_size, forward_batch.forward_mode, 1
         if not mode.is_decode_or_idle():
@@ -157,7 +159,7 @@ def decode_workspace_bytes(
     most_queries: int,
     device: torch.device | str,
 ) -> int:
-    """Bytes of workspace that `mla_decode` needs for a batch of any size.
+    """Bytes of workspace that `mla_decode` needs for batches of up to `requests` requests.
 
     Parameters
     ----------

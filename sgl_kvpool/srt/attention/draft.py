@@ -29,6 +29,7 @@ class KVPoolMultiStepDraftBackend:
     topk : int
         Drafts per step. More than one makes a tree, whose branches have separate lists.
     speculative_num_steps : int
+        Number of drafted tokens. There is one backend fewer: the draft's extend yields the first token.
 
     Raises
     ------

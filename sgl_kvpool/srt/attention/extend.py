@@ -2,11 +2,13 @@
 
 The stored prefixes of a batch form one list of rows, one request after the other. If this list and the new
 tokens fit into the workspace together, one call of FlashInfer's MLA kernel attends both, as in SGLang's own
-backend, with the workspace as pages. Longer lists are split into chunks of the workspace's size: each chunk
-is decoded, attended by SGLang's Triton kernel for prefixes, and merged by log-sum-exp. The new tokens are
-attended last, from the values that were just computed.
+backend, with the workspace as pages. Otherwise, or if FlashInfer refuses the batch, the list is split into
+chunks of at most the workspace's size: each chunk is decoded, attended by SGLang's Triton kernel for extends,
+and merged by log-sum-exp. The new tokens are attended together with the last chunk, from keys that the caller
+passes.
 
-Everything that depends on the batch alone is computed once, on the host, from lengths that SGLang has there.
+Chunks and bounds are computed once per batch, on the host, from lengths that SGLang has there. Row numbers
+are listed once per batch, on the device.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class PrefixChunk:
     start, count : int
         Position of the chunk's rows in the list of stored rows.
     first_request, last_request : int
-        Requests with rows in the chunk; `last_request` is exclusive.
+        Requests with rows in the chunk, or all requests in the last chunk; `last_request` is exclusive.
     first_query, last_query : int
         Position of these requests' queries among the batch's tokens; `last_query` is exclusive.
     continued_until : int

@@ -22,14 +22,14 @@ def is_absorbed(layer: RadixAttention, pool: RowPool) -> bool:
     return shape == (pool.row_format.head_dim, pool.kv_lora_rank, 1)
 
 
-def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> None:
+def check_layers(model: torch.nn.Module, pool: RowPool, *, mha_form: bool) -> None:
     """Refuse models with layers whose attention our backend does not compute.
 
     Parameters
     ----------
     model : torch.nn.Module
     pool : RowPool
-    multi_head : bool
+    mha_form : bool
         Whether the backend also computes the MHA form. SGLang's DeepSeek classes have a layer for it beside
         each absorbed layer, and choose it for some prefills.
 
@@ -50,7 +50,7 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
     width = pool.row_format.head_dim
     absorbed = {module.layer_id for _, module in attentions if is_absorbed(module, pool)}
     scales = {module.scaling for _, module in attentions if is_absorbed(module, pool)}
-    where = "" if multi_head else " on a CPU"
+    where = "" if mha_form else " on a CPU"
     for name, module in attentions:
         problem = None
         if module.sliding_window_size is not None and module.sliding_window_size > -1:
@@ -59,12 +59,12 @@ def check_layers(model: torch.nn.Module, pool: RowPool, *, multi_head: bool) -> 
             problem = f"caps its logits at {module.logit_cap}"
         elif module.is_cross_attention or module.attn_type != AttentionType.DECODER:
             problem = f"is not causal ({getattr(module.attn_type, 'value', module.attn_type)})"
-        elif module.head_dim != width and not (multi_head and module.layer_id in absorbed):
+        elif module.head_dim != width and not (mha_form and module.layer_id in absorbed):
             # On a CPU SGLang does not choose between two forms, so the layer cannot be for the MHA form.
             problem = f"attends keys {module.head_dim} wide and not rows of {width} values"
         if problem:
             raise Refusal(_text(model, name, problem, where))
-    if multi_head and len(scales) > 1:
+    if mha_form and len(scales) > 1:
         # FlashInfer's call is planned once per batch, with one scale.
         raise Refusal(
             f"{type(model).__name__} has absorbed attention layers with softmax scales {sorted(scales)}, but "

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from sgl_kvpool.attention.decode import DecodeWorkspace, mla_decode, sm_count_of, workspace_bytes
-from sgl_kvpool.attention.decode_config import decode_kernel_of
+from sgl_kvpool.attention.decode_config import kernels_in_words
 from sgl_kvpool.codec import gather_rows
 from sgl_kvpool.layout import RowFormat
 
@@ -58,7 +58,7 @@ class SparseReader:
     def __init__(self, fmt: RowFormat, workspace: DecodeWorkspace) -> None:
         self.fmt = fmt
         self._workspace = workspace
-        logger.info("sparse attention decodes %s with the %s kernel", fmt.layout, decode_kernel_of(fmt))
+        logger.info("sparse attention decodes %s with %s", fmt.layout, kernels_in_words(fmt))
 
     def attend(
         self,
@@ -78,8 +78,8 @@ class SparseReader:
         slots : Tensor [T, K], int32
             SGLang's `page_table_1`: the top-k slots of each query; -1 marks unused entries.
         counts : Tensor [T], int32, or None
-            Number of entries of each list to attend. Counts for another number of queries belong to another
-            batch, as SGLang's own kernel assumes, and are ignored; then all entries but -1 are attended.
+            Number of entries of each list to attend. Counts for another number of queries are ignored, as
+            SGLang does before its own kernel; then all entries but -1 are attended.
         scale : float
 
         Returns

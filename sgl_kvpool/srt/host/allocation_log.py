@@ -36,7 +36,7 @@ class AllocationLog:
         what : str
             "alloc", "free" or "clear".
         slots : ndarray [slots], int64
-            Slots that were allocated or freed; for "clear", the indices of all pages.
+            Slots that were allocated or freed; for "clear", all slots.
         """
         self._hash.update(what.encode())
         self._hash.update(np.ascontiguousarray(slots, dtype=np.int64).data)

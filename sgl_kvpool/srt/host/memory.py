@@ -1,4 +1,4 @@
-"""Memory of a host tier: allocated by SGLang, pinned in chunks so that the log shows progress."""
+"""Memory of a host tier: pinning in chunks so that the log shows progress, and the error for too little."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def page_chunks(total_bytes: int, page_bytes: int, chunk_bytes: int = CHUNK_BYTE
     """Chunks of a buffer that contain whole pages.
 
     A copy must not cross two registrations, and a memory page of the system (4096 bytes) must not be in two
-    registrations. Therefore chunks are multiples of both page sizes.
+    registrations. Therefore all chunks but the last are multiples of both page sizes.
 
     Parameters
     ----------

@@ -49,11 +49,11 @@ class MovedPagesPool(StoredPagesPool):
         else:
             self._lost = self.shared.lost
             self._lost.set(slice(None), False)
-            self.shared.log.add("clear", np.arange(self.page_num))
+            self.shared.log.add("clear", np.arange(self.size))
         super().clear()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate pages and return their slots; None if too few are free."""
+        """Allocate pages and return their slots; None if too few are free or the ranks ended the tier."""
         if self.shared is not None and self.shared.lost.is_closed:
             return None
         slots = super().alloc(need_size)
@@ -81,7 +81,8 @@ class MovedPagesPool(StoredPagesPool):
         Returns
         -------
         str or None
-            Reason: the slots are not a list of whole pages, or a page is free or was lost in its backup.
+            Reason: the slots are not a list of whole pages, a page is free or was lost in its backup, or the
+            ranks that share the tier have ended it.
         """
         problem = slot_list_problem(host_slots, self.page_size, self.page_num)
         if problem is not None or not len(host_slots):
@@ -117,7 +118,7 @@ class MovedPagesPool(StoredPagesPool):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Load one layer of host pages into device pages; the lists were checked when they were queued.
+        """Load one layer of host pages into device pages.
 
         Raises
         ------
@@ -128,7 +129,7 @@ class MovedPagesPool(StoredPagesPool):
         """
         parts = self._parts_of(layer_id, is_draft)
         if not parts:
-            return  # a layer of another pipeline stage
+            return  # a layer that this pool does not hold
         host_pages, device_pages = self._lists_of(host_indices, device_indices)
         if self._lost.any_flagged(host_pages):
             # Some loads of SGLang bypass the controller's `load`, which treats such pages as a miss.

@@ -1,9 +1,9 @@
 """Checksums of host pages in stores. Numpy and xxhash are the only dependencies.
 
-The last 16 bytes of a stored page are XXH3-128 of all bytes before them, seeded with the page's format and
-its storage key. Therefore a page that was truncated, extended, changed, written in another format or stored
-under another key is detected and not served. The checksum protects against faults, not against forgery:
-whoever may write to a store can replace pages.
+The last 16 bytes of a page are XXH3-128 of all bytes before them, seeded with the page's format and its
+storage key; only zeros may follow them in a store. Therefore a page that was truncated, extended, changed,
+written in another format or stored under another key is detected and not served. The checksum protects
+against faults, not against forgery: whoever may write to a store can replace pages.
 """
 
 from __future__ import annotations

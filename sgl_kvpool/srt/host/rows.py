@@ -92,8 +92,8 @@ class HierarchicalMLAHostPool(MovedPagesPool, MLATokenToKVPoolHost):
     TypeError
         If a pool is of another class.
     ValueError
-        If `layout` is not in `HOST_LABELS`, a draft has another row format, rows cannot be converted to the
-        host layout, or there is not enough memory.
+        If `layout` is not in `HOST_LABELS`, a draft has another row format, more than one layer or fewer
+        pages, rows cannot be converted to the host layout, or there is not enough memory.
     Exception
         If an engine that was requested by name cannot be built.
     """

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Constant of <linux/mman.h>, since Linux 5.14; Python does not define it.
 _MADV_POPULATE_WRITE = 23
-#: Bytes faulted in by one call, which takes about a second; progress is logged between calls.
+#: Bytes faulted in by one call; progress is logged between calls.
 _STEP_BYTES = 1 << 30
 _PROGRESS_SECONDS = 10.0
 
@@ -81,8 +81,8 @@ class SharedSegment:
         assert self._mapping is not None
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.is_interleaved = self._interleave()
-        # Each rank sets the memory policy of its own mapping, and all have to do so before the first page is
-        # allocated.
+        # The kernel keeps the memory policy with the file, for all mappings; every rank sets the same policy.
+        # No page may be allocated earlier.
         ranks.gather(None)
         step = -(-size_bytes // ranks.count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fault_in(ranks.rank * step, min(size_bytes, (ranks.rank + 1) * step))

@@ -5,7 +5,7 @@ states of all layers, then the states of each convolution. The host uses the sam
 
     [ssm of layer 0, 1, ... | conv_0 of layer 0, 1, ... | conv_1 ...]
 
-In each part, layers of packed drafts follow the target's. SGLang is imported for its pools alone.
+In each part, layers of packed drafts follow the target's.
 """
 
 from __future__ import annotations

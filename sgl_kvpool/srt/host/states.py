@@ -72,7 +72,8 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
     TypeError
         If the pool is of another class.
     ValueError
-        If the label is not in `HOST_LABELS`, or the pool has parts that the host tier does not carry.
+        If `layout` is not in `HOST_LABELS`, a pool has parts that the host tier does not carry, or a draft
+        has fewer slots than the target.
     HostTierTooLarge
         If there is not enough memory.
     Exception
@@ -249,5 +250,7 @@ class HierarchicalStatePoolHost(MovedPagesPool, MambaPoolHost):
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         """Whether all addresses and sizes of `get_page_buffer_meta` are multiples of `page_size_bytes`."""
-        numbers = [self._buffer.data_ptr(), self.page_format.size_bytes, *sum(self._view.components, ())]
+        # Sizes are differences of these numbers.
+        offsets = [offset for offset, _ in self._view.components]
+        numbers = [self._buffer.data_ptr(), self.page_format.size_bytes, *offsets]
         return not any(number % page_size_bytes for number in numbers)

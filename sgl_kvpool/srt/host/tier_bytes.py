@@ -1,6 +1,6 @@
 """Bytes of rows, index keys and states in a host tier, which decide how its memory is divided.
 
-Does not import SGLang, because `sgl-kvpool plan` divides sizes too.
+Only `TierBytes.of` imports SGLang, because `sgl-kvpool plan` uses the rest without it.
 """
 
 from __future__ import annotations

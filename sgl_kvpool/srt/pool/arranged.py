@@ -1,8 +1,8 @@
 """Arrangement of an MLA pool's layers in memory: SGLang's `MLATokenToKVPool` with a `KVArrangement`.
 
 `layer_major` is SGLang's arrangement and inherits everything. In the other arrangements, layers are views of
-one buffer: where SGLang indexes with slots, these pools index with row numbers (`slot_to_row`), and where it
-loops over layers, they use the whole buffer.
+one buffer: where SGLang indexes with slots, these pools index with row numbers (`slot_to_row`), and moves,
+sizes and buffer descriptions use the whole buffer instead of a loop over layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowWriteLoc(KVWriteLoc):
 
 
 class ArrangedMLATokenToKVPool(MLATokenToKVPool):
-    """Base of `LayoutMLATokenToKVPool`, which sets the attributes before SGLang's constructor runs.
+    """Base of `LayoutMLATokenToKVPool`, which sets arrangement and format before `_create_buffers` runs.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
     cross_layer: CrossLayerRows | None = None
 
     def _create_buffers(self) -> None:
-        if self.kv_cache_arrangement.is_layer_packed or not self.layer_num:
+        if self.kv_cache_arrangement.has_contiguous_layers or not self.layer_num:
             super()._create_buffers()  # a pipeline stage may have no layer
             return
         slots = self.size + self.page_size  # padded tokens write to a slot of the first page
@@ -139,8 +139,8 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         super().load_cpu_copy(kv_cache_cpu, self._rows_to_copy(indices), *args, **kwargs)
 
     def _rows_to_copy(self, slots: torch.Tensor) -> torch.Tensor:
-        # Torch would count a negative row from the end of the view, into rows of other layers. These copies
-        # wait for the device anyway, so the check costs no extra synchronization.
+        # Torch would count a negative row from the end of the view, into the row of another token or layer.
+        # These copies wait for the device anyway, so the check costs no extra synchronization.
         if self.cross_layer is not None and len(slots) and int(slots.min()) < 0:
             raise IndexError(f"slot {int(slots.min())} is not valid; leave out tokens without a slot")
         return self.slot_to_row(slots)

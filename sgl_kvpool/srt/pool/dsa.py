@@ -3,8 +3,9 @@
 Rows are those of `LayoutMLATokenToKVPool` without padding: SGLang's kernels read rows of 656, 528 and 264
 bytes. The pages of index keys beside them are SGLang's own.
 
-SGLang's DSA backend requests the rows before it chooses their reader. Therefore `get_key_buffer` never raises
-here: it returns `fp4` rows as bytes, and the readers are hooked (`sgl_kvpool.sglang_plugin.hooks.dsa`).
+SGLang's DSA backend requests the rows before it chooses their reader. Therefore `get_key_buffer` raises for
+no layout here: rows that SGLang cannot read are returned as uint8, and the readers are hooked
+(`sgl_kvpool.sglang_plugin.hooks.dsa`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
     ------
     ValueError
         As `LayoutMLATokenToKVPool`; also for another arrangement than `layer_major`, which SGLang's DSA
-        kernels and graphs do not read, for a `kv_cache_dim` from SGLang that belongs to rows of another
-        layout, and for `fp4` with pooled index keys.
+        kernels do not read, for a `kv_cache_dim` from SGLang that belongs to rows of another layout, and for
+        pooled index keys with a layout that SGLang's DSA kernels do not read.
     """
 
     serves_dsa = True
@@ -71,8 +72,8 @@ class LayoutDSATokenToKVPool(LayoutMLATokenToKVPool, DSATokenToKVPool):
             )
 
     def _check_what_sglang_reads(self) -> None:
-        # SGLang's readers take this as the width of a row: in values for rows without scales, in bytes for
-        # rows with scales.
+        # SGLang's readers take `_sglang_row_values` as the width of a row: in values for rows without scales,
+        # in bytes for rows with scales.
         row = self.row_format
         scaled = self.dsa_kv_cache_store_fp8
         expected = row.row_bytes if scaled else row.head_dim

@@ -38,8 +38,9 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
     Raises
     ------
     ValueError
-        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a row
-        pool, or class of row pools, that is not SGLang's own, and for a k_scale of a layer without rows.
+        As `LayoutMLATokenToKVPool` and `LayoutDSATokenToKVPool`; also for a model without MLA, for a row pool
+        that SGLang has built already, for a class of row pools that is not SGLang's default, for a layer
+        listed twice, and for a k_scale of a layer without rows.
     """
 
     full_kv_pool: LayoutMLATokenToKVPool
@@ -137,7 +138,7 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         return layer_id in self.full_attention_layer_id_mapping
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
+        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
         return self.full_kv_pool.k_scale(self._transfer_full_attention_id(layer_id))
 
     def slot_to_row(self, slots: torch.Tensor) -> torch.Tensor:
@@ -164,8 +165,8 @@ class LayoutHybridLinearKVPool(HybridLinearKVPool, RowPool):
         self._wait_for_layer(layer_id)  # the wrapped pool has no transfer counter; this pool holds it
         return self.full_kv_pool.get_row_buffer(place)
 
-    # SGLang's own methods change the layer object's id during a call, which another thread would see, and
-    # treat row numbers (`RowWriteLoc`) as slots.
+    # SGLang's own methods change the layer object's id during a call, which another thread would see, and its
+    # `set_kv_buffer` treats row numbers (`RowWriteLoc`) as slots.
 
     def set_kv_buffer(
         self, layer, loc_info, cache_k, cache_v, k_scale=1.0, v_scale=1.0, dcp_kv_mask=None

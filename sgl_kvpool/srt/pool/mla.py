@@ -126,7 +126,7 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
         """Refuse rows that SGLang's readers cannot read, before anything is allocated."""
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of the stored values of a model layer; 1.0 for layouts without k_scale."""
+        """Divisor of a model layer's values before they are stored; 1.0 for layouts without k_scale."""
         return self._k_scales.get(layer_id, 1.0) if self.kv_cache_layout.uses_k_scale else 1.0
 
     # ---------------------------------------------------------------- reading
@@ -151,8 +151,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     def get_row_buffer(self, layer_id: int) -> torch.Tensor:
         """Stored bytes of a layer, `[rows, 1, row_bytes]` uint8, a view of the live pool.
 
-        This is the only way to read stored bytes; `slot_to_row(slots)` gives the rows of slots. Waits until a
-        load of this layer from the host tier is done.
+        `slot_to_row(slots)` gives the rows of slots. Waits until a load of this layer from the host tier is
+        done.
         """
         return self._stored(layer_id).view(torch.uint8)
 

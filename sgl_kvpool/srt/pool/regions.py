@@ -1,9 +1,9 @@
 """Byte views of SGLang's pools.
 
-A pool's geometry is read from `get_device_pool_infos` and the pool's fields, never from shapes. A pool of
-SGLang is described only if its exact class is in the table at the end, because a subclass may store other
-bytes; a pool of this package is described as its base class. The described bytes have to be all bytes that
-the pool reports as stored.
+A pool's geometry is read from `get_device_pool_infos` and the pool's fields, not guessed from shapes. A pool
+of SGLang is described only if its exact class is in the table at the end, because a subclass may store other
+bytes. Subclasses of this package's pools, such as those from `bind`, are described like the pools. Of a KV
+pool, the described bytes have to be all bytes that it reports as stored.
 """
 
 from __future__ import annotations

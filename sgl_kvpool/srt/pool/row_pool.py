@@ -92,5 +92,5 @@ class RowPool:
         raise NotImplementedError
 
     def k_scale(self, layer_id: int) -> float:
-        """Divisor of the stored values of a model layer."""
+        """Divisor of a model layer's values before they are stored."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """Checks of real pools, attention backends and host tiers against the codec and plain torch.
 
-A server runs them when it starts (:mod:`sgl_kvpool.sglang_plugin.hooks.self_check`); `sgl-kvpool doctor
---self-check` runs them without a model. Each check writes and reads through SGLang's own calls, compares the
-result with values that it computes by other means, and restores the bytes that it has overwritten. It raises
-`Difference` if the result is wrong.
+A scheduler runs them when it starts, if they are due (:mod:`sgl_kvpool.sglang_plugin.hooks.self_check`);
+`sgl-kvpool doctor --self-check` runs all but `check_backend`, which needs a model. Each check writes, reads
+or transfers rows through SGLang's own calls, compares the result with values that it computes by other means,
+and restores the bytes that it has overwritten. It raises `Difference` if the result is wrong.
 """
 
 from sgl_kvpool.srt.self_check.attention import check_backend, check_lists

@@ -161,7 +161,7 @@ def check_lists(
     scale: float,
     attend: Callable[..., torch.Tensor],
 ) -> str:
-    """Attend lists of slots with a kernel, for pools that an attention backend of SGLang reads.
+    """Attend lists of slots with a kernel, without an attention backend.
 
     Parameters
     ----------

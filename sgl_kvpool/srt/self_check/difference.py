@@ -10,7 +10,7 @@ __all__ = ["Difference", "require_same_bytes"]
 
 
 class Difference(Exception):
-    """A check failed; the text names the feature, the layer, and the first bad byte or the largest error."""
+    """A check failed; the text names what was checked and, if bytes or values are wrong, the place of one."""
 
 
 def require_same_bytes(

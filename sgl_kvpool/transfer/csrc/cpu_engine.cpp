@@ -77,6 +77,7 @@ struct Work {
 
   int64_t items() const { return run_count * page_count; }
 
+  // Bytes that are read.
   int64_t bytes() const {
     int64_t page_bytes = 0;
     for (int64_t i = 0; i < run_count; ++i) page_bytes += runs[i].run_bytes * runs[i].run_count;
@@ -101,8 +102,8 @@ struct Work {
 
   // Calls move as `each` does, for all items, on several threads.
   template <typename Move>
-  void share(int64_t threads, int64_t bytes_per_thread, Move&& move) const {
-    kvpool::share(items(), kvpool::threads_for(bytes(), bytes_per_thread, threads),
+  void share(int64_t threads, Move&& move) const {
+    kvpool::share(items(), threads,
                   [&](int64_t begin, int64_t end) { each(begin, end, move); });
   }
 };
@@ -110,7 +111,7 @@ struct Work {
 void copy_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
                 tvm::ffi::TensorView target_pages, int64_t threads) {
   const Work work(runs, source_pages, target_pages);
-  work.share(threads, kBytesPerThread,
+  work.share(kvpool::threads_for(work.bytes(), kBytesPerThread, threads),
              [](char* target, const char* source, const kvpool::CopyRun& run, int64_t) {
                copy_run(target, source, run.run_bytes);
              });
@@ -124,9 +125,11 @@ void convert_pages(tvm::ffi::TensorView runs, tvm::ffi::TensorView source_pages,
   const auto& from_layout = *static_cast<const kvpool::RowLayout*>(from.data_ptr());
   const auto& to_layout = *static_cast<const kvpool::RowLayout*>(to.data_ptr());
   const float* scales = static_cast<const float*>(k_scales.data_ptr());
+  // Read plus written, as kConvertedBytesPerThread counts them.
+  const int64_t bytes = work.bytes() / from_layout.row_bytes * (from_layout.row_bytes + to_layout.row_bytes);
   const bool known = kvpool::for_formats(
       from_layout.latent, to_layout.latent, [&]<kvpool::Latent kFrom, kvpool::Latent kTo>() {
-        work.share(threads, kvpool::kConvertedBytesPerThread<kTo>,
+        work.share(kvpool::threads_for(bytes, kvpool::kConvertedBytesPerThread<kTo>, threads),
                    [&](char* target, const char* source, const kvpool::CopyRun&, int64_t number) {
                      kvpool::convert_row<kFrom, kTo>(reinterpret_cast<const uint8_t*>(source), from_layout,
                                                      reinterpret_cast<uint8_t*>(target), to_layout,

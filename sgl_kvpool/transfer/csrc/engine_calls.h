@@ -1,5 +1,6 @@
 // Functions that Python calls. They take integers, also for addresses, so that tvm-ffi and pybind11 can bind the same
-// functions. Python has checked the arguments. All steps are enqueued on the given stream, and no function waits.
+// functions. Python has checked the arguments. All steps are enqueued, on the given stream or on the page buffer's own
+// (staging.h); only free_staging waits.
 #pragma once
 
 #include "staging.h"

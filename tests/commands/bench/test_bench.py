@@ -47,7 +47,7 @@ def test_help_is_the_benchmarks(name, capsys):
         (["attention", "dense"], "bench attention: error: unrecognized arguments: dense"),
     ],
 )
-def test_what_it_does_not_take(argv, said, capsys):
+def test_invalid_arguments_are_refused(argv, said, capsys):
     assert status(["bench", *argv]) == 2
     assert said in capsys.readouterr().err
 

@@ -72,7 +72,7 @@ def test_wrong_results_have_no_time(bench, item, value):
     assert "us" not in row
 
 
-def test_what_a_call_does_not_write_is_not_a_number(bench, item):
+def test_outputs_that_a_call_does_not_write_are_wrong(bench, item):
     def half(call):
         out = call()
         out[:, 1] = float("nan")  # like the poison that outputs are filled with
@@ -81,7 +81,7 @@ def test_what_a_call_does_not_write_is_not_a_number(bench, item):
     assert bench(half).measure(item)["status"] == "wrong"
 
 
-def test_runners_that_cannot(bench, item):
+def test_runners_that_fail_or_are_skipped(bench, item):
     def fails(call):
         raise AssertionError("unsupported head dim\nand a stack")
 
@@ -227,7 +227,7 @@ def test_without_a_gpu_the_default_says_so(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"])
-def test_a_gpu(layout):
+def test_a_measurement_on_a_gpu(layout):
     device = modules.device.CudaDevice(seconds_per_timing=0.01)
     peaks = device.peaks()
     assert 1e11 < peaks.copy_bytes_per_s < 2e13

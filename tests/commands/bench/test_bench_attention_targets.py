@@ -73,7 +73,7 @@ def test_limits_by_hand(counted):
     assert work.row_bytes == 64 * 32768 * 416
     assert work.other_bytes == 64 * 32768 * 4 + 1024 * (2 * 576 + 2 * 512 + 4)
     assert work.flop == 2 * 1024 * 32768 * 1088
-    # 64 lists of 32768 rows; each row keeps the busiest unit of a multiprocessor for so many clocks
+    # 64 lists of 32768 rows; each row occupies the busiest unit of a multiprocessor for `clk` clocks
     clk = counted["fp4", 16]["shared_memory_clk_per_row"]
     assert work.sm_clk == 64 * 32768 * clk
     peaks = modules.limits.Peaks(4.3e12, 790e12, 132, 1.98e9)
@@ -201,12 +201,12 @@ def test_a_target_not_measured(states, index, expected):
 
 
 def test_targets_of_incomplete_runs(states):
-    # Worse than one peer is missed, whoever else did not run.
+    # A target is missed if one peer is too fast for it, even if other peers did not run.
     rows = good()
     rows[3] |= {"status": "failed", "reason": "no kernel"}
     rows[4]["graph_us"] = 300
     assert states(rows)[:3] == [MISSED] * 3
-    # The worst of all batches counts, and the one of the target has to be there.
+    # The worst of all batches counts, and the target's own batch has to be measured.
     rows = [
         *good(),
         *(measured("kvpool", name, us, heads=128, batch=1) for name, us in (("bf16", 10), ("fp4", 14))),
@@ -215,10 +215,11 @@ def test_targets_of_incomplete_runs(states):
     rows = [row for row in good() if row["heads"] != 128]
     rows += [measured("kvpool", name, 10, heads=128, batch=1) for name in ("bf16", "fp4")]
     assert states(rows)[5] == OPEN
-    # A wrong result of ours misses the target; a wrong result of a peer removes that peer.
+    # A wrong result of ours adds a missed target; a wrong result of a peer removes that peer.
     rows = good()
     rows[0] |= {"status": "wrong", "reason": "query 0"}
     assert states(rows)[-1] == MISSED
+    assert states(rows, on_gpu=False) == [OPEN] * 11 + [MISSED]
     rows = good()
     rows[4] |= {"status": "wrong", "reason": "query 0"}
     assert states(rows) == [PASSED] * 11

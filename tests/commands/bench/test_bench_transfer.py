@@ -128,7 +128,7 @@ def test_a_run(small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("of_copy", [1.0, 0.5])
-def test_check_is_the_status(small, monkeypatch, capsys, of_copy):
+def test_check_sets_the_exit_status(small, monkeypatch, capsys, of_copy):
     real = transfer.measure_engine
 
     def fast(*arguments):

@@ -219,7 +219,7 @@ def test_a_child_that_hangs_is_ended_and_the_report_goes_on(monkeypatch, tmp_pat
         os.kill(int(pid.read_text()), 0)
 
 
-#: A pynvml whose driver is `state`, and a torch that sees `count` GPUs.
+#: A pynvml whose initialisation fails with error STATE unless that is 0, and a torch that sees no GPU.
 FAKE_NVML = """
 NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 13, 9
 class NVMLError(Exception):
@@ -250,7 +250,7 @@ class cuda:
     ],
 )
 def test_drivers(monkeypatch, tmp_path, state, visible, problem, note):
-    """Machines we do not have: their libraries are replaced, in the probe's own process."""
+    """Drivers in several states: pynvml and torch are replaced in the probe's own process."""
     (tmp_path / "pynvml.py").write_text(f"STATE = {state}\n{FAKE_NVML}")
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

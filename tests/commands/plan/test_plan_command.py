@@ -103,7 +103,7 @@ def test_a_config_json_that_contains_a_list_is_refused(tmp_path, capsys):
     assert "contains a list" in capsys.readouterr().err
 
 
-def test_what_a_model_can_be(tmp_path):
+def test_forms_of_model_names_and_folders(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert find_model(str(tmp_path)).weights_gib is None
     for number in range(2):
@@ -123,7 +123,7 @@ def answer(tokens=100_000, most=2048, **changes):
         "page_size": 64, "tokens": tokens, "max_running_requests": most, "state_slots": 0,
         "state_slot_bytes": 0, "cell_bytes": 25376, "workspace_bytes": 0, "available_bytes": 0,
         "mem_fraction_static": 0.88, "kv_cache_dtype": "bfloat16", "caches": 1, "ranks_per_node": 8,
-        "attention_copies": 1, "row_copies": 8, "draft_weights_gib": None, "asked_running_requests": None,
+        "attention_copies": 1, "row_copies": 8, "draft_weights_gib": None, "requested_running_requests": None,
         "attention": {"prefill": "a", "decode": "b", "why": "c"}, "host": None,
         "model": {"name": "M", "kind": "dense", "linear_layers": 0, "layers_with_rows": 61,
                   "kv_lora_rank": 512, "qk_rope_head_dim": 64, "context_len": 131072},
@@ -153,13 +153,13 @@ def test_what_bounds_requests():
     made = plan((Candidate("fp4"), answer(most=7, state_slots=35)))
     assert made.servers[0].limit.startswith("states of linear layers")
     assert "states of linear layers" in report.text(made)
-    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, asked_running_requests=7))).servers
+    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, requested_running_requests=7))).servers
     assert server.limit == "--max-running-requests"
-    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, asked_running_requests=8))).servers
+    [server] = plan((Candidate("fp4"), answer(most=7, state_slots=35, requested_running_requests=8))).servers
     assert server.limit.startswith("states of linear layers")
 
 
-def test_a_context_that_the_model_has_not():
+def test_a_context_longer_than_the_models_is_refused():
     with pytest.raises(ValueError, match=r"--context 131073 is longer .* 131072 tokens"):
         plan((Candidate("fp4"), answer()), context=131073)
     assert plan((Candidate("fp4"), answer()), context=None).context_tokens == 32768
@@ -304,8 +304,9 @@ def test_columns_are_aligned_beside_the_longest_name():
 
 def test_every_server_refused():
     refused = [(Candidate(layout), {"refused": "two"}) for layout in ("fp8", "fp4")]
-    made = plan((Candidate(None), {"refused": "one"}), *refused)
+    made = plan((Candidate(None), {"refused": "one"}), *refused, host_gb=100.0)
     shown = report.text(made)
+    assert "host tier" not in shown  # 100 GB are enough for one
     assert "fp8; fp4: refused: two" in shown
     assert "SGLang as it is: refused: one" in shown
     assert "commands:" not in shown

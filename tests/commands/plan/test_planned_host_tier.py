@@ -12,7 +12,7 @@ INDEX_BYTES = 132
 
 @pytest.fixture(autouse=True)
 def _any_machine(published, monkeypatch):
-    """Pools ask SGLang's runtime context, and it keeps 10 GiB of the machine's memory free."""
+    """Publish the runtime context that pools ask, and lift the 10 GiB that SGLang keeps free."""
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)

@@ -58,7 +58,7 @@ def launch_on_cpu():
 
 
 class Wrapper:
-    """A wrapper of FlashInfer's, given all that its own methods take."""
+    """Replaces a wrapper of FlashInfer: checks calls against FlashInfer's signatures and records them."""
 
     def __init__(self, kind):
         self.kind = kind

@@ -136,13 +136,13 @@ def test_what_is_new_in_a_cache_was_compiled(tmp_path, capsys):
         (["--device", "cpu", "--tp", "3"], "--tp 3 does not divide the 128 heads"),
     ],
 )
-def test_what_cannot_be(argv, said, capsys):
+def test_servers_that_cannot_exist_are_refused(argv, said, capsys):
     assert main(["warmup", *argv]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--tp", "0"], ["--kv-cache-layout", "auto"], ["--draft-tokens", "-1"]])
-def test_what_is_no_argument(argv, capsys):
+def test_invalid_values_of_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         main(["warmup", *argv])
     assert argv[0] in capsys.readouterr().err

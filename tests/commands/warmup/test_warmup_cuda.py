@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-#: The kernel that decodes with a latent of 512 and a rope of 64.
+#: The kernel that attends rows other than `bf16` with a latent of 512 and a rope of 64.
 GLUON = "gluon_decode_kernel"
 
 

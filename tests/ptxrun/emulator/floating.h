@@ -5,7 +5,8 @@
 
 namespace ptxrun {
 
-// f of doubles that hold the operands exactly; the result is exact or rounded to odd, and rounded once here.
+// Operations of the handlers. 16-bit operands are doubles in between: sums and products are exact or rounded to odd,
+// so that encoding rounds them once.
 enum FOp : u8 {
   FADD,
   FSUB,
@@ -31,10 +32,6 @@ static inline double extreme(const Inst& in, double a, double b, bool least) {
   if (in.c & 1) {
     if (a != a || b != b) return NAN;
   }  // .NaN
-  if (in.c & 2) {
-    double s = std::signbit(a) != std::signbit(b) ? -1.0 : 1.0;
-    (void)s;
-  }
   if (a != a) return b;
   if (b != b) return a;
   if (a == b) return least ? (std::signbit(a) ? a : b) : (std::signbit(a) ? b : a);
@@ -93,7 +90,7 @@ HANDLER(half_arith) {
 
 static float round_f32(double y, Round rm) { return rm == RN ? (float)y : as_f32(encode_small(y, 8, 23, rm, false)); }
 
-static inline float ulps(Machine& x, float v) {  // the approximate functions: exact, or moved by the documented error
+static inline float ulps(Machine& x, float v) {  // approximate functions: moved by up to one unit in the last place
   if (!x.c.approx || !std::isfinite(v) || v == 0) return v;
   int k = (int)((std::bit_cast<u32>(v) * 0x9E3779B1u ^ (u32)x.c.seed * 0x85EBCA6Bu) >> 16) % 3 - 1;
   for (; k > 0; k--) v = std::nextafter(v, INFINITY);

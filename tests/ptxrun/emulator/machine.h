@@ -1,5 +1,5 @@
-// A launch on one thread of the CPU: some CTAs of a cluster at a time. Every access of registers and memory
-// goes through this, and is checked.
+// A launch on one thread of the CPU: the CTAs of one cluster at a time. Instructions access registers and memory
+// through `Machine`, which checks them.
 //
 // A handler executes one instruction for the lanes `m` of warp `w` of machine `x`; HANDLER(name) declares it.
 #pragma once
@@ -90,15 +90,17 @@ struct Machine {
 
   void race(Warp& w, const Inst& in, Cta* t, u32 off, const char* mine, const char* theirs, u32 line, u32 agent_,
             int lane);
-  // `agent_` performs the access on behalf of `w`, whose clock orders it.
   void shared_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, bool sync_access = false);
   // Layouts of Triton may have several warps write the same value to one place: not reported.
   static bool same_value(Cta* t, u32 b, u32 off, u32 size, const u8* data);
+  // Agent `as` writes on behalf of `w`, whose clock orders the write.
   void mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock, bool async_proxy,
                   const u8* data = nullptr);
   void shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, const u8* data = nullptr);
-  // A read by the asynchronous proxy (wgmma, bulk copies); `vc` and `pvc` are those of the issuing warp at the issue.
-  void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock);
+  // A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc` of the issuing
+  // warp at the read, writes of the generic proxy also by `pvc`.
+  void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
+                  const Clock& pvc);
   // Releases: agents that acquire this are ordered after the work before it.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);

@@ -62,11 +62,11 @@ struct Op {
   bool neg = false;
   u8 width = 0;
   Space space = GENERIC;
-  bool literal = false;  // a decimal floating literal, held as a double
+  bool literal = false;  // a floating-point literal, held as a double
   int r = -1;
   i64 off = 0;
-  const u64* bc = nullptr;
-  vector<Op> v;  // bc: an immediate in all lanes
+  const u64* bc = nullptr;  // an immediate in all lanes
+  vector<Op> v;
 };
 struct Machine;
 struct Warp;

@@ -38,7 +38,6 @@ inline void Machine::race(Warp& w, const Inst& in, Cta* t, u32 off, const char* 
          line, lane);
 }
 
-// `agent_` performs the access on behalf of `w`, whose clock orders it.
 inline void Machine::shared_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, bool sync_access) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)
@@ -66,6 +65,7 @@ inline bool Machine::same_value(Cta* t, u32 b, u32 off, u32 size, const u8* data
   return true;
 }
 
+// Agent `as` writes on behalf of `w`, whose clock orders the write.
 inline void Machine::mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock,
                                 bool async_proxy, const u8* data) {
   memset(&t->init[off], 1, size);
@@ -109,8 +109,10 @@ inline void Machine::shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 
   mark_write(w, in, t, off, size, lane, w.gid, w.vc[w.gid], false, data);
 }
 
-// A read by the asynchronous proxy (wgmma, bulk copies); `vc` and `pvc` are those of the issuing warp at the issue.
-inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock) {
+// A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc` of the issuing
+// warp at the read, writes of the generic proxy also by `pvc`.
+inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
+                                const Clock& pvc) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)
       if (!t->init[off + i]) fault(w, in, fmt("reads shared 0x%x, which was never written", off + i));
@@ -120,7 +122,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 si
     if (!e.clock) continue;
     if (!before(w.vc, e.clock, e.agent))
       race(w, in, t, b, "reads", "write", e.line, e.agent, -1);
-    else if (!e.async && !before(w.pvc, e.clock, e.agent))
+    else if (!e.async && !before(pvc, e.clock, e.agent))
       report("proxy", w, in,
              fmt("the asynchronous proxy reads shared 0x%x, written by warp %d without fence.proxy.async since", b,
                  e.agent % TW),

@@ -14,7 +14,7 @@ struct Region {
   u32 *writer = nullptr, *reader = nullptr;
 };
 
-// Options of ptxrun.py's `Module.launch`, under the names they have there.
+// Options of ptxrun.py's `Module.launch`, where `timing_random` is called `timing`.
 struct Config {
   u64 seed = 0;
   int threads = 1;
@@ -93,7 +93,7 @@ struct Cta {
   std::map<int, Barrier> bars;
   std::map<u32, MBar> mbars;
   int live = 0;                // warps that have not ended
-  bool synced_global = false;  // an atomic or acquire of global memory was executed: reads of it may be ordered
+  bool synced_global = false;  // an atomic or synchronising load of global memory was executed: reads may be ordered
   vector<Warp> warps;
 };
 
@@ -123,6 +123,7 @@ struct WgOp {
   bool scale_d;
   u32 group, clock;
   bool done;
+  Clock pvc;  // of the warp at the issue: a later proxy fence does not order what this reads
 };
 
 enum Status : u8 { RUN, AT_BARRIER, AT_MBARRIER, AT_CLUSTER, DONE };

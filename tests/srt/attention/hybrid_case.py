@@ -84,7 +84,7 @@ def whole_buffers(pool):
 
 
 def model_configuration(kind, mla_layers=MLA_LAYERS):
-    """SGLang's configuration of a model with KDA (Kimi-Linear) or lightning attention (Ring, Ling 2.5)."""
+    """SGLang's configuration: Kimi-Linear (`kda`), Ring and Ling 2.5 (`lightning`), Bailing 3 (`kda-v3`)."""
     from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
     from sglang.srt.configs.kimi_linear import KimiLinearConfig
 
@@ -284,7 +284,7 @@ class HybridCase:
             np.testing.assert_allclose(out.float().numpy(), wanted, err_msg=f"layer {layer}", **exact)
 
     def assert_stored(self):
-        """Each layer holds exactly the rows of its keys, every other byte is untouched. Ends the case."""
+        """Each layer holds the rows of its keys, all other bytes are untouched. Overwrites the rows."""
         slots = torch.cat(self.slots)
         for layer in self.mla_layers:
             rows = self.pool.get_row_buffer(layer).squeeze(1)

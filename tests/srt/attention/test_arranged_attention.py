@@ -1,4 +1,7 @@
-"""kvpool_mla over token-major and page-major pools: other layers' bytes are poison, nothing is copied."""
+"""kvpool_mla over token-major and page-major pools: other layers' bytes are poison, nothing is copied.
+
+A4, B2 and B5 are items of the vLLM checklist of tests/memory.
+"""
 
 import itertools
 

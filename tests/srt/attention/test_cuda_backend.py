@@ -73,7 +73,7 @@ def cuda_backend(case, *, draft_step=0, most_queries=4, monkeypatch):
 
 
 class CudaCase(Case):
-    """`lengths` are those of whole sequences; the call itself stores or drafts tokens beyond `prefixes`."""
+    """`lengths` are those of whole sequences; `run` stores the tokens beyond `prefixes`."""
 
     def __init__(self, layout, lengths, prefixes, monkeypatch, *, draft_step=0, **more):
         super().__init__(layout, lengths, prefixes, monkeypatch, **more)
@@ -129,7 +129,7 @@ def test_decode(layout, placed, split, monkeypatch):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
 @pytest.mark.parametrize("split", [False, True])
-def test_decode_and_verify(layout, mode, split, monkeypatch):
+def test_verify_and_draft_extend(layout, mode, split, monkeypatch):
     """Four queries per request; the first sequence has exactly four tokens."""
     case = CudaCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch)
     close(case.run(mode, split=split), case.wanted(fresh_as_computed=False))
@@ -225,7 +225,7 @@ def test_without_a_prefix_the_mha_form_is_planned_and_absorbed_layers_work(monke
 
 
 def test_the_mha_form_is_sglangs(monkeypatch):
-    """A layer with 192-wide keys is passed to the base class with all arguments, and nothing is stored."""
+    """A layer with multi-head keys is passed to the base class with all arguments, and nothing is stored."""
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
 
     case = CudaCase("fp4", [9], [3], monkeypatch)
@@ -364,7 +364,7 @@ def test_decode_and_verify_are_planned_without_lengths_on_the_host(mode, seq_len
     ("requests", "bucket", "width"), [(5, 8, 4), (3, 4, 4), (3, 4, 2), (7, 8, 2), (1, 8, 3)]
 )
 def test_padded_replays_of_graphs(mode, requests, bucket, width, monkeypatch):
-    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:639): the
+    """SGLang's views of a replay (`build_replay_fb_view`, eagle_draft_extend_cuda_graph_runner.py:640): the
     number of requests is padded, the buffers are reused, slots are those of real tokens only."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -431,7 +431,7 @@ def test_when_the_request_table_may_change(monkeypatch):
     assert ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
 
 
-def test_what_cannot_be_served_is_said(monkeypatch):
+def test_unsupported_batches_are_refused(monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     case = CudaCase("bf16", [4, 7], [0, 3], monkeypatch)

@@ -161,7 +161,7 @@ class Refusing(Paged):
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128, 12, 20, 24, 40])
 def test_flashinfer_refuses_heads_that_do_not_divide_its_tile(heads):
-    """FlashInfer's own check on Hopper: its tile has 64 queries times heads, or 128 in long batches."""
+    """FlashInfer's own check: a tile has 64 query-head rows, or 128 if requests average more than 64."""
     from flashinfer.mla._batch_mla._backends._fa_common import _validate_fa_causal_tile_bound
 
     def refused(stored):
@@ -218,7 +218,7 @@ def test_prefix_chunks_cover_every_row_once(requests, chunk_tokens):
         assert chunk.last_query == queries[chunk.last_request]
     assert seen == [(r, row) for r, count in enumerate(prefix) for row in range(count)]
     assert (chunks[-1].first_request, chunks[-1].last_request) == (0, len(prefix))
-    # Merged into a chunk's first request: exactly the queries of which earlier chunks had rows.
+    # Queries of a chunk's first request are merged exactly if an earlier chunk has rows of that request.
     for earlier, chunk in enumerate(chunks[:-1]):
         first = chunk.first_request
         began = any(p.first_request <= first < p.last_request for p in chunks[:earlier])

@@ -10,7 +10,7 @@ from dsa_case import DRAFTS, RANK, TOP_K, Case, SparseKernel, in_forward, make_b
 pytestmark = pytest.mark.usefixtures("published", "hooked")
 
 EXTENDS = ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
-#: Prefill and decode implementations per layout: FlashMLA's 16-bit kernel, or ours under SGLang's names.
+#: Prefill and decode implementations per layout: FlashMLA's, or ours under SGLang's names.
 PAIRS = {
     "bf16": ("flashmla_sparse", "flashmla_sparse"),
     "fp8_block_scale": ("flashmla_sparse", "flashmla_kv"),
@@ -74,7 +74,7 @@ def close(found, wanted):
 @pytest.mark.parametrize("mode", EXTENDS)
 @pytest.mark.parametrize("prefixes", PREFIXES)
 def test_extends(layout, mode, prefixes, kernel):
-    """Without a prefix, keys are attended as computed; with a prefix, they are read back from the pool."""
+    """Ragged layouts without a prefix attend keys as computed; all other cases read them from the pool."""
     case = case_of(layout, prefixes)
     found = run(case, mode)
     close(found, case.wanted(fresh_as_computed=prefixes == "none" and layout in RAGGED))
@@ -135,7 +135,7 @@ def test_decode(layout, kernel):
 
 @pytest.mark.parametrize("layout", ["bf16", "fp4", "fp4_fp8_rope"])
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_what_drafts_add(layout, mode, kernel):
+def test_verify_and_draft_extend(layout, mode, kernel):
     lengths = [n + DRAFTS for n in (1, 37, 20)]
     case = Case(layout, lengths, [1, 37, 20], *PAIRS[layout])
     close(run(case, mode), case.wanted())
@@ -231,7 +231,7 @@ def test_names_of_other_hardware_do_not_leave_our_pool_without_a_reader():
     assert stock.get_topk_transform_method().name == "PAGED"
 
 
-def test_what_has_no_reader_of_ours(kernel):
+def test_attention_sinks_are_refused(kernel):
     case = Case("fp4", [3], [2], *PAIRS["fp4"])
     with pytest.raises(ValueError, match="attention sinks are not computed over rows of KV cache layout fp4"):
         case.backend._forward_flashmla_sparse(

@@ -36,7 +36,7 @@ def test_absorbed_prefill(layout, placed, reads_rows, on_cuda, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("placed", PLACED[::2])
 @pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2"])
-def test_decode_and_verify(layout, placed, mode, monkeypatch):
+def test_verify_and_draft_extend(layout, placed, mode, monkeypatch):
     case = HybridCase(layout, [4, 40, 7], [0, 36, 3], monkeypatch, on_cuda=True, **placed)
     case.assert_right(case.run(mode), fresh_as_computed=False)
     case.assert_stored()

@@ -1,6 +1,7 @@
 """SGLang's own hybrid models: which layers our backend attends, and how the models choose the form.
 
-The models are real and on the meta device; tests look at their modules.
+The models are real and on the meta device, and tests look at their modules. For the form, tests run one layer
+on the CPU.
 """
 
 from types import SimpleNamespace
@@ -67,10 +68,10 @@ def attentions(model):
     return {name: m for name, m in model.named_modules() if isinstance(m, RadixAttention)}
 
 
-def check(model, pool, *, multi_head=True):
+def check(model, pool, *, mha_form=True):
     from sgl_kvpool.srt.attention.layers import check_layers
 
-    check_layers(model, pool, multi_head=multi_head)
+    check_layers(model, pool, mha_form=mha_form)
 
 
 @pytest.mark.parametrize(("name", "kind", "layers"), TARGETS)
@@ -86,7 +87,7 @@ def test_targets(build, name, kind, layers):
         with pytest.raises(ValueError, match="keys 32 wide and not rows of 576"):
             check(model, pool_of(range(LAYERS)))
     with pytest.raises(ValueError, match="attn_mha .* keys 192 wide .*on a CPU; serve"):
-        check(model, pool_of(layers), multi_head=False)
+        check(model, pool_of(layers), mha_form=False)
 
 
 @pytest.mark.parametrize("kind", ["lightning", "kda-v3"])
@@ -135,7 +136,7 @@ def test_a_stage_without_mla():
 
 
 def test_kimi_k3():
-    """The same class with a gate before `o_proj`, after the backend; GGUF's split weights are absorbed."""
+    """DeepSeek's class with a gate between the backend and `o_proj`."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
 
@@ -184,7 +185,7 @@ class HybridServer(Server):
 
 @pytest.fixture
 def named(monkeypatch):
-    """Our name in SGLang's lists, and this process as if it had CUDA where it matters."""
+    """Our name in SGLang's lists, small thresholds, and multi-head prefill as on CUDA."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 

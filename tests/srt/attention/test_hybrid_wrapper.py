@@ -62,7 +62,7 @@ def test_other_layers_go_to_the_linear_backend(on_cuda, mode, monkeypatch):
     assert all(map(torch.equal, before, whole_buffers(case.pool)))
 
 
-def test_an_idle_rank_does_not_reach_it(monkeypatch):
+def test_an_idle_rank_does_not_reach_our_backend(monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     case = wrapped("fp4", [9], [8], monkeypatch)
@@ -72,7 +72,7 @@ def test_an_idle_rank_does_not_reach_it(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_sglang_asks_the_wrapper(kind, monkeypatch):
+def test_attributes_that_sglang_reads_from_the_wrapper(kind, monkeypatch):
     """Model runner, graph runners, speculative workers and models see the wrapper, never our backend."""
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -39,7 +39,7 @@ def multi_head(**changes):
 def check(*layers, on_cuda=True):
     from sgl_kvpool.srt.attention.layers import check_layers
 
-    check_layers(torch.nn.ModuleList(layers), POOL, multi_head=on_cuda)
+    check_layers(torch.nn.ModuleList(layers), POOL, mha_form=on_cuda)
 
 
 def test_deepseeks_own_layers():

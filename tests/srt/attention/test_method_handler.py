@@ -27,7 +27,7 @@ THRESHOLD, CAPACITY = 10, 25
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """Our name in SGLang's lists as in a scheduler, and this process as if it had CUDA where it matters."""
+    """Our name in SGLang's lists as in a scheduler, and multi-head prefill as on CUDA."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
 

@@ -1,7 +1,7 @@
 """The checkpoints that servers on a GPU are tested with, loaded into SGLang's own classes on the CPU.
 
-Every parameter is NaN before loading and none after, so the file has each under the name that SGLang looks
-for; SGLang's loader refuses a wrong shape.
+Every parameter is NaN before loading and none after, except those that a draft takes from its target. So the
+file has each under the name that SGLang looks for; SGLang's loader refuses a wrong shape.
 """
 
 import importlib.util

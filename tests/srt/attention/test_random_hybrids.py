@@ -1,6 +1,6 @@
 """The hybrids that servers on a GPU are tested with, loaded into SGLang's own classes on the CPU.
 
-As in `test_random_checkpoints`, every parameter is NaN before loading and none after.
+As in `test_random_checkpoints`, parameters are NaN before loading, and only shared ones of drafts after.
 """
 
 import lightning_model
@@ -66,7 +66,7 @@ def log_probabilities(logits):
     return logits.float().log_softmax(-1)
 
 
-def test_lightning_says_something_and_rows_matter(checkpoints):
+def test_lightning_logits_vary_and_depend_on_rows(checkpoints):
     weights = load_file(checkpoints["lightning"] / "model.safetensors")
     tokens = torch.randint(3, random_hybrid.VOCAB, (200,), generator=torch.Generator().manual_seed(0))
     config = random_hybrid.CONFIGS["lightning"]
@@ -77,7 +77,7 @@ def test_lightning_says_something_and_rows_matter(checkpoints):
 
 
 @torch.no_grad()
-def test_kimi_says_something_and_rows_matter(checkpoints, monkeypatch):
+def test_kimi_logits_vary_and_depend_on_rows(checkpoints, monkeypatch):
     """Loads the file into transformers' class, so the weights have the published names."""
     from transformers.models.kimi_linear import KimiLinearForCausalLM, modeling_kimi_linear
 

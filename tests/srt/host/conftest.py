@@ -105,7 +105,7 @@ def direct(controller_of):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Replaces CUDA kernels of SGLang's index-key pool by memmove; a list of the kernels that were called."""
+    """Replaces CUDA kernels of SGLang's index-key pool by CPU copies; a list of the kernels called."""
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host import dsa as pool_host
 

@@ -257,7 +257,7 @@ class Model(TreeModel):
 def make_model(
     args, process_group, pool, requests, page_size, monkeypatch, tree=None, drafts=(), **ranks
 ):  # fmt: skip
-    """SGLang's tree with its host tier, built by SGLang with our hooks; `ranks` are process groups."""
+    """SGLang's tree with its host tier and our hooks; `ranks` are process groups and the pipeline stage."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams

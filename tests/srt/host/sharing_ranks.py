@@ -355,7 +355,10 @@ def flushed(ranks):
 
 
 def from_store(rank, drafts=0):
-    """Two servers, one after the other; in the second, only the first rank reads the store."""
+    """Two servers, one after the other; in the second, only each machine's first rank reads the store.
+
+    `rank` cannot read one of the pages.
+    """
 
     def case(ranks):
         store = ranks.folder / f"store-{rank}-{drafts}"

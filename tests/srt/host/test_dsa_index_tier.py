@@ -1,8 +1,8 @@
 """Index keys of models with sparse attention in a host tier: SGLang's own index-key pool beside our rows.
 
 SGLang's pool takes capacity, page size and label from ours, and moves pages with CUDA kernels that it selects
-by label and io backend. memmove over the kernels' own addresses replaces them (`kernels` of conftest.py), so
-the tests cover SGLang's selection and the pages it would move.
+by label and io backend. Copies on the CPU with the kernels' own arguments replace them (`kernels` of
+conftest.py), so the tests cover SGLang's selection and the pages it would move.
 """
 
 import threading
@@ -77,8 +77,8 @@ def test_sglangs_pool_of_index_keys_takes_ours_for_its_anchor(kernels, layout, l
 
 
 @pytest.mark.parametrize(("label", "io_backend"), [("page_first", "direct"), ("page_first_direct", "kernel")])
-def test_other_pairs_are_unknown_to_it(kernels, label, io_backend):
-    """The reason why the tier keeps the requested label: SGLang refuses all of these pairs at start."""
+def test_other_pairs_are_unknown_to_sglangs_pool(kernels, label, io_backend):
+    """The reason why the tier keeps the requested label. At start, SGLang changes these pairs."""
     from sglang.srt.mem_cache.pool_host.dsa import make_dsa_indexer_pool_decl
 
     pool = dsa_pool("fp4", **BIG)

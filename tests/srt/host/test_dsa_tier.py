@@ -84,7 +84,7 @@ NARROWER = [
 
 @pytest.mark.parametrize(("layout", "host", "rank", "rope"), NARROWER)
 def test_rows_of_a_narrower_host_tier(layout, host, rank, rope):
-    """Each row is the codec's conversion of the other one, through bf16; the oracle computes both."""
+    """Backup and load each convert the rows through bf16; the oracle computes both conversions."""
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     pool = dsa_pool(layout, rank, rope, options={"host_tier": HostTierOptions(layout=host)}, **BIG)

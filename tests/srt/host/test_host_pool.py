@@ -91,7 +91,7 @@ def test_layers_arrive_one_by_one(arrangement):
     assert (rows(pool)[0] == GUARD).all()
     assert np.array_equal(rows(pool)[1][[3, 1]], wanted[1][[3, 1]])
     assert (rows(pool)[2] == GUARD).all()
-    # Layers of another pipeline stage are ignored, as in SGLang's pool; draft layers must exist.
+    # Layers beyond those of this pipeline stage are ignored, as in SGLang's pool; draft layers must exist.
     load(tier, [1, 2], [3, 1], layers=[LAYERS])
     with pytest.raises(KeyError):
         tier.load_to_device_per_layer(

@@ -1,6 +1,7 @@
 """SGLang's tree and controller over our rows and states: a request gets both of one prefix, or neither.
 
-For both of SGLang's tree cores: servers use the Rust core, and the Python core where Rust is absent.
+Some tests run with both of SGLang's tree cores: servers use the Rust core, and the Python core where Rust is
+absent.
 """
 
 import itertools
@@ -76,7 +77,7 @@ def test_rows_of_packed_drafts_come_back_too(hybrid_of, layout, drafts):
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_index_keys_come_back_with_rows_and_states(hybrid_of, kernels, layout, label, drafts):
-    """Models with sparse attention, which SGLang serves with pages of 64 tokens."""
+    """Models with sparse attention, which SGLang serves with pages of 64 index keys: here, of 64 tokens."""
     model = hybrid_of(layout, page_size=64, label=label, sparse=True, drafts=drafts)
     assert len(model.index_layers()) == len(model.row_layers()) == 2 + len(drafts)
     short, longer, other = prompt(128), prompt(256), prompt(64, 900)

@@ -143,7 +143,7 @@ def test_no_chunk_is_short_enough(failures, caplog):
     cudart = Cudart(longest=page_bytes - 1)
     assert pin(memory, page_bytes, cudart, chunk_bytes=10 * page_bytes) is None
     assert cudart.registered == {}
-    assert cudart.calls == 3  # chunks of ten, two and one; a sixteenth of ten pages is one page too
+    assert cudart.calls == 3  # chunks of ten, two and one page; a 64th of ten pages gives one page too
     assert failures() == {"registration": 1}
 
 

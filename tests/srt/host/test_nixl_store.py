@@ -11,7 +11,7 @@ from host_tier import GUARD, LAYERS
 
 @pytest.fixture
 def nixl_of(direct, tmp_path, monkeypatch):
-    """`nixl_of(layout, direct_io)`: a controller over SGLang's NIXL store with POSIX files; their folder."""
+    """A function that builds a controller over SGLang's NIXL store of POSIX files, and the store's folder."""
     pytest.importorskip("nixl._api", reason="needs nixl and nixl-cu13")
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
@@ -40,7 +40,7 @@ def files(folder):
     return {path.name[:1]: path for path in found if path.name[:64] in KEYS}
 
 
-#: Includes DeepSeek-V3's 61 layers, whose fp4 page has 396.5 times 4096 bytes.
+#: Includes DeepSeek-V3's 61 layers, whose fp4 rows of a page have 396.5 times 4096 bytes.
 NIXL_CASES = [
     *(pytest.param("fp4", io, 64, LAYERS, id=f"fp4-{io}") for io in (True, False)),
     *(pytest.param("fp8", io, 64, LAYERS, id=f"fp8-{io}") for io in (True, False)),
@@ -52,7 +52,7 @@ NIXL_CASES = [
 
 @pytest.mark.parametrize(("layout", "direct_io", "page_size", "layers"), NIXL_CASES)
 def test_nixl_round_trip(nixl_of, failures, layout, direct_io, page_size, layers):
-    """O_DIRECT is NIXL's default: SGLang copies pages of 3 layers of fp8, but not pages of fp4."""
+    """O_DIRECT is NIXL's default: SGLang copies pages whose size is not a multiple of 4096, such as fp8's."""
     build, folder = nixl_of
     first = build(layout, direct_io, page_size, layers)
     tier = tier_of(first)

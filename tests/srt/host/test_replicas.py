@@ -95,7 +95,7 @@ def test_rank_0_writes_and_every_rank_reads(controller_of, store, layout, label)
 
 
 def test_host_pages_of_ranks_are_equal(controller_of, store):
-    """Each rank keeps its own copy on the host, so the ranks use `tp_size` times the memory of one."""
+    """With --kv-host-sharing rank, each rank keeps its own copy, so they use `tp_size` times the memory."""
     images = []
     for rank in (0, 1):
         fill(pool := device_pool("fp4", pages=9), seed=7)

@@ -74,7 +74,7 @@ def test_every_rank_sees_what_any_of_them_writes(tmp_path):
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
+def test_a_rank_that_cannot_map_the_memory_refuses_on_all_ranks(tmp_path, who):
     statuses, printed = run(
         tmp_path,
         f"""
@@ -95,8 +95,8 @@ def test_a_rank_that_cannot_map_it_ends_it_for_all(tmp_path, who):
     assert all(said in text and "give --kv-host-sharing rank" in text for text in printed)
 
 
-def test_a_machine_that_cannot_map_it_ends_it_for_the_others(tmp_path):
-    """They would wait for it otherwise. Ranks 0 and 1 are on one machine, rank 2 on another."""
+def test_a_machine_that_cannot_map_the_memory_refuses_on_all_machines(tmp_path):
+    """Otherwise the other ranks would wait. Ranks 0 and 1 are on one machine, rank 2 on another."""
     statuses, printed = run(
         tmp_path,
         """
@@ -164,7 +164,7 @@ def test_a_rank_cannot_clear_what_another_one_lost():
         rank.close()
         assert rank.of(np.arange(10)).all()
         assert rank.any(1)
-        # Flags of pages that were to be loaded before.
+        # For loads on which the ranks agreed before the close.
         assert [rank.any_flagged(page) for page in (1, 5)] == [False, True]
     ranks[0].set(slice(None), False)
     assert ranks[0].of(np.arange(10)).all()

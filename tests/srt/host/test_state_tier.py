@@ -69,7 +69,7 @@ def test_states_there_and_back(kind, label):
 
 
 def test_layer_by_layer():
-    """After a layer's event its conv and ssm states are loaded, and later layers are untouched."""
+    """After the load of a layer, its conv and ssm states are there, and later layers are untouched."""
     pool = state_pool("three-convs")
     fill_states(pool)
     was = [part.copy() for part in state_tensors(pool)]
@@ -253,7 +253,10 @@ def test_stores_get_the_order_of_sglang(kind):
     assert tier.get_page_buffer_element_size() == sizes[0]
     (buffer,) = tier.get_hybrid_pool_buffer()
     assert all(buffer.data_ptr() <= a < buffer.data_ptr() + buffer.nbytes for a in addresses)
-    assert not tier.is_stride_page_aligned(4096)
+    addresses, sizes = tier.get_page_buffer_meta(torch.arange(tier.size))
+    for alignment in (1, 2, 4, 8, 16, 64, 4096):
+        aligned = not any(number % alignment for number in addresses + sizes)
+        assert tier.is_stride_page_aligned(alignment) == aligned
     with pytest.raises(IndexError):
         tier.get_page_buffer_meta(torch.tensor([tier.size]))
 

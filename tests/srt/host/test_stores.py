@@ -238,7 +238,7 @@ def test_a_store_that_fails_once(controller_of, store, failures, caplog):
 
 
 def test_a_page_of_another_format_under_our_name(controller_of, store, failures):
-    """bf16 and fp8_block_scale pages have different sizes; here one is padded to fit."""
+    """fp8 and bf16 pages have different sizes; here an fp8 page is padded to the size of a bf16 page."""
     first = controller_of(device_pool("fp8", pages=9), store=store)
     filled(first)
     assert put(first, [1])

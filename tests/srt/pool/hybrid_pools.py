@@ -68,7 +68,7 @@ def hybrid_pool(
 
 
 def stock_pool(layout, **extra):
-    """SGLang's own pool, which has no packed rows."""
+    """SGLang's own pool: bf16 rows for the FP4 layouts and, in a dense pool, for `fp8_block_scale`."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     return HybridLinearKVPool(**arguments(layout, **extra))

@@ -20,7 +20,7 @@ from hybrid_pools import (
 PACKED = ["fp8_block_scale", "fp4", "fp4_fp8_rope"]
 GUARD = 0xEE
 everywhere = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-#: Page size -> size of the pool, and slots: the last one, and both sides of a page boundary.
+#: Page size -> size of the pool, and slots: the last one, and for 61 and 64 both sides of a page boundary.
 PAGES = {
     1: (15, [15, 3, 6, 1]),
     2: (14, [15, 3, 6, 1]),

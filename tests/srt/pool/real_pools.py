@@ -85,7 +85,7 @@ def hybrid(use_mla=True, **extra):
 
 
 def leaf_tensors(pool):
-    """Every tensor in which a pool stores tokens, by hand: (layer, part) to [pages or slots, ...]."""
+    """Tensors of a pool's rows, keys and states, by hand: (group, layer, part) to [pages or slots, ...]."""
     kind = type(pool).__name__
     if kind == "SWAKVPool":
         full = {("full", [1, 3][i], p): t for (_, i, p), t in positions(pool.full_kv_pool).items()}

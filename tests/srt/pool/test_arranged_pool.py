@@ -1,4 +1,7 @@
-"""LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes."""
+"""LayoutMLATokenToKVPool in every arrangement: the same rows at other addresses, no other byte changes.
+
+A1, A5, B2 and B3 are items of the vLLM checklist of tests/memory.
+"""
 
 import itertools
 
@@ -233,7 +236,7 @@ def test_slots_far_outside_and_of_another_dtype(layout, arrangement):
 
 
 @pytest.mark.parametrize("arrangement", CROSS)
-def test_cpu_copies_of_no_slot_are_refused(arrangement):
+def test_cpu_copies_of_invalid_slots_are_refused(arrangement):
     pool = make_pool("fp4", arrangement)
     copy = pool.get_cpu_copy(torch.tensor([3]))
     for call in (

@@ -97,7 +97,7 @@ def test_shapes_never_raise(layout, rank, rope):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_sglang_asks_its_class_for(layout):
+def test_attributes_that_sglang_reads(layout):
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     pool = dsa_pool(layout)

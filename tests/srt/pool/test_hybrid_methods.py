@@ -113,7 +113,7 @@ CONSTANTS = {
     "host_transfer_translate": None, "layer_shard_enabled": False, "requires_physical_write_loc": False,
 }  # fmt: skip
 
-#: Differences of our pool: packed rows have no view of values, and either method writes scaled rows.
+#: Getters that our pool refuses for packed rows, which have no view of values.
 NO_VALUES = {"get_kv_buffer", "get_value_buffer"}
 KINDS = {"dense": {}, "sparse": {"sparse": True}, "pooled": POOLED}
 CASES = [

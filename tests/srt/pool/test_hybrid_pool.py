@@ -55,7 +55,7 @@ def test_sizes_and_shapes(layout, rope, page_size):
 
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_asked_for(layout, arrangement):
+def test_requested_layout_arrangement_and_options_reach_the_pool(layout, arrangement):
     from sgl_kvpool.transfer.host_options import HostTierOptions
 
     options = HostTierOptions(engine="cpu")
@@ -141,8 +141,8 @@ def test_lists_of_layers():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_threads_that_share_a_layer_object(layout):
-    """The object's layer id does not change during a call."""
+def test_the_layer_objects_id_does_not_change_during_a_call(layout):
+    """Threads may share the object."""
     pool, attention = hybrid_pool(layout), layer(4)
     nope, rope = values(1, 512, 64)
     combined, seen = torch.cat([nope, rope], -1), set()

@@ -247,7 +247,7 @@ def test_layers_without_index_keys_are_refused(layout, layer_id):
 
 @pytest.mark.parametrize("pooled", [False, True])
 @every_layout
-def test_what_it_says_is_what_the_pool_inside_says(layout, pooled):
+def test_properties_are_those_of_the_inner_pool(layout, pooled):
     if pooled and layout.startswith("fp4"):
         with pytest.raises(ValueError, match="index_kpool"):  # no reader of such rows supports them
             hybrid_pool(layout, **POOLED)

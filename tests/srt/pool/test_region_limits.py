@@ -1,4 +1,7 @@
-"""Views of states and of pools inside pools, and the pools that `describe` refuses."""
+"""Views of states and of pools inside pools, and the pools that `describe` refuses.
+
+C5, C7 and D4 are items of the vLLM checklist of tests/memory.
+"""
 
 import pytest
 import torch

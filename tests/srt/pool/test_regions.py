@@ -1,4 +1,7 @@
-"""`describe` on SGLang's real pools of each kind, compared with the pools' own tensors."""
+"""`describe` on SGLang's real pools of each kind, compared with the pools' own tensors.
+
+A3, A5, B1 and D5 are items of the vLLM checklist of tests/memory.
+"""
 
 import itertools
 
@@ -158,7 +161,7 @@ def test_pages_fold_where_they_divide(page, pages):
         for reference in plain.group("kv").layers:
             other = group.layer(reference.layer_id, reference.part)
             whole = plain.view(plain.group("kv"), reference.runs)
-            # The layer is contiguous in both views, so their bytes can be compared page by page.
+            # Both views have the tokens in one order, so their bytes can be compared page by page.
             whole.copy_(torch.from_numpy(np.arange(whole.numel()) * 7 % 127).view(whole.shape))
             view = folded.view(group, other.runs)
             assert np.array_equal(view.reshape(pages, -1).numpy(), whole.reshape(pages, -1).numpy())
@@ -257,7 +260,7 @@ def test_bytes_that_mean_something_else_do_not_move(make, page):
         copy_pages(source, target, "kv", torch.tensor([0]), torch.tensor([1]))
 
 
-def test_heads_that_take_turns_in_other_pages_do_not_move(monkeypatch):
+def test_pages_split_by_head_do_not_move_to_another_page_size(monkeypatch):
     """The heads of 8 tokens are in another order in two pages of 4 tokens than in a page of 8."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     source, target = mha_pair({"dim": 2, "v_dim": 2}, {"dim": 2, "v_dim": 2, "page_size": 8, "size": 24})

@@ -57,7 +57,7 @@ def difference(pool):
     return str(found.value)
 
 
-#: Pools whose rows are written by our own code, in every arrangement.
+#: Pools whose rows are written by our own code: every arrangement, and for bf16 one that is not layer_major.
 OWN = [
     *itertools.product(["fp8", "fp8_block_scale", "fp4", "fp4_fp8_rope"], ARRANGEMENTS),
     ("bf16", "token_major"),
@@ -79,8 +79,8 @@ def test_an_encoder_that_rounds_otherwise(layout, arrangement, monkeypatch):
     assert f"of layer {START}, slot " in text
 
 
-def test_a_writer_of_sglangs_that_swaps_its_arguments(monkeypatch):
-    """SGLang itself writes `bf16` rows."""
+def test_a_writer_of_sglangs_that_reverses_values(monkeypatch):
+    """SGLang itself writes layer-major `bf16` rows."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     write = MLATokenToKVPool.set_mla_kv_buffer

@@ -153,9 +153,8 @@ struct EmulatedSteps {
   }
 };
 
-// Carry out all queues in some order that streams and events allow; returns the number of steps. A seed decides how
-// often a stream goes on as long as it can before another has its turn: with 1, all go on alike; with 64, one runs far
-// ahead.
+// Carry out all queues in some order that streams and events allow; returns the number of steps. The seed decides for
+// how many steps on average a stream goes on before the next is drawn: 1, 4, 16 or 64, where one runs far ahead.
 int64_t play(int64_t seed) {
   machine.random.seed(static_cast<uint32_t>(seed));
   const uint32_t turns = 1u << (2 * (static_cast<uint32_t>(seed) % 4));

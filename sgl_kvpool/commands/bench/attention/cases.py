@@ -151,7 +151,7 @@ class Grid:
         if quick:
             return found
         found.append(self.dense(heads, batch, context, queries_per_list=self.mtp_queries))
-        # With all layers the longest context may not fit into memory; a shorter one is compared as well.
+        # With all layers the target's context may not fit into memory; a shorter one is compared as well.
         for shorter in (self.contexts[max(self.contexts.index(context) - 1, 0)], context):
             found.append(self.dense(heads, batch, shorter))
             found += [
@@ -251,7 +251,7 @@ def items(
     contexts: Iterable[int] = (),
     peers: Iterable[str] = PEERS,
 ) -> list[Item]:
-    """Items to measure, most important first; an empty filter selects everything.
+    """Items to measure, most important first; an empty filter of workloads or layouts selects all of them.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ def items(
         Layouts of our kernel; peers have fixed layouts.
     heads, batches, contexts : iterable of int
     peers : iterable of str
-        Names of `PEERS`.
+        Names of `PEERS`; if empty, no peer is measured.
 
     Returns
     -------

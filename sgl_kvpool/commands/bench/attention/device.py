@@ -96,7 +96,7 @@ class CudaDevice:
         """Measure the peaks now: a copy of 2 GiB and a product of 8192 x 8192 matrices."""
         copy = self._copy_bytes_per_s(2 << 30)
         matmul = self._matmul_flop_per_s(8192)
-        self.clocks = _nvidia_smi(self.properties) or self.clocks  # clocks under load
+        self.clocks = _nvidia_smi(self.properties) or self.clocks  # clocks right after load
         return Peaks(copy, matmul, self.sm_count, _highest_mhz(self.clocks) * 1e6)
 
     def facts(self) -> dict[str, Any]:

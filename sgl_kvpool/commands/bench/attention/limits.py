@@ -1,4 +1,4 @@
-"""Lower bounds of the time of attention over rows: three limits, from peaks measured in the same run.
+"""Lower bounds of the time of attention over rows: three limits, two from peaks measured in the same run.
 
 Work of a call with N lists of M rows, T queries of H heads, R = 512 latent and P = 64 rotary values:
 
@@ -11,7 +11,8 @@ Work of a call with N lists of M rows, T queries of H heads, R = 512 latent and 
   multiprocessor. The clocks are counted in the machine code of each tile (``attention_facts.py``) and
   stored in ``tile_costs.json``, because a machine with a GPU need not have a disassembler.
 
-The clock is the highest that the device reports; at a lower clock no kernel can reach the third limit.
+The clock is the highest that nvidia-smi reports (an H100's if it reports none); at a lower clock no kernel
+can reach the third limit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
     "work_of",
 ]
 
-#: A list of objects, one per layout and number of query heads; ``docs/attention.md`` describes their fields.
+#: A list of objects, one per layout, kernel and number of query heads; ``docs/attention.md`` describes them.
 TILE_COSTS = Path(__file__).with_name("tile_costs.json")
 #: Units of a multiprocessor whose clocks per row are in `TILE_COSTS`.
 UNITS = ("shared_memory", "issue", "integer", "tensor")
@@ -68,7 +69,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes, operations and rows of one call; see the module's docstring."""
+    """Bytes, operations and multiprocessor clocks of one call; see the module's docstring."""
 
     row_bytes: int
     other_bytes: int

@@ -82,12 +82,12 @@ class Bench:
         return self._reasons[name]
 
     def peers(self) -> dict[str, str]:
-        """ "loaded", or the reason of the failure, for every requested peer."""
+        """ "loaded", or the reason of the failure, for every peer that was tried."""
         return {name: reason or "loaded" for name, reason in self._reasons.items() if name != OURS}
 
     def problem(self, item: Item) -> Problem | str:
         """Inputs of an item, shared by consecutive runners, or the reason why they do not fit into memory."""
-        # SGLang's FP4 pool is made from BF16 rows.
+        # The layout of an item of `sglang_fp4` is BF16: the peer encodes these rows into its own pool.
         key = (item.workload, item.layout)
         if self._problem is None or self._problem[0] != key:
             self._problem = None
@@ -156,7 +156,7 @@ def _row(item: Item, status: str, reason: str | None = None, **more: Any) -> dic
 
 
 def _poison(prepared: Prepared) -> None:
-    """Fill result buffers, and the memory that a peer allocates next, with NaN."""
+    """Fill result buffers with NaN; if there are none, memory that the peer allocates for its result."""
     for buffer in prepared.buffers:
         buffer.fill_(float("nan"))
     if not prepared.buffers:

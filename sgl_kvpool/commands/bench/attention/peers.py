@@ -1,5 +1,6 @@
 """Peers of `mla_decode`: kernels of SGLang, FlashInfer and FlashMLA, called as SGLang 0.5.23 calls them.
 
+SGLang makes no calls like those of `flashinfer_page64` (pages of 64 tokens) and `gather_flashmla`.
 Everything that SGLang prepares once per step (splits, plans, schedules, page tables) is prepared before the
 clock starts. All peers are optional: a peer that cannot be imported or run is reported with the reason.
 """
@@ -30,7 +31,7 @@ class Prepared:
     Attributes
     ----------
     calls : list of callable
-        One call per set of lists; each returns the result [queries, heads, R].
+        One call per set of lists; each returns a result that can be viewed as [queries, heads, R].
     buffers : list of Tensor
         Tensors that the calls write, filled with NaN before a check.
     problem : Problem
@@ -130,7 +131,8 @@ class SglangTriton:
     ) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[torch.Tensor]]:
         """A function of rows [slots, 1, R + P] and all lists, and the tensors that it writes."""
         w, where = problem.workload, problem.q.device
-        # As TritonAttnBackend: a split per multiprocessor or per 32 rows, whichever is fewer, at least 8.
+        # As TritonAttnBackend: a split per multiprocessor or per 32 rows, both counts rounded up to a power
+        # of two, whichever is fewer, at least 8.
         most = max(8, min(_power_of_two(self.sm_count), _power_of_two(-(-w.rows_per_list // 32))))
         starts = torch.arange(w.batch + 1, dtype=torch.int32, device=where) * w.rows_per_list
         logits = torch.empty(w.batch, w.heads, most, RANK, dtype=torch.float32, device=where)

@@ -11,10 +11,12 @@ has the formulas. FlashInfer compiles on first use, and the time limit includes 
 fresh machine.
 
 A workload that does not fit into memory is recorded as skipped, and a workload for which no time is left as
-not run. The workloads of the targets come first. `--check` fails if a target is missed or a result of ours is
-wrong. A target that could not be measured is reported as such, and counts neither as passed nor as missed.
+not run. The workloads of the targets come first. `--check` fails if a target is missed, or if our kernel
+fails or gives a wrong result. A target that could not be measured is reported as such, and counts
+neither as passed nor as missed.
 
-`--device cpu` runs tiny workloads through the CPU path of `mla_decode`: a dry run whose times mean nothing.
+`--device cpu` runs tiny workloads through the CPU path of `mla_decode`: a dry run whose times mean nothing
+and neither pass nor miss a target.
 """
 
 from __future__ import annotations

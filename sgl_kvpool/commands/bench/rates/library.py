@@ -40,7 +40,7 @@ OPERATIONS = (
 
 
 def find_nvcc() -> str:
-    """Path of nvcc: from CUDA_HOME, PATH, the wheel among SGLang's dependencies, or the default folder.
+    """Path of nvcc: CUDA_HOME or CUDA_PATH, PATH, the wheel that SGLang depends on, or the default folder.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class Library:
     def instructions(
         self, op: int, out: torch.Tensor, clocks: torch.Tensor, rounds: int, blocks: int, threads: int
     ) -> None:
-        """Run `OPERATIONS[op]` `rounds` times in every thread; writes the clocks of each block, int64."""
+        """Run `rounds` rounds of `OPERATIONS[op]` in every thread; writes the clocks of each block, int64."""
         self._call("instructions", op, FACTOR, SELECTOR, out, clocks, rounds, blocks, threads)
 
     def products(

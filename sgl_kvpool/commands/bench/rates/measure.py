@@ -124,7 +124,7 @@ class Measurer:
     def _subnormals(self) -> dict[str, Any]:
         """Whether products use the exact values of bf16 below 2**-126; decoded e4m3 then needs no scaling."""
         n, tiny, large = 16, 2.0**-130, 2.0**100
-        # A and B; swizzling has no effect on A, whose values are equal.
+        # A and B; swizzling has no effect, because all values of A are equal, and all values of B.
         operands = torch.cat([torch.full((64 * _K,), x).bfloat16() for x in (tiny, large)])
         operands = operands.to(self.device.device)
         found = {}

@@ -63,7 +63,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Measure, print, write; returns the exit status: 1 if a measurement failed."""
+    """Measure, print, write; returns the exit status: 1 if a measurement failed or was not made."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results to this file after each measurement")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="keep the results in --json")

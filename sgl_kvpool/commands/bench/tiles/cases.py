@@ -39,8 +39,8 @@ _GLUON_SHAPES: dict[SegmentEncoding, tuple[tuple[int, int, int, int], ...]] = {
     SegmentEncoding.E4M3_IN_TILES: ((8, 8, 1, 1), (16, 4, 1, 0)),
     SegmentEncoding.E2M1_IN_BLOCKS: ((8, 4, 2, 1), (8, 8, 1, 0), (16, 4, 2, 1), (16, 8, 1, 0), (32, 8, 1, 0)),
 }
-#: Query heads per tile that are compared, by heads: the smallest tile that holds all heads, a larger one, and
-#: for 32 heads two tiles of 16.
+#: Query heads per tile that are compared, by heads: those of the smallest tile that holds all heads; for 8
+#: heads also a larger tile, for 32 heads also two tiles of 16.
 _QUERY_HEADS = {8: (8, 16), 16: (16,), 32: (32, 16)}
 
 
@@ -78,7 +78,7 @@ def tiles(layout: MLAKVCacheLayout, heads: int, *, on_gpu: bool = True) -> list[
 def workloads(heads: int, *, on_gpu: bool = True) -> list[Workload]:
     """Workloads for a number of query heads, most important first, alternating dense and top-k lists."""
     if not on_gpu:
-        return [Workload("sparse", heads, 1, 64, 40)]  # the interpreter takes a second per block of rows
+        return [Workload("sparse", heads, 1, 192, 136)]  # the interpreter takes 0.1 s per block of rows
     found = []
     for batch, context in ((64, 32768), (1, 32768), (16, 8192), (128, 2048)):
         found.append(Workload("dense", heads, batch, context, context))
@@ -87,7 +87,7 @@ def workloads(heads: int, *, on_gpu: bool = True) -> list[Workload]:
 
 
 def _job(
-    workload: Workload, layout: MLAKVCacheLayout, tile: TileConfig, splits: int, part: str
+    workload: Workload, layout: MLAKVCacheLayout, tile: TileConfig, splits: int, min_blocks: int, part: str
 ) -> dict[str, Any]:
     return {
         "part": part,
@@ -99,6 +99,7 @@ def _job(
         "layout": layout.value,
         "tile": asdict(tile),
         "splits": splits,
+        "min_blocks": min_blocks,
     }
 
 
@@ -115,7 +116,7 @@ def workload_of(job: dict[str, Any]) -> Workload:
 def checks(
     heads: Iterable[int], layouts: Sequence[MLAKVCacheLayout], *, on_gpu: bool = True
 ) -> list[dict[str, Any]]:
-    """Jobs that compile and check every tile on a small workload, with and without splits.
+    """Jobs that compile and check every tile on a small workload, with splits, and on a GPU also without.
 
     The sizes select the same kernels as the larger workloads.
     """
@@ -124,7 +125,7 @@ def checks(
     for count in heads:
         workload = Workload("dense", count, batch, context, context)
         found += [
-            _job(workload, layout, tile, splits, "check")
+            _job(workload, layout, tile, splits, tile.min_blocks, "check")
             for layout in layouts
             for tile in tiles(layout, count, on_gpu=on_gpu)
             for splits in ((2, 1) if on_gpu else (2,))
@@ -142,13 +143,24 @@ def jobs(
             for layout in layouts:
                 for tile in tiles(layout, count, on_gpu=on_gpu):
                     config = config_of_tile(tile, count, workload.batch, workload.rows_per_list, sm_count)
-                    found.append(_job(workload, layout, tile, config.splits, "tile"))
+                    found.append(_job(workload, layout, tile, config.splits, config.min_blocks, "tile"))
     return found
 
 
 def other_splits(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same tile and workload with other splits: half, twice, one less, one more."""
-    splits = job["splits"]
-    most = min(MAX_SPLITS, max(2, -(-job["rows_per_list"] // job["tile"]["block_rows"])))
-    others = [n for n in dict.fromkeys((splits // 2, splits - 1, splits + 1, splits * 2)) if 1 <= n <= most]
-    return [{**job, "part": "splits", "splits": n} for n in others if n != splits]
+    """The same tile and workload with other splits, none empty: half, fewer, more, twice.
+
+    The rule's minimum of rows per split is left out, so that a smaller minimum is measured too.
+    """
+    blocks = -(-job["rows_per_list"] // job["tile"]["block_rows"])
+    filled = {n: -(-blocks // -(-blocks // n)) for n in range(1, min(MAX_SPLITS, blocks) + 1)}
+    now = -(-blocks // max(-(-blocks // job["splits"]), job["min_blocks"]))
+    others = (
+        filled[max(1, now // 2)],
+        *[n for n in filled.values() if n < now][-1:],
+        *[n for n in filled.values() if n > now][:1],
+        filled[min(2 * now, len(filled))],
+    )
+    return [
+        {**job, "part": "splits", "splits": n, "min_blocks": 1} for n in dict.fromkeys(others) if n != now
+    ]

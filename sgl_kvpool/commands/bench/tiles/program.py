@@ -8,8 +8,8 @@ splits that the rule of decode_config.py gives it, on dense contexts of 2k to 32
 batch 1 to 128. The fastest tile of each workload is timed with other splits, too. Every result is compared
 with the float64 reference. A tile that hangs or faults is left out and loses only its own result.
 
-The last output is the tile table to commit, with the reasons. `--device cpu` runs the kernels in
-Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
+At the end wrong tiles, reasons, faster splits and the tile table to commit are printed. `--device cpu` runs
+the kernels in Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class TileRunner:
     Parameters
     ----------
     tile : TileConfig
-    splits : int
+    splits, min_blocks : int
+        As in `DecodeConfig`.
     """
 
-    def __init__(self, tile: TileConfig, splits: int) -> None:
-        self.tile, self.splits = tile, splits
+    def __init__(self, tile: TileConfig, splits: int, min_blocks: int) -> None:
+        self.tile, self.splits, self.min_blocks = tile, splits, min_blocks
 
     def load(self, device: Any) -> None:
         """No import is needed."""
@@ -78,7 +79,7 @@ class TileRunner:
 
         w, fmt = problem.workload, problem.fmt
         tiles = -(-w.heads * w.queries_per_list // self.tile.query_heads)
-        config = DecodeConfig(self.tile, tiles, self.splits, self.tile.min_blocks)
+        config = DecodeConfig(self.tile, tiles, self.splits, self.min_blocks)
         out = problem.new_out()
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         room = torch.empty(
@@ -99,7 +100,7 @@ class TileRunner:
 
 def _measured(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
     """Result row of a job of `cases`: its status, and the time and rate or the reason."""
-    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"])
+    bench.everyone[OURS] = TileRunner(tile_of(job), job["splits"], job["min_blocks"])
     row = bench.measure(Item(workload_of(job), OURS, MLAKVCacheLayout(job["layout"]).value))
     kept = ("status", "reason", "us", "graph_us", "rows_per_s", "row_gb_per_s", "relative_error", "no_graph")
     return {name: row[name] for name in kept if name in row}
@@ -161,7 +162,9 @@ class _Sweep:
 
 
 def _group(job: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in job.items() if name not in ("tile", "splits", "part")}
+    return {
+        name: value for name, value in job.items() if name not in ("tile", "splits", "min_blocks", "part")
+    }
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -185,7 +188,7 @@ def _layouts(text: str) -> tuple[MLAKVCacheLayout, ...]:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Measure, print, write; returns the exit status: 1 if a tile of the table is wrong or fails."""
+    """Measure, print, write; returns 1 if a tile of the table is wrong or fails, or if jobs were not run."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--heads", type=_numbers, help="query heads per rank, separated by commas (16,8,32)")
