@@ -13,7 +13,7 @@ FILE is JSON, ``{kernel and configuration: sha256 of its SASS}``, with the versi
 of other versions cannot be compared. Instructions are hashed without their addresses, and labels and symbols
 by their order instead of their names, so that a hash depends neither on the place of a source nor on its
 names. ptxas numbers some registers by addresses of its own memory, so it runs without address space
-randomisation, gets no line numbers, and its temporary files have paths of fixed length.
+randomisation, gets no line numbers, and it and its temporary files have paths of fixed length.
 
 ``--compare`` prints a line for every kernel that differs, is new or is missing; the exit status is then 1.
 """
@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -123,6 +124,8 @@ def all_hashes() -> dict[str, str]:
         os.environ["TRITON_CACHE_DIR"] = cache  # empty, so that the compiler runs
         import triton
 
+        # Called by a path of fixed length: the environment's path would change registers of some kernels.
+        os.environ["TRITON_PTXAS_PATH"] = shutil.copy(triton.knobs.nvidia.ptxas.path, cache)
         found = {"compiler triton": triton.__version__, **dict(triton_hashes())}
     from sgl_kvpool.commands.bench.rates.library import find_nvcc
 

@@ -48,16 +48,16 @@ def _why_ours(layout: MLAKVCacheLayout) -> str:
     known = SGLANG_READERS[layout]
     if not known.backends:
         return (
-            f"ours: no other backend reads {layout} rows; ours reads the rows of the batch once, in their "
-            "stored size"
+            f"no other backend reads {layout} rows; {KVPOOL_BACKEND} reads the rows of the batch once, in "
+            "their stored size"
         )
     casters = sorted(name for name, phases in known.casters.items() if phases == PHASES)
     if casters:
         return (
-            f"ours: {' and '.join(casters)} would cast the whole pool of a layer in every call; ours reads "
-            "the rows of the batch once, in their stored size"
+            f"{' and '.join(casters)} would cast the whole pool of a layer in every call; {KVPOOL_BACKEND} "
+            "reads the rows of the batch once, in their stored size"
         )
-    return "ours, as the arguments require"
+    return "as the arguments require"
 
 
 def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:
@@ -68,7 +68,10 @@ def _sparse(layout: MLAKVCacheLayout | None, view: Any) -> Attention:
         return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", "SGLang's choice")
     prefill, decode = table_names(layout, prefill, decode)
     if decode == KVPOOL_BACKEND:
-        why = f"decode is ours: no kernel of SGLang's reads {layout} rows; prefill attends decoded rows"
+        why = (
+            f"decode by {KVPOOL_BACKEND}, because no kernel of SGLang's reads {layout} rows; prefill attends "
+            "decoded rows"
+        )
     else:
         why = f"SGLang's kernels, which read {layout} rows as they are stored"
     return Attention(f"{DSA_BACKEND}/{prefill}", f"{DSA_BACKEND}/{decode}", why)

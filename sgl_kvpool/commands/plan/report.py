@@ -52,16 +52,17 @@ def _table(plan: Plan) -> list[str]:
     base = next((server.tokens for server in plan.servers if server.tokens), 0)
     has_host = any(server.hicache_size_gb for server in plan.servers)
     has_states = any(server.state_slots for server in plan.servers)
-    head = f"{'layout':26} {'bytes per token':>15} {'tokens':>10} {'':>6} {'requests':>9}"
+    width = max(26, *(len(server.name) for server in plan.servers))
+    head = f"{'layout':{width}} {'bytes per token':>15} {'tokens':>10} {'':>6} {'requests':>9}"
     head += f" {'state slots':>11}" if has_states else ""
     head += f" {'host tokens':>12} {'requests':>9}" if has_host else ""
     lines = [f"requests of {plan.context_tokens} tokens at a time", head]
     for server in plan.servers:
         if server.refused is not None:
-            lines.append(f"{server.name:26} {'refused, see below':>15}")
+            lines.append(f"{server.name:{width}} {'refused, see below':>15}")
             continue
         line = (
-            f"{server.name:26} {server.token_bytes:15} {server.tokens:10} {server.tokens / base:5.2f}x "
+            f"{server.name:{width}} {server.token_bytes:15} {server.tokens:10} {server.tokens / base:5.2f}x "
             f"{server.requests:9}"
         )
         line += f" {server.state_slots:11}" if has_states else ""

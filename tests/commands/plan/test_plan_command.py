@@ -291,6 +291,17 @@ def test_too_little_for_a_host_tier():
     assert "no host tier: 7.9 GB are less than 1 GB per rank" in report.text(made)
 
 
+def test_columns_are_aligned_beside_the_longest_name():
+    host = {"token_bytes": 21472, "index_bytes": 0, "slot_bytes": 0, "sharing_ranks": 1}
+    candidates = Candidate(None), Candidate("fp8_block_scale", "fp4_fp8_rope")
+    made = plan((candidates[0], answer()), (candidates[1], answer(host=host)), host_gb=100)
+    shown = report.text(made).splitlines()
+    head = next(n for n, line in enumerate(shown) if line.startswith("layout "))
+    first, second = shown[head + 1 : head + 3]
+    assert second.startswith("fp8_block_scale, host fp4_fp8_rope ")
+    assert len(shown[head]) == len(first) == len(second)
+
+
 def test_every_server_refused():
     refused = [(Candidate(layout), {"refused": "two"}) for layout in ("fp8", "fp4")]
     made = plan((Candidate(None), {"refused": "one"}), *refused, host_gb=100.0)
