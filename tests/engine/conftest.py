@@ -1,6 +1,6 @@
 """Real SGLang servers on this machine, each started once and put through the same requests.
 
-A server start takes over a minute, so tests do not hold servers: `record("fp4")` returns what the server of
+A server start takes about 30 s, so tests do not hold servers: `record("fp4")` returns what the server of
 that configuration answered. Jobs that the selected tests name run two at a time, in the background, from the
 first of these tests on.
 """
@@ -61,7 +61,7 @@ CONFIGURATIONS = {
         [LAYOUT, "bf16", ARRANGEMENT, "token_major", "--attention-backend", "torch_native"],
         {},
     ),
-    # One layout each, with a host tier and a store, requested in each of the possible ways.
+    # One layout each, with a host tier and a store. An argument, a variable or a file requests the layout.
     **{name: ([LAYOUT, layout], READS_ROWS) for layout, name in host_tier.FIRST.items()},
     host_tier.FIRST["fp8"]: ([], {"KVPOOL_KV_CACHE_LAYOUT": "fp8", **READS_ROWS}),
     # The same for page_major and token_major pools.
@@ -84,7 +84,7 @@ CONFIGURATIONS = {
         {"SGLANG_EXTERNAL_MODEL_PACKAGE": "damaged_models", "PYTHONPATH": str(HERE), **READS_ROWS},
     ),
 }
-#: Those with a host tier and a store.
+#: Configurations with a host tier and a store.
 WITH_HOST_TIER = [*host_tier.FIRST.values(), *host_tier.AGAIN.values()]
 #: Started by `sglang serve` instead of `python -m sglang.launch_server`.
 SERVED = {

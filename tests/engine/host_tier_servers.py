@@ -47,7 +47,7 @@ STORE_ARGUMENTS = [
 SELF_CHECKED = FIRST["fp4"]
 #: A server without a store whose backups all fail.
 LOSSY = "fp4-lossy"
-#: Each of SGLang's choices once.
+#: Servers with other values of SGLang's host tier options than the defaults.
 CHOICES = {
     FIRST["bf16"]: ["--hicache-io-backend", "direct"],
     FIRST["fp8"]: ["--hicache-mem-layout", "page_first_direct"],

@@ -4,8 +4,8 @@ The linear layers are Kimi Delta Attention as SGLang's KimiLinearForCausalLM has
 convolution over queries, keys and values, then a gated delta rule whose state per head is a matrix. The MLA
 layers, the MLP and the row format are :mod:`sgl_kvpool.demo.net`'s. Importing this does not import SGLang.
 
-Callables keep what a layer remembers: a server passes SGLang's pools; :class:`Remembered` is the plain form
-for one sequence in any floating point type, the reference of the tests.
+Callables keep what a layer remembers: those of a server use SGLang's pools; those of :class:`Remembered`, the
+reference of the tests, hold one sequence in any floating point type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server of two ranks that share a host tier over Mooncake's store: traffic, its store, its end.
+"""A server of two ranks that share a host tier over Mooncake's store, and its requests until it is killed.
 
 Clients send twelve prompts, together 4320 distinct tokens, four times as many as the host tier holds; some
 clients leave in the middle.

@@ -20,7 +20,7 @@ demo = pytest.mark.engine("cluster-demo")
 
 
 def found(answer):
-    """Tokens of the prompt by place."""
+    """Tokens of the prompt that were found in a cache, by place."""
     details = answer["details"] or {}
     return {place: details[place] for place in ("device", "host", "storage") if details.get(place)}
 

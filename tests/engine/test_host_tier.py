@@ -21,7 +21,7 @@ from tiny_model import PROMPTS
 ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_block_scale": 656, "fp4": 416, "fp4_fp8_rope": 352}
 LAYERS = 3
 WRITTEN_LATER = [name for name, arguments in CHOICES.items() if "--hicache-write-policy" in arguments]
-#: Whole pages of the long prompt that can be found; its last token is always computed.
+#: Tokens of the whole pages of the long prompt that can be found; its last token is always computed.
 LONG = (len(PROMPTS[3]) - 1) // PAGE_SIZE * PAGE_SIZE
 
 
@@ -59,7 +59,7 @@ def metric(answers, name, **labels):
 
 @pytest.mark.parametrize(("layout", "name"), marked(FIRST, AGAIN))
 def test_a_host_hit_gives_the_tokens_of_a_device_hit(record, layout, name):
-    """The first pass gives them too: prefill reads stored rows for its own chunk, so the same bytes."""
+    """The first request gives these tokens too: its prefill reads the rows that it has stored itself."""
     answers = record(name)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}
@@ -78,8 +78,8 @@ def test_a_restarted_server_finds_its_pages_in_the_store(record, layout, name):
     """The same tokens, in another arrangement of the pool."""
     before, after = record(FIRST[layout]), record(name)
     assert after["in_store"][layout] == before["stored"] > LONG // PAGE_SIZE
-    # Two prompts continue what is on the device by then. SGLang asks the store for the rest only if it has
-    # the keys of the pages there, which it lacks where pages are written to the host later.
+    # Prompts 1 and 3 begin with pages that are on the device by then. SGLang finds the rest in the store
+    # only if these pages are in the host tier too, and servers of `WRITTEN_LATER` have not written them yet.
     at_once = name not in WRITTEN_LATER
     asked = zip(PROMPTS, before["first"], after["first"], strict=True)
     for number, (prompt, there, here) in enumerate(asked):
@@ -112,7 +112,7 @@ def test_another_layout_misses(record, layout, other):
 
 
 @pytest.mark.parametrize(("layout", "name"), marked(AGAIN))
-def test_a_damaged_file_costs_what_follows_it(record, layout, name):
+def test_a_damaged_file_ends_the_prefix(record, layout, name):
     """The pages before it are served from the store, it and the rest are computed; the tokens are right."""
     before, after = record(FIRST[layout]), record(name)
     whole, damaged = before["host_tier"]["fillers"][0], after["host_tier"]["fillers"][0]
@@ -130,7 +130,7 @@ def test_a_damaged_file_costs_what_follows_it(record, layout, name):
 
 @pytest.mark.engine(LOSSY, FIRST["fp4"])
 def test_lost_backups_are_misses(record):
-    """Every backup fails twice: what was pushed out is computed again, rightly, and the server goes on."""
+    """Every backup fails: what was pushed out is computed again, rightly, and the server goes on."""
     answers = record(LOSSY)
     found = answers["host_tier"]
     assert cached(found["device_hit"]) == {"device": LONG, "host": 0, "storage": 0}

@@ -75,7 +75,7 @@ def test_requests_at_once_keep_their_own_rows_and_states(record, name):
 
 
 @everywhere
-def test_host_hits_are_device_hits_states_included(record, name):
+def test_a_host_hit_restores_rows_and_states(record, name):
     """A prompt that was pushed out comes back to the boundary its state was kept at."""
     found = record(name)
     device, host = found["device_hit"], found["host_hit"]

@@ -99,7 +99,7 @@ def sglang_table():
     )
     table, _, changes = done.stdout.partition("\n\n")
     assert done.returncode == 1
-    for line in (  # an import that is gone, and both signatures
+    for line in (  # an import that the other release lacks, and both signatures
         "  sglang.srt.mem_cache.device_pool_info.MLABufferInfo: in 0.5.23 only",
         "    0.5.22 (mamba_pool, *, host_size, layout, mtp_draft_device_pools=())  FAILS: takes no pool_",
         "    0.5.23 (mamba_pool, pool_info, *, host_size, layout, mtp_draft_device_pools=())",

@@ -26,7 +26,7 @@ def test_answers_are_those_of_one_server(record):
 
 
 def test_sglang_moves_whole_pages_of_the_layout(record):
-    """Also of the last page, which the prompt fills in part."""
+    """The last page, which the prompt fills in part, is moved whole too."""
     assert TOKENS > PAGES * PAGE_SIZE
     moved_bytes = record("peers")["transferred_mb"] * (1 << 20)
     assert moved_bytes == len(PROMPTS) * (PAGES + 1) * FP4_PAGE_BYTES

@@ -74,7 +74,7 @@ def test_hits_on_device_and_host(found):
         assert measured["same tokens after a host hit as after a device hit"] == 1.0
         times = [measured[f"time to first token, {name}"] for name in ("cold", "device hit", "host hit")]
         assert min(times) > 0
-    # Stock SGLang has no host tier on a CPU, and it is said.
+    # Stock SGLang has no host tier on a CPU; the measurement is there without a value.
     assert values(found, "serve-demo-stock")["time to first token, host hit"] is None
 
 

@@ -35,7 +35,7 @@ def mean_distance(one, other):
 
 @pytest.mark.engine("disabled", "stock", "foreign")
 @pytest.mark.parametrize("name", ["stock", "foreign"])
-def test_installed_but_not_asked_for_changes_nothing(record, name):
+def test_the_plugin_without_a_layout_changes_nothing(record, name):
     plain, found = record("disabled"), record(name)
     assert tokens(found["first"]) == tokens(plain["first"])
     assert logprobs(found["prompt"]) == logprobs(plain["prompt"])
@@ -156,7 +156,7 @@ def test_log_probabilities_show_the_layout(record):
     assert all(math.isfinite(value) for value in distance.values())
     assert 0 < distance["fp8_block_scale"] < distance["fp4"] < 0.3
     assert 0 < distance["fp8"] < 0.3
-    # Their latents are alike: rows of another layout would lie further away or nearer.
+    # Both FP4 layouts store the same latents, so their distances are of similar size.
     assert 0.5 * distance["fp4"] < distance["fp4_fp8_rope"] < 0.3
     assert distance["fp4_fp8_rope"] != distance["fp4"]
     assert distance["damaged"] > 4 * distance["fp4"]
@@ -238,7 +238,7 @@ def test_a_server_says_what_its_scheduler_refuses_in_one_line(record):
     assert last.endswith("or leave out --enable-hierarchical-cache")
     assert "Traceback" not in refused["log"]
     assert "Received sigquit" not in refused["log"]
-    # After the model was loaded: SGLang's own log, and what it adds to its error, come before.
+    # The line is the last one. SGLang's log comes before it: the model had been loaded.
     assert any("sgl-kvpool: KV cache layout fp4" in text for text in before)
 
 
