@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 #: Seconds for a worker to end after its last job, and for a killed worker to disappear: a driver may take a
 #: while to stop a kernel that hangs.
 _ENDING_S = 10.0
-#: Consecutive workers that may end before their first job.
+#: Consecutive failed starts of a worker after which its thread gives up.
 _FAILED_STARTS = 2
 
 

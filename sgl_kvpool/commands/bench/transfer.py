@@ -96,7 +96,7 @@ def measure_engine(
 
     Peers: torch's copy of as many contiguous bytes, which is the limit, and torch's copies of the same
     scattered pages (the `torch` engine). Every round uses another quarter of the pages and of the contiguous
-    buffers, so that no call finds its bytes in a cache.
+    buffers, so that no round finds its bytes in a cache.
     """
     page_bytes = PAGE_SIZE * layout.row_format(512, 64).row_bytes
     moved = max(1, pool_bytes // 4 // (LAYERS * page_bytes))

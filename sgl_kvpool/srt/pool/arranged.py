@@ -101,7 +101,7 @@ class ArrangedMLATokenToKVPool(MLATokenToKVPool):
         return self.cross_layer.buffer_infos()
 
     def get_device_pool_infos(self):
-        """SGLang's description of the pool. It has one stride, so page-major pools raise TypeError."""
+        """SGLang's description of the pool. It has one stride; TypeError unless slots are row numbers."""
         if not self._slots_are_rows:
             raise TypeError(
                 f"SGLang's DevicePoolInfo cannot describe a {self.kv_cache_arrangement} pool; use "

@@ -159,7 +159,8 @@ class LayoutMLATokenToKVPool(ArrangedMLATokenToKVPool, RowPool):
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """SGLang's key buffer for `bf16` and `fp8`, strided in token-major pools.
 
-        TypeError for packed rows, which have no dtype, and for page-major rows, which slots cannot index.
+        TypeError for packed rows, which have no dtype, and if slots are not row numbers (page-major pools
+        with more than one token per page).
         """
         self._require_values("get_key_buffer", layer_id)
         return super().get_key_buffer(layer_id)

@@ -112,7 +112,7 @@ class _Regions:
         if info.buffers.layout is KVBufferLayout.NHD:
             unit_tokens, order = 1, "by token"
         elif info.buffers.layout is KVBufferLayout.HND:
-            # Within a page, heads are the outer axis, whether or not pages are folded.
+            # Heads are the outer axis inside each page of the pool, also if a page of the view joins several.
             unit_tokens, order = info.page_size, f"by head in pages of {info.page_size}"
         else:
             raise TypeError(f"{type(pool).__name__} with {info.buffers.layout} buffers is not described")

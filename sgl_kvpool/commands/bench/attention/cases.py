@@ -62,7 +62,7 @@ class Workload:
     layers : int
         Layers in the same buffer.
     pool_tokens : int
-        Least number of slots; 0 for as many as the lists need.
+        Slots of the pool beside its reserved page; 0 for as many as the lists need.
     """
 
     kind: str
@@ -159,7 +159,7 @@ class Grid:
                 for name in ("token_major", "page_major")
             ]
         found += [self.sparse(heads, other, context) for other in self.batches]
-        # Sizes in the order of their distance from the target.
+        # First workloads that differ from the target in one size, then all combinations of sizes.
         found += [self.dense(heads, other, context) for other in self.batches]
         found += [self.dense(heads, batch, other) for other in self.contexts]
         found += [self.dense(other, batch, context) for other in self.heads]
@@ -257,7 +257,7 @@ def items(
     ----------
     grid : Grid
     quick : bool
-        Whether to measure only the workloads of the targets.
+        Whether to measure only the workloads of the targets, and top-k lists with many heads.
     only : iterable of str
         Names of `GROUPS`.
     layouts : iterable of str

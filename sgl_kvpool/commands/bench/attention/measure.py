@@ -156,7 +156,7 @@ def _row(item: Item, status: str, reason: str | None = None, **more: Any) -> dic
 
 
 def _poison(prepared: Prepared) -> None:
-    """Fill result buffers with NaN; if there are none, memory that the peer allocates for its result."""
+    """Fill result buffers with NaN; if there are none, freed memory that torch may reuse for the result."""
     for buffer in prepared.buffers:
         buffer.fill_(float("nan"))
     if not prepared.buffers:

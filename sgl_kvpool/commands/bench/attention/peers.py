@@ -1,6 +1,7 @@
 """Peers of `mla_decode`: kernels of SGLang, FlashInfer and FlashMLA, called as SGLang 0.5.23 calls them.
 
-SGLang makes no calls like those of `flashinfer_page64` (pages of 64 tokens) and `gather_flashmla`.
+Calls that SGLang does not make: `flashinfer_page64` (pages of 64 tokens), `gather_flashmla`, and
+`sglang_triton` and `flashinfer` over top-k lists.
 Everything that SGLang prepares once per step (splits, plans, schedules, page tables) is prepared before the
 clock starts. All peers are optional: a peer that cannot be imported or run is reported with the reason.
 """

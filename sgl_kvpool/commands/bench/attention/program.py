@@ -4,11 +4,11 @@
         [--only dense,sparse,whole_pool,mtp,arrangement] [--layouts ...] [--heads ...] [--batches ...]
         [--contexts ...] [--peers NAMES|none] [--device cuda|cpu]
 
-Every result is first compared with the float64 reference, with buffers full of NaN before the call. Times are
-medians between CUDA events, without launches, over rotating sets of lists that together exceed the L2 cache;
-and again inside a CUDA graph. The copy and matrix peaks of the limits are measured in the same run; limits.py
-has the formulas. FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a
-fresh machine.
+Before a kernel is timed, up to three queries of its results for the first and the last set of lists are
+compared with the float64 reference, with buffers full of NaN before the call. Times are medians between CUDA
+events, without launches, over rotating sets of lists that together exceed the L2 cache; and again inside a
+CUDA graph. The copy and matrix peaks of the limits are measured in the same run; limits.py has the formulas.
+FlashInfer compiles on first use, and the time limit includes it: run `--quick` once on a fresh machine.
 
 A workload that does not fit into memory is recorded as skipped, and a workload for which no time is left as
 not run. The workloads of the targets come first. `--check` fails if a target is missed, or if our kernel
@@ -111,7 +111,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Measure, print, write; returns the exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only the workloads of the targets")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the workloads of the targets, and top-k lists with many heads",
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--plot", type=Path, help="draw the results to this file (PNG)")

@@ -11,7 +11,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------- instructions
 
-constexpr int kChains = 8;   // registers per thread, each a dependency chain of its own
+constexpr int kChains = 8;   // registers per thread; each is a dependency chain, in decoders two or four are one
 constexpr int kUnrolled = 8; // operations per register and round
 
 enum Op {

@@ -10,8 +10,8 @@
 * gathers of rows from memory by one bulk copy per row, by copies or by loads of 16 bytes: bytes per second.
 
 Needs torch and nvcc, but neither Triton nor SGLang. A measurement that hangs or faults loses only its own
-result. The run takes about half a minute. It has not run on a GPU yet; on an emulator its kernels give the
-expected results (tests/ptxrun/test_ptx_rates.py).
+result. The benchmark has not run on a GPU yet, where it should take about half a minute; on an emulator its
+kernels give the expected results (tests/ptxrun/test_ptx_rates.py).
 """
 
 from __future__ import annotations

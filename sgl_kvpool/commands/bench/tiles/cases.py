@@ -148,9 +148,10 @@ def jobs(
 
 
 def other_splits(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same tile and workload with other splits, none empty: half, fewer, more, twice.
+    """The same tile and workload with half and twice the splits, and the next smaller and larger number.
 
-    The rule's minimum of rows per split is left out, so that a smaller minimum is measured too.
+    Only numbers of splits without an empty split are used. The rule's minimum of rows per split is left out,
+    so that a smaller minimum is measured too.
     """
     blocks = -(-job["rows_per_list"] // job["tile"]["block_rows"])
     filled = {n: -(-blocks // -(-blocks // n)) for n in range(1, min(MAX_SPLITS, blocks) + 1)}

@@ -5,8 +5,9 @@
 
 First every tile is compiled and checked on a small workload, several at a time. Then each is timed with the
 splits that the rule of decode_config.py gives it, on dense contexts of 2k to 32k tokens and on top-k 2048,
-batch 1 to 128. The fastest tile of each workload is timed with other splits, too. Every result is compared
-with the float64 reference. A tile that hangs or faults is left out and loses only its own result.
+batch 1 to 128. The fastest tile of each workload is timed with other splits, too. Every measurement is
+checked against the float64 reference in up to three queries. A tile that hangs or faults is left out and
+loses only its own result.
 
 At the end wrong tiles, reasons, faster splits and the tile table to commit are printed. `--device cpu` runs
 the kernels in Triton's interpreter on tiny workloads: a dry run whose times mean nothing.
