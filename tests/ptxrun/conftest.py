@@ -84,7 +84,7 @@ def _fixed_random_numbers():
 
 @pytest.fixture
 def runs():
-    """Launches of Triton kernels: on ptxrun, with the machine's own conversions, as on an H100."""
+    """Launches of Triton kernels on ptxrun, with an H100's conversion instructions for e4m3 and bf16."""
     import ptxrun_triton
 
     from sgl_kvpool.codec import triton as codec_triton
@@ -121,7 +121,9 @@ def on_ptxrun(runs, monkeypatch):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-    """Transfer kernels with fewer warps, not a power of two, so that they take several turns."""
+    """Transfer kernels of 3 blocks instead of 16, so that in cases with more chunks than warps (96 for
+    copies, 48 for conversions, no powers of two) a warp takes several chunks.
+    """
     from sgl_kvpool.transfer import gpu_engine
 
     monkeypatch.setattr(gpu_engine, "KERNEL_BLOCKS", 3)

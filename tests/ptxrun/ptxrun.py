@@ -220,7 +220,8 @@ class Module:
             The kinds are "race", "proxy", "global race", "wgmma", "wgmma registers", "mbarrier".
         options
             Of `OPTIONS`. `approx`: results of approximate functions deviate by up to one unit in the last
-            place; `mma`: 1 truncates sums of products as Hopper does; `quantum`: longest turn of a warp.
+            place; `mma`: 1 truncates sums of products, as publications say Hopper does;
+            `quantum`: most instructions that a warp executes in one turn.
 
         Raises
         ------
@@ -272,7 +273,7 @@ def _three(x: Any) -> ctypes.Array:
 
 
 def _regions(named: dict[str, Any], readonly: list[Any]) -> ctypes.Array:
-    """Memory that may be accessed; where two tensors share a storage, once."""
+    """Memory that the kernel may access, one region per storage."""
     spans: dict[int, tuple[int, str]] = {}
     for name, x in [*named.items(), *((f"read-only {i}", x) for i, x in enumerate(readonly))]:
         base, size = memory_of(x)

@@ -1,7 +1,8 @@
 """What ptxrun compiles, each once per checkout: its own library by g++, CUDA sources by nvcc.
 
-Results lie in ``.ptxrun_cache`` of the checkout (or ``TEST_PTXRUN_CACHE``), under a hash of all that they are
-made of. Several processes may ask for the same at the same time; one makes it.
+Results lie in ``.ptxrun_cache`` of the checkout (or ``TEST_PTXRUN_CACHE``), under a hash of sources, options
+and compiler: the version of g++, the path of nvcc. If several processes request the same result at the same
+time, one of them makes it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def nvcc_ptx(source: str, flags: Sequence[str] = (), include: Path | None = None
     flags : tuple of str
         More arguments of nvcc.
     include : Path, optional
-        Folder of headers; the PTX is made anew when one of its files changes.
+        Folder of headers. The PTX is made anew when one of its files changes, but not when a header changes
+        that they include from another folder.
     """
     compiler = nvcc()
     if compiler is None:

@@ -1,7 +1,7 @@
-"""The kernels of the transfer engines as nvcc compiles them, on ptxrun, under the engines of tests/transfer.
+"""The kernels of the transfer engines as nvcc compiles them, on ptxrun, called by the engines.
 
-Plans, jobs, csrc/staging.h and streams are those of ``tests/transfer/emulated.py``; only the kernels run
-here, on the memory that a test names.
+The engines, plans, jobs and csrc/staging.h are the package's, over the emulated streams of
+``tests/transfer/emulated.py``; only the kernels run here, on the memory that a test names.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from sgl_kvpool.memory.arrangement import KVArrangement, RowPlacement
 
 FILL = 0xEE
 LAYERS, LAYER, PAGES, PAGE_SIZE = 3, 1, 11, 8
-#: Rank, rope and alignment of rows. Latents of one chunk and of three; rows at multiples of 8 bytes only.
+#: Rank, rope and alignment of rows. Latents of one chunk and of three; rows without padding, whose width
+#: is no multiple of 16 bytes with fp8_block_scale (264).
 GEOMETRIES = [(512, 64, 16), (384, 64, 16), (128, 0, 16), (256, 0, 1)]
 #: Arrangement, dtype of slots, stride of slots.
 PLACEMENTS = [("layer_major", "int64", 1), ("token_major", "int32", 2), ("page_major", "int64", 1)]
@@ -97,7 +98,7 @@ def test_many_random_rows(runs, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_bf16(runs, name):
-    """Every pattern as a value, and back where the layout keeps bits."""
+    """Every bit pattern as a latent value and as a rope value; a rope in bf16 comes back unchanged."""
     values = oracle.every_bf16().view(1024, 64)
     fmt = oracle.row_format(name, 512, 64)
     for first in range(0, 1024, 64):

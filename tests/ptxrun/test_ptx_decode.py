@@ -18,8 +18,9 @@ TILES = tiles_of_both_kernels()
 #: For every layout and kernel, the tile for the fewest query heads.
 SMALLEST = [(layout, tile) for layout, tile in TILES if tile == tile_config(layout, 1, tile.kernel)]
 KERNELS = {"gluon": "gluon_decode_kernel", "triton": "decode_kernel"}
-#: (layout, kernel, rank): every layout by every kernel that serves it. Gluon's has one rank.
+#: Rank of each kernel's cases; Gluon's kernel reads no other rank than 512.
 RANKS = {"triton": 128, "gluon": 512}
+#: (layout, kernel, rank): every layout with every kernel that serves it.
 LAYOUTS = [
     (layout, kernel, rank)
     for kernel, rank in RANKS.items()
@@ -251,7 +252,7 @@ def test_a_pool_beyond_31_bits(runs, layout, kernel, rank):
 
 @pytest.mark.parametrize("splits", [2, 33, pytest.param(128, marks=pytest.mark.quick)])
 def test_the_merge(runs, splits):
-    """Parts of every weight, some that no query sees and some that were not written, against float64.
+    """Partial results of very different weights, some without rows, some not written; against float64.
 
     A list of one part is left as the decode kernel wrote it.
     """

@@ -22,12 +22,13 @@ quick = pytest.mark.quick
 
 @dataclass
 class Change:
-    """Change of the PTX text of one kernel.
+    """Change of a PTX text.
 
     Attributes
     ----------
     kernel : str
-        PTX texts of other kernels stay as they are.
+        Part of a kernel's name. Texts without such a kernel stay as they are; a text with several kernels is
+        changed as a whole.
     pattern, replacement : str
         As of `re.sub`.
     which : tuple of int, optional
@@ -163,7 +164,7 @@ def test_the_merge_does_not_wait_for_its_warps(runs):
 
 
 def test_a_reduction_leaves_lanes_out(runs):
-    """The largest score of a column: without one of the exchanges between lanes."""
+    """Without the butterfly exchanges between lanes, each lane keeps its own part of a reduction."""
     shuffle = r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), \d+, 31, -1;"
     with pytest.raises((AssertionError, ptxrun.PtxError)):
         decode(runs, "fp4", Change("decode_kernel", shuffle, r"mov.b32 \1, \2;"))
@@ -183,7 +184,7 @@ def test_the_largest_code_is_another(runs, name):
 
 
 def test_an_encoder_rounds_once_too_often(runs):
-    """Division by the rounded reciprocal, which the encoding rules do not allow."""
+    """Multiplication by the rounded reciprocal, which the encoding rules do not allow."""
     division = r"div\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+);"
     multiplied = r"{.reg .b32 t; rcp.rn.f32 t, \3; mul.rn.f32 \1, \2, t;}"
     with pytest.raises(AssertionError, match="bytes differ"):
@@ -206,7 +207,7 @@ CUDA = {
         ("fp4", "fp4"), Change("copy_pages", r"st\.global\.v4\.u32[^;]*;", "", (0,)), AssertionError, ""
     ),
     # 1 GiB away, where no other tensor of this process is.
-    "a word of another page": (
+    "a word from outside of the pages": (
         ("fp4", "fp4"),
         Change("copy_pages", r"(ld\.global\.v4\.u32\s+{[^}]*}, \[%rd\d+)", r"\1+1073741824", (0,)),
         ptxrun.PtxError, "out of all regions",
@@ -220,7 +221,7 @@ CUDA = {
         Change("convert_pages", r"shfl\.sync\.bfly\.b32\s+(%r\d+)\|%p\d+, (%r\d+)[^;]*;", r"mov.b32 \1, \2;"),
         AssertionError, "",
     ),
-    "a rounding that is not to even": (
+    "subnormal codes that are too large": (
         ("bf16", "fp8_block_scale"), Change("convert_pages", "0f46800000", "0f46800001"), AssertionError, ""
     ),
 }  # fmt: skip

@@ -52,7 +52,7 @@ class Device(CpuDevice):
 
 
 def swizzled(tile):
-    """[rows, 64] as it is in memory -> as it is meant: 16-byte chunk p of row r lies at p xor r mod 8."""
+    """[rows, 64] as stored -> in logical order: 16-byte chunk p of row r is stored at p xor (r mod 8)."""
     rows, chunks = torch.arange(len(tile))[:, None], torch.arange(8)[None]
     return tile.view(-1, 8, 8)[rows, chunks ^ rows % 8].reshape(len(tile), 64)
 

@@ -46,7 +46,7 @@ def test_decode_over_top_k(on_ptxrun, caplog, layout, heads, counted):
 
 @pytest.mark.parametrize("layout", ["fp4", "fp4_fp8_rope", "fp8_block_scale", "fp8"])
 def test_rows_for_an_extend(on_ptxrun, layout):
-    """Rows of slots in order, some twice, zeros for -1."""
+    """Rows in the order of the list of slots, some of them twice, and zeros for -1."""
     fmt = oracle.row_format(layout, 512, 64)
     rows = torch.full((50, 1, fmt.row_bytes), 0xFF, dtype=torch.uint8)
     used, values = torch.randperm(50)[:40], hard_rows(40, 576)

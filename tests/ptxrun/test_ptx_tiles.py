@@ -21,7 +21,7 @@ def lists_of(tile):
 
 @pytest.mark.parametrize(("layout", "tile", "seed"), TILES)
 def test_several_blocks(runs, layout, tile, seed):
-    """In one split; turns from one instruction to hundreds; the last seed has the machine's arithmetic."""
+    """One split. Turns of warps last from one instruction to hundreds; the last seed runs with `HOPPER`."""
     counts = lists_of(tile)
     case = make_case(layout.value, heads=tile.query_heads, counts=counts, width=counts[0][0], seed=seed)
     with runs.using(seed=seed, quantum=[1, 24, 400][seed], mma=seed // 2, approx=seed // 2):

@@ -56,7 +56,7 @@ def test_every_byte_comes_back(layout, arrangement, engine):
     ),
 )
 def test_rows_change_their_format_on_the_way(own, other, arrangement, engine):
-    """Among them NaN, infinities, and k_scales other than 1."""
+    """Values with NaN and infinities; k_scales other than 1."""
     launched = round_trip(engine, own, other, arrangement, 3)
     assert {kind for kind, _ in launched} == {(IDS[own], IDS[other]), (IDS[other], IDS[own])}
 
@@ -64,7 +64,7 @@ def test_rows_change_their_format_on_the_way(own, other, arrangement, engine):
 @pytest.mark.parametrize("geometry", [(128, 64), (256, 0), (384, 64), (640, 64)])
 @pytest.mark.parametrize(("own", "other"), CONVERSIONS)
 def test_warps_with_idle_lanes(own, other, geometry):
-    """Latents of fewer than 32 blocks, of more, and of a number that is not a multiple of 32."""
+    """Latents of 8, 16, 24 and 40 blocks, one for each lane at a time."""
     round_trip("staged", own, other, "layer_major", 3, geometry=geometry)
 
 

@@ -5,7 +5,7 @@
 
 namespace ptxrun {
 
-// Immediate post-dominators over instructions that end or start blocks.
+// Sets `rpc` of each branch to the start of the immediate post-dominator of its basic block.
 inline void set_reconvergence(vector<Inst>& code) {
   int n = (int)code.size();
   vector<u8> leader(n + 1, 0);

@@ -66,8 +66,8 @@ HANDLER(st_matrix) {
   x.count(in, waves, in.a, in.a * 128);
 }
 
-// Sum of products and an addend. Mode 0: in double, then rounded to float32. Mode 1: as Hopper is known to do it:
-// addends are cut to 25 bits below the largest exponent (13 for 8-bit floats), the sum is cut to float32.
+// Sum of products and an addend. Mode 0: in double, then rounded to float32. Mode 1: as publications say Hopper does
+// it: addends are cut to 25 bits below the largest exponent (13 for 8-bit floats), the sum is cut to float32.
 static float dot(Machine& x, T t, const double* a, const double* b, int k, double c) {
   if (!x.c.mma) {
     double s = c;
