@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tie-tolerance",
         type=float,
-        help="largest log-probability difference to a cold run (0.05; 0.5 with --model or a narrower host)",
+        help="largest log-probability difference to a cold run (0.05; --model: 0.5; narrower host: 3)",
     )
     parser.add_argument("--server-args", default="", help="more arguments of all servers, in one string")
     parser.add_argument("--tier-args", default="", help="more arguments of servers with a host tier")

@@ -42,8 +42,12 @@ TOLERANCE = 0.05
 #: The same for other models, whose logits SGLang also computes in bfloat16: between 16 and 32,
 #: bfloat16 numbers are 0.125 apart, and the logits of both compared tokens may be rounded.
 TOLERANCE_MODEL = 0.5
-#: The same if rows loaded from the host have been rounded once more.
-TOLERANCE_ROUNDED = 0.5
+#: The same if rows loaded from the host have been rounded once more. 2016 log-probabilities of the demo's
+#: model over rows that were all stored as `fp4_fp8_rope` are up to 2.35 apart from those over `bf16` rows,
+#: four of them more than 0.4, and 0.014 on average.
+TOLERANCE_ROUNDED = 3.0
+#: Largest average of these differences of the demo's model.
+MEAN_ROUNDED = 0.05
 
 #: Largest growth of the scheduler's memory after the first round.
 GROWTH_LIMIT_BYTES = 256 << 20
@@ -286,6 +290,11 @@ def _compared(
         violations.append(
             f"{len(result.mismatches)} of {result.outputs} outputs differ from a cold run, first (prompt "
             f"{first['prompt']}, {first['kind']}): {first['problem']}"
+        )
+    if leg.rounds_on_the_way and leg.model is None and result.mean_difference > MEAN_ROUNDED:
+        violations.append(
+            f"log-probabilities are {result.mean_difference:.4f} apart from a cold run's on average, limit "
+            f"{MEAN_ROUNDED}"
         )
     found = result.as_dict()
     found["mismatches"] = {"count": len(result.mismatches), "first": result.mismatches[:3]}

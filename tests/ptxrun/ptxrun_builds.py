@@ -1,7 +1,7 @@
 """What ptxrun compiles, each once per checkout: its own library by g++, CUDA sources by nvcc.
 
 Results lie in ``.ptxrun_cache`` of the checkout (or ``TEST_PTXRUN_CACHE``), under a hash of sources, options
-and compiler: the version of g++, the path of nvcc. If several processes request the same result at the same
+and compiler: the versions of g++ and nvcc. If several processes request the same result at the same
 time, one of them makes it.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 __all__ = ["cache_folder", "library", "nvcc", "nvcc_ptx"]
 
 HERE = Path(__file__).resolve().parent
+_PACKAGE = HERE.parents[1] / "sgl_kvpool"
 _GXX = ["g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
 _NVCC = ["-std=c++20", "-arch=compute_90a", "-ptx"]
 
@@ -104,15 +105,16 @@ def nvcc_ptx(source: str, flags: Sequence[str] = (), include: Path | None = None
     flags : tuple of str
         More arguments of nvcc.
     include : Path, optional
-        Folder of headers. The PTX is made anew when one of its files changes, but not when a header changes
-        that they include from another folder.
+        Folder of headers, which may include others of the package. The PTX is made anew when a source of the
+        package changes.
     """
     compiler = nvcc()
     if compiler is None:
         raise FileNotFoundError("no nvcc, neither of the wheel nvidia-cuda-nvcc nor on the path")
-    headers = sorted(path for path in include.iterdir() if path.is_file()) if include else []
+    headers = sorted(_PACKAGE.glob("**/csrc/*")) if include else []
     options = [*_NVCC, *flags, *(["-I", str(include)] if include else [])]
-    parts = [compiler, *options, source, *(path.name for path in headers)]
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    parts = [compiler, version, *options, source, *(path.name for path in headers)]
 
     def make(path: Path) -> None:
         text = path.with_suffix(".cu")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 HEAD = ".version 8.8\n.target sm_90a\n.address_size 64\n"
-KINDS = {2: "h", 4: "r", 8: "d"}
 U, S, L = np.uint32, np.int32, np.int64
 LANE = np.arange(32)
 

@@ -83,8 +83,8 @@ def test_a_leg_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("", {"bf16": 0.05, "bf16-on-fp4_fp8_rope": 0.5}),
-        ("--model some/model", {"bf16": 0.5, "bf16-on-fp4_fp8_rope": 0.5}),
+        ("", {"bf16": 0.05, "bf16-on-fp4_fp8_rope": 3.0}),
+        ("--model some/model", {"bf16": 0.5, "bf16-on-fp4_fp8_rope": 3.0}),
         ("--tie-tolerance 0.2", {"bf16": 0.2, "bf16-on-fp4_fp8_rope": 0.2}),
         ("--model some/model --tie-tolerance 0", {"bf16": 0.0, "bf16-on-fp4_fp8_rope": 0.0}),
     ],

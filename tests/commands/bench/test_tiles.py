@@ -117,6 +117,8 @@ def test_other_splits_are_all_filled_also_below_the_minimum_of_rows():
 
 # ------------------------------------------------------------------------------------------ which table
 
+#: In the table of Triton's kernel alone.
+TRITON = [(FP4, tile(64, (128, 8, 1, 1)))]
 #: Stands in for the table of decode_config.py.
 TABLE = [
     (BF16, tile(16, (64, 8, 3, 1))),
@@ -135,7 +137,13 @@ def present(monkeypatch):
     """`present(more)`: the table has these tiles of `fp4` too."""
 
     def change(*more):
-        monkeypatch.setattr(tile_table, "table", lambda: iter([*TABLE, *((FP4, own) for own in more)]))
+        monkeypatch.setattr(
+            tile_table,
+            "table",
+            lambda kernel="gluon": iter(
+                [*TABLE, *((FP4, own) for own in more), *(TRITON if kernel == "triton" else ())]
+            ),
+        )
 
     change()
     return change
@@ -176,6 +184,8 @@ def test_a_tile_that_is_wrong_anywhere_is_left_out(status):
     choice = choose([*rows, row(80, 16, tile(16, (64, 4, 1, 2)))])
     assert choice.tiles[FP4][0] == tile(16, (64, 4, 1, 2))
     assert [line[:38] for line in choice.wrong_in_table] == ["fp4, triton, 16 query heads, 64 rows, "]
+    choice = choose([row(80, 16, tile(16, SLOW)), bad(64, TRITON[0][1], status)])
+    assert [line[:38] for line in choice.wrong_in_table] == ["fp4, triton, 64 query heads, 128 rows,"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvpool import MLAKVCacheLayout
@@ -100,10 +100,6 @@ class Workload:
         if self.arrangement != "layer_major":
             parts.append(self.arrangement)
         return ", ".join(parts)
-
-    def layer_major(self) -> Workload:
-        """The same workload with one layer in the buffer, layer-major."""
-        return replace(self, arrangement="layer_major", layers=1)
 
 
 @dataclass(frozen=True)

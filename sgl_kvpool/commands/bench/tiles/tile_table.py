@@ -37,7 +37,7 @@ class Choice:
         The compared times, one line per decision.
     wrong, wrong_in_table : list of str
         Tiles that gave wrong results, failed or hung, which are never chosen; and those of them that are in
-        the present table.
+        the present table of either kernel.
     """
 
     tiles: dict[MLAKVCacheLayout, tuple[TileConfig, ...]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def _choose_for(layout: MLAKVCacheLayout, times: _Times, choice: Choice) -> None
     for tile, why in times.wrong.items():
         line = f"{layout}, {_name(tile)}: {why}"
         choice.wrong.append(line)
-        if tile in current.values():
+        if any((layout, tile) in table(kernel) for kernel in ("gluon", "triton")):
             choice.wrong_in_table.append(line)
     chosen = {query_heads: tile for query_heads, tile in current.items() if tile not in times.wrong}
 
