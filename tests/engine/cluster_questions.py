@@ -1,4 +1,4 @@
-"""Servers of the demo's small model with pages of 64 tokens that share a store, and what each is asked."""
+"""Servers of the demo's small model with pages of 64 tokens, with or without a store, and their prompts."""
 
 import os
 

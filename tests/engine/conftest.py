@@ -289,8 +289,8 @@ def pytest_collection_finish(session):
         """Servers that have to have ended before this one."""
         return 1 + steps(host_tier.AFTER[name]) if name in host_tier.AFTER else 0
 
-    # Jobs that start several servers one after the other come first, then the servers that have to end before
-    # others start: were those last, a test that waits for one would wait for all.
+    # All of `JOBS` come first, because some start several servers one after the other; then the servers that
+    # have to end before others start. If these two came last, a test that waits for one would wait for all.
     chained = {*host_tier.AFTER, *host_tier.AFTER.values()}
     names.sort(key=lambda name: (name not in JOBS, name not in chained, steps(name)))
     session.config._kvpool_names = list(dict.fromkeys(names))

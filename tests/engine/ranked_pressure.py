@@ -57,7 +57,7 @@ def differs(answer, cold):
 
 
 def leave(server, prompt, seconds):
-    """Ask for a long answer, and close the connection after a while."""
+    """Ask for a long answer, and close the connection once the server has sent nothing for `seconds`."""
     client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=seconds)
     sampling = {**SAMPLING, "max_new_tokens": 200}
     body = json.dumps({"text": prompt, "sampling_params": sampling, "stream": True})

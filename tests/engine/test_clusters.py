@@ -1,4 +1,4 @@
-"""Servers that share stores, transfers and routers, in every combination that documentation names.
+"""Shared stores, prefill and decode servers, and routers, in combinations that docs/scaling.md lists.
 
 `make test-cluster` runs them; `make test` has test_shared_stores.py and test_prefill_decode.py.
 """

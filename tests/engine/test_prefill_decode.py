@@ -1,7 +1,7 @@
-"""A decode server with two prefill servers behind sglang-router, over TCP and loopback.
+"""A decode server with three prefill servers behind sglang-router, over TCP and loopback.
 
 The rows of a prompt are computed by one process and attended by another. One prefill server has another
-layout, one is killed in the middle of traffic.
+layout; another one is killed in the middle of traffic.
 """
 
 import pytest

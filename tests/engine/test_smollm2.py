@@ -23,7 +23,7 @@ def answers(record):
 
 
 def log_probabilities(answer):
-    """Log-probabilities of the scored tokens. The first token is left out: nothing precedes it."""
+    """Log-probabilities of the scored tokens but the first, for which SGLang returns None."""
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 

@@ -162,7 +162,7 @@ def test_ranks_that_give_out_different_pages_end_their_tier_and_no_answer_is_wro
 
 @pytest.mark.engine(TWO_RANKS)
 def test_both_ranks_map_one_piece_of_memory(record):
-    """Its size is that of two tiers of one rank each, and flags of lost pages behind them."""
+    """It holds the pages of the shared tier and, behind them, for each page a flag of each rank."""
     answers = record(TWO_RANKS)
     (first, inode, mapped_bytes), (second, other_inode, other_bytes) = answers["mappings"]
     assert first != second
