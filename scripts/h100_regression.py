@@ -19,7 +19,9 @@ This program has never been run on a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import os
 import shlex
 import sys
@@ -194,7 +196,7 @@ def say(text: str) -> None:
 def compared(old: Run, new: Run) -> int:
     """Compare two runs and print; returns the exit status."""
     found = compare(old, new)
-    print("\n" + "\n".join(found.lines()))
+    say("\n" + "\n".join(found.lines()) + "\n")
     return found.status
 
 
@@ -254,7 +256,7 @@ def run_first_light(
     say(f"{light.facts['gpu'] or 'no GPU: a rehearsal, whose times mean nothing'}; results: {out}\n")
     say(f"{in_all(possible(left, machine), on_gpu=options.on_gpu)}\n")
     status = light.run(left, machine, time_limit_scale=arguments.time_limit_scale, minutes=minutes, say=say)
-    print(f"\n{(out / 'first_light.txt').read_text('utf-8')}\nexit status {status}")
+    say(f"\n{(out / 'first_light.txt').read_text('utf-8')}\nexit status {status}\n")
     return status, light.as_run
 
 
@@ -303,17 +305,19 @@ def run_all(
         status = 128 + stopped.number
     end = {"status": status, "seconds": round(time.monotonic() - began, 1), "gpus": driver_facts()}
     write_lines(results, [{"line": "end", "schema": SCHEMA, **end}])
-    print_report(records)
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        print_report(records)
+    say(report.getvalue())
     try:
         plots = draw(records, out, f"{where}, {str(facts['commit'])[:12]}")
-        print(
-            "no plots: matplotlib is not installed"
+        say(
+            "no plots: matplotlib is not installed\n"
             if plots is None
-            else f"\nplots: {', '.join(p.name for p in plots)}"
+            else f"\nplots: {', '.join(p.name for p in plots)}\n"
         )
     except Exception as error:  # without a working matplotlib, results are still written
-        print(f"no plots: {error!r}")
-    print(f"\nresults: {results}\nexit status {status}")
+        say(f"no plots: {error!r}\n")
+    say(f"\nresults: {results}\nexit status {status}\n")
     return status, read_run(results)
 
 

@@ -49,7 +49,7 @@ _STARTS_S, _CHECKS_PER_S, _CHECKS_AT_MOST_S = 90, 2.3, 180
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     layouts = [layout.value for layout in MLAKVCacheLayout]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--minutes",
         type=float,

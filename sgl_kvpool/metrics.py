@@ -42,7 +42,7 @@ _before_publish: Counter[str] = Counter()
 
 
 def publish(*, layout: str, host_layout: str, arrangement: str, backend: str) -> None:
-    """Start counting, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
+    """Expose the counts, and set `sgl_kvpool_info`. A second call in the same process only sets it again.
 
     Parameters
     ----------

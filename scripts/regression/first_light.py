@@ -26,8 +26,8 @@ __all__ = ["MINUTES", "FirstLight", "first_light_steps"]
 
 #: Time limit of all steps in minutes; a step that is ended then may take half a minute to stop.
 MINUTES = 8.3
-#: Test that compiles the transfer engines, for half a minute or more, while other tests run. With a torch for
-#: CUDA 12 it passes without compiling them.
+#: Test that compiles the transfer engines, for half a minute or more, while other tests run. Below
+#: CUDA 12.8 it is skipped without compiling them.
 _COMPILES = f"{TESTS}transfer_gpu.py::test_batches_are_used_where_cuda_has_them"
 
 

@@ -295,15 +295,16 @@ def model_shape(path: str, tp: int, more: Sequence[str], *, on_cpu: bool) -> Sha
     is_hybrid = any(found.get(name) for name in _HYBRID_FIELDS)
     by_layout: Mapping[str, tuple[str, ...]] = {}
     if not on_cpu:
-        # With BF16 rows SGLang would choose another backend than with the other layouts.
+        # With BF16 rows of dense attention SGLang would choose another backend than with the other layouts.
         by_layout = _PAIRED_ARGUMENTS if is_sparse else dict.fromkeys(LAYOUTS, _KVPOOL)
     hit_tokens = _HYBRID_MODEL_HIT_TOKENS if is_hybrid else 8192
     return Shape(
         name="model",
         path=str(Path(path).resolve()),
-        arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ()), *more),
-        stock=(),
-        by_layout=by_layout,
+        arguments=(*own, *(("--tp-size", str(tp)) if tp > 1 else ())),
+        # The user's arguments come last, so that they replace ours.
+        stock=tuple(more),
+        by_layout={layout: (*by_layout.get(layout, ()), *more) for layout in LAYOUTS},
         arrangements=("layer_major",) if is_sparse else ARRANGEMENTS,
         vocabulary=(100, int(found["vocab_size"]) - 1) if demo is None else demo.vocabulary,
         prompts=texts,

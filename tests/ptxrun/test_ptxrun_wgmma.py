@@ -44,10 +44,26 @@ FENCE, WAIT = "fence.proxy.async.shared::cta;", "wgmma.wait_group.sync.aligned 0
 SWIZZLES = {16: 0, 32: 3, 64: 2, 128: 1}
 
 
+#: Copies over the operands after the issue, and waits for the copy before it waits for the product.
+OVERWRITES = """
+  __shared__ __align__(8) uint64_t bar;
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(sh(&bar)) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" :: "r"(sh(&bar)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 1024, [%2];"
+                 :: "r"(sh(s)), "l"(image), "r"(sh(&bar)) : "memory");
+  }
+  __syncthreads();
+  asm volatile("{.reg .pred p; W%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W%=;}"
+               :: "r"(sh(&bar)) : "memory");
+"""
+COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;");'
+
+
 @functools.cache
-def module(without="", before=""):
-    """The kernels without an instruction, or with it moved before another one."""
-    text = ptxrun_builds.nvcc_ptx(KERNEL)
+def module(without="", before="", after_commit=""):
+    """The kernels without an instruction, or with it moved before another one, or with more code."""
+    text = ptxrun_builds.nvcc_ptx(KERNEL.replace(COMMIT, COMMIT + after_commit))
     assert without in text
     assert before in text
     text = text.replace(without, "") if without else text
@@ -77,7 +93,7 @@ def laid_out(x, width, mn_major, first):
     return image, first >> 4 | lead >> 4 << 16 | stride >> 4 << 32 | SWIZZLES[width] << 62
 
 
-def product(width, mn_major, *, without="", before="", base_offset=0, seed=0):
+def product(width, mn_major, *, without="", before="", after_commit="", base_offset=0, seed=0):
     a, b = torch.randn(64, 16).bfloat16(), torch.randn(8, 16).bfloat16()
     bits = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
     image_a, of_a = laid_out(bits[0], width, mn_major, 0)
@@ -87,7 +103,7 @@ def product(width, mn_major, *, without="", before="", base_offset=0, seed=0):
     if width != 16:
         arguments[3] = of_b  # the base offset of A alone
     name = "mn_major" if mn_major else "k_major"
-    module(without, before).launch(name, 1, 128, arguments, image.nbytes, seed=seed)
+    module(without, before, after_commit).launch(name, 1, 128, arguments, image.nbytes, seed=seed)
     np.testing.assert_allclose(found, (a.double() @ b.double().T).numpy(), rtol=1e-6, atol=1e-6)
 
 
@@ -115,6 +131,13 @@ def test_a_proxy_fence_after_the_issue(seed):
     """Also if the operands are read as late as the wait, which depends on the seed."""
     with pytest.raises(ptxrun.Races, match=r"fence\.proxy\.async"):
         product(128, False, without=FENCE, before=WAIT, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operands_that_are_overwritten_in_flight(seed):
+    """Also if the product reads them after the copy has arrived and was waited for."""
+    with pytest.raises(ptxrun.Races, match="not ordered after the"):
+        product(128, False, after_commit=OVERWRITES, seed=seed)
 
 
 def test_results_in_flight():

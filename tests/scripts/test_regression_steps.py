@@ -323,7 +323,8 @@ def test_a_core_step_without_sglang_and_without_being_installed(tmp_path):
     assert "exists already; name another folder" in again.stderr
 
 
-def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path):
+@pytest.mark.parametrize("read", ["nothing", "all steps"])
+def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, read):
     argv = [
         ROOT / "scripts" / "h100_regression.py",
         "--core",
@@ -333,6 +334,10 @@ def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path):
         tmp_path / "results",
     ]
     with subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE) as run:
+        if read == "all steps":
+            text = b""
+            while not text.endswith(b" ok\n"):
+                text += run.stdout.read(1)
         run.stdout.close()
         assert run.wait(300) == 0
     found = read_run(tmp_path / "results" / "results.jsonl")

@@ -91,13 +91,24 @@ class Report:
         Fields of the file beside "results".
     goes_on : bool
         Whether to keep the results that the file has already.
+
+    Raises
+    ------
+    ValueError
+        If these results have another schema.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], goes_on: bool = False) -> None:
         self.path, self.facts = path, facts
         self.rows: list[dict[str, Any]] = []
         if goes_on and path is not None and path.exists() and path.stat().st_size:
-            self.rows = json.loads(path.read_text("utf-8"))["results"]
+            kept = json.loads(path.read_text("utf-8"))
+            if kept.get("schema") != facts.get("schema"):
+                raise ValueError(
+                    f"{path} has results in schema {kept.get('schema')}, not {facts.get('schema')}; name "
+                    "another file, or leave out --continue"
+                )
+            self.rows = kept["results"]
         self._jobs = {_key(row["job"]) for row in self.rows}
 
     def has(self, job: Any) -> bool:

@@ -91,7 +91,8 @@ def _notes(plan: Plan) -> list[str]:
             )
     if tiers and plan.host_gb is not None:
         lines += [_sizes(tiers, plan.host_gb / plan.ranks_per_node), *_host_contents(tiers)]
-    if plan.host_gb is not None and not tiers and any(server.refused is None for server in plan.servers):
+    served = [server for server in plan.servers if server.refused is None and server.layout is not None]
+    if plan.host_gb is not None and served and not tiers:
         lines.append(
             f"no host tier: {plan.host_gb:g} GB are less than 1 GB per rank, the smallest --hicache-size"
         )

@@ -284,6 +284,7 @@ def test_a_dry_run_is_right_and_goes_on(tmp_path, capsys):
         (["tiles"], "torch sees no GPU; --device cpu is a dry run"),
         (["tiles", "--device", "cpu", "--layouts", "fp3"], "--layouts"),
         (["tiles", "--device", "cpu", "--heads", "8,x"], "--heads"),
+        (["tiles", "--device", "cpu", "--heads", "8,0"], "give numbers above 0"),
         (["rates"], "torch sees no GPU"),
     ],
 )

@@ -42,7 +42,7 @@ HANDLER(bulk_copy) {  // in.a: 0 global -> shared, 1 shared -> global, 2 shared 
     if (in.a == 1) {
       u32 off;
       Cta* t = x.owner(w, in, s[l], (u32)bytes, l, off, "bulk read");
-      x.async_read(w, in, t, off, (u32)bytes, 3, clock, w.pvc);
+      x.async_read(w, in, t, off, (u32)bytes, 3, clock, w.vc, w.pvc);
       u8* g = global_range(x, w, in, l, d[l], bytes, true);
       x.pending->push_back({[=] { memcpy(g, &t->smem[off], bytes); }, 1, w.gid, l, w.bulk_group[l]});
     } else {
@@ -57,7 +57,7 @@ HANDLER(bulk_copy) {  // in.a: 0 global -> shared, 1 shared -> global, 2 shared 
       else {
         u32 so;
         Cta* st = x.owner(w, in, s[l], (u32)bytes, l, so, "bulk read");
-        x.async_read(w, in, st, so, (u32)bytes, 3, clock, w.pvc);
+        x.async_read(w, in, st, so, (u32)bytes, 3, clock, w.vc, w.pvc);
         from = &st->smem[so];
       }
       x.mark_write(w, in, t, off, (u32)bytes, l, x.agent(3, w), clock, true);

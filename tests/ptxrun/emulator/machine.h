@@ -97,10 +97,10 @@ struct Machine {
   void mark_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, u32 as, u32 clock, bool async_proxy,
                   const u8* data = nullptr);
   void shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int lane, const u8* data = nullptr);
-  // A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc` of the issuing
-  // warp at the read, writes of the generic proxy also by `pvc`.
+  // A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc`, those
+  // of the generic proxy also by `pvc`.
   void async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
-                  const Clock& pvc);
+                  const Clock& vc, const Clock& pvc);
   // Agents that acquire `vc` and `pvc` later are ordered after the work of `w` before the release.
   void release(Warp& w, Clock& vc, Clock& pvc);
   void acquire(Warp& w, const Clock& vc, const Clock& pvc);

@@ -109,10 +109,10 @@ inline void Machine::shared_write(Warp& w, const Inst& in, Cta* t, u32 off, u32 
   mark_write(w, in, t, off, size, lane, w.gid, w.vc[w.gid], false, data);
 }
 
-// A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc` of the issuing
-// warp at the read, writes of the generic proxy also by `pvc`.
+// A read by the asynchronous proxy (wgmma, bulk copies). Writes have to be ordered before it by `vc`, those
+// of the generic proxy also by `pvc`.
 inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 size, int kind, u32 clock,
-                                const Clock& pvc) {
+                                const Clock& vc, const Clock& pvc) {
   if (c.uninit_shared)
     for (u32 i = 0; i < size; i++)
       if (!t->init[off + i]) fault(w, in, fmt("reads shared 0x%x, which was never written", off + i));
@@ -120,7 +120,7 @@ inline void Machine::async_read(Warp& w, const Inst& in, Cta* t, u32 off, u32 si
   for (u32 b = off & ~3u; b < off + size; b += 4) {
     auto& e = t->we[b / 4];
     if (!e.clock) continue;
-    if (!before(w.vc, e.clock, e.agent))
+    if (!before(vc, e.clock, e.agent))
       race(w, in, t, b, "reads", "write", e.line, e.agent, -1);
     else if (!e.async && !before(pvc, e.clock, e.agent))
       report("proxy", w, in,

@@ -123,7 +123,7 @@ struct WgOp {
   bool scale_d;
   u32 group, clock;
   bool done;
-  Clock pvc;  // of the warp at the issue: a later proxy fence does not order what this reads
+  Clock vc, pvc;  // of the warp at the issue: later waits and proxy fences do not order what this reads
 };
 
 enum Status : u8 { RUN, AT_BARRIER, AT_MBARRIER, AT_CLUSTER, DONE };

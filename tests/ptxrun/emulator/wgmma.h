@@ -26,7 +26,7 @@ static u32 swizzled(u32 a, const Descriptor& d) {
 }
 
 // Rows [first, first + count) of an operand, [row][k].
-static void fetch_operand(Machine& x, Warp& w, const Inst& in, u32 clock, const Clock& pvc, u64 raw, T t,
+static void fetch_operand(Machine& x, Warp& w, const Inst& in, u32 clock, const Clock& vc, const Clock& pvc, u64 raw, T t,
                           bool mn_major, int first, int count, int K, double (*out)[64]) {
   Descriptor d = descriptor(raw);
   int es = t == TF32 ? 4 : bits_of(t) / 8, per = 16 / es;
@@ -39,7 +39,7 @@ static void fetch_operand(Machine& x, Warp& w, const Inst& in, u32 clock, const 
     a = swizzled(a, d);
     u32 off;
     Cta* c = x.owner(w, in, a & 0x3ffff, 16, -1, off, "wgmma operand");
-    x.async_read(w, in, c, off, 16, 2, clock, pvc);
+    x.async_read(w, in, c, off, 16, 2, clock, vc, pvc);
     return &c->smem[off];
   };
   auto value = [&](const u8* p) {
@@ -102,8 +102,8 @@ void Machine::compute_wgmma(Warp& w, WgOp& g) {
           A[(l >> 2) + 8 * (i & 1)][E * (l & 3) + (i >> 1) * 4 * E + e] = element(v[l] >> (es * e) & keep, t);
     }
   } else
-    fetch_operand(*this, w, in, g.clock, g.pvc, g.a, t, ta, 16 * (w.id % 4), 16, K, A);
-  fetch_operand(*this, w, in, g.clock, g.pvc, g.b, in.t2, tb, 0, N, K, B);
+    fetch_operand(*this, w, in, g.clock, g.vc, g.pvc, g.a, t, ta, 16 * (w.id % 4), 16, K, A);
+  fetch_operand(*this, w, in, g.clock, g.vc, g.pvc, g.b, in.t2, tb, 0, N, K, B);
   if (sa * sb < 0)
     for (int r = 0; r < 16; r++)
       for (int k = 0; k < K; k++) A[r][k] = -A[r][k];
@@ -148,7 +148,7 @@ static void mark_flight(Warp& w) {
 HANDLER(wg_mma) {
   if (m != ~0u) x.fault(w, in, "wgmma needs all lanes");
   if (w.cta->warps.size() % 4) x.fault(w, in, "wgmma needs whole warp groups");
-  WgOp g{&in, 0, 0, true, w.wg_group, ++w.wg_clock, false, w.pvc};
+  WgOp g{&in, 0, 0, true, w.wg_group, ++w.wg_clock, false, w.vc, w.pvc};
   bool regs = in.o[1].k == VEC;
   if (!regs) g.a = x.uniform(w, in, in.o[1], m, "a matrix descriptor");
   g.b = x.uniform(w, in, in.o[2], m, "a matrix descriptor");

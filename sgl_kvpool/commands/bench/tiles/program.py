@@ -51,7 +51,7 @@ from sgl_kvpool.commands.bench.tiles.tile_table import choose, split_findings, t
 
 __all__ = ["main"]
 
-SCHEMA = 1
+SCHEMA = 2
 _JOB_LIMIT_S = 45.0
 _MOST_WORKERS = 12
 
@@ -181,7 +181,10 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    found = tuple(int(word) for word in text.split(","))
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0")
+    return found
 
 
 def _layouts(text: str) -> tuple[MLAKVCacheLayout, ...]:
