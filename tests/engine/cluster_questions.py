@@ -10,6 +10,7 @@ from sgl_kvpool.demo.cluster.servers import (
     small_server,
     store_arguments,
 )
+from sgl_kvpool.metrics import FAILURES
 
 LAYERS = 3
 TOKENS, PAGES, CACHED = PROMPT_TOKENS, CACHED_PAGES, CACHED_PAGES * PAGE_SIZE
@@ -38,10 +39,16 @@ def same(answers):
 
 
 def failures(server):
-    """`sgl_kvpool_failures_total` by kind, those that are not 0."""
+    """`failures_in` of a server's metrics."""
+    return failures_in(server.get("/metrics").decode())
+
+
+def failures_in(metrics):
+    """`sgl_kvpool_failures_total` by kind, those that are not 0; a kind without a line is an error."""
     found = {}
-    for line in server.get("/metrics").decode().splitlines():
+    for line in metrics.splitlines():
         if line.startswith("sgl_kvpool_failures_total{"):
             kind = line.partition('kind="')[2].partition('"')[0]
             found[kind] = found.get(kind, 0) + int(float(line.rpartition(" ")[2]))
+    assert set(found) == set(FAILURES)
     return {kind: count for kind, count in found.items() if count}

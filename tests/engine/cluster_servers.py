@@ -152,7 +152,10 @@ def routed(_model_path, folder):
                 # The same prompt several times: the same server each time, from its device after the first.
                 answers["same"] = [ask(front, PROMPTS[1]) for _ in range(4)]
                 answers["from_left"] = [ask(front, PROMPTS[0]) for _ in range(2)]
-            answers["right"] = [ask(two[1], text) for text in PROMPTS[:2]]
+            answers["right"] = [ask(two[1], text) for text in PROMPTS[:3]]
+            # `PROMPTS[2]` is stored by the right one, and `PROMPTS[1]` by the one that the router chose.
+            until(lambda: len(store.page_keys()) == 3 * PAGES, "three prompts in the store")
+            answers["left_again"] = ask(two[0], PROMPTS[2])
             answers["failures"] = [failures(each) for each in two]
     return answers
 

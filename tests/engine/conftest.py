@@ -134,16 +134,13 @@ def serve(name, model_path, folder):
             host_tier.damage(store, layout)
     in_store = {layout: len(host_tier.stored(store, layout)) for layout in host_tier.LAYOUTS if store}
     log = folder / "server.log"
-    began = time.monotonic()
     with Server(
         [*cpu_arguments(model_path, free_port()), *arguments],
         log,
         {**clean_environment(), **environment},
         **({"program": SERVED[name]} if name in SERVED else {}),
     ) as server:
-        started = time.monotonic() - began
         answers = {
-            "start_seconds": started,
             "in_store": in_store,
             "info": server.info(),
             # One request after the other: the second finds a part of the first in the radix cache.
@@ -315,11 +312,13 @@ JOBS = {
 }
 
 
-#: Jobs for which no model is trained. A test of any other job has a model trained first.
-DEMO_MODELS = {
-    *("demo", "killed", "printed", "smollm2"),
+#: Jobs with models of their own. A test of any other job has the tiny model trained first.
+OWN_MODELS = {
+    *("demo", "killed", "printed", "regression", "smollm2"),
     *cluster_servers.JOBS,
+    *hybrid_servers.JOBS,
     *peer_servers.JOBS,
+    *soak_runs.JOBS,
     *store_servers.JOBS,
 }
 
@@ -373,7 +372,7 @@ class Room:
 @pytest.fixture(scope="session")
 def record(request, tmp_path_factory):
     """`record(name)`: the answers of one configuration, waiting for them."""
-    trained = set(request.config._kvpool_names) - DEMO_MODELS
+    trained = set(request.config._kvpool_names) - OWN_MODELS
     model_path = request.getfixturevalue("model_path") if trained else None
     root = tmp_path_factory.mktemp("servers")
     room = Room(SCHEDULERS_AT_ONCE)

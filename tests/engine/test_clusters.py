@@ -99,11 +99,18 @@ def test_the_router_sends_a_prompt_where_its_prefix_is(record):
 @routed
 def test_each_server_finds_in_the_store_what_the_other_one_stored(record):
     answers = record("cluster-routed")
-    everyone = [*answers["from_left"], answers["right"][0]]
+    first, second, third = answers["right"]
+    everyone = [*answers["from_left"], first]
     assert same(everyone) == same(answers["left"]) * 3
     assert all(answer["cached"] == CACHED for answer in everyone)
     # At least one of the three is the first request with this prompt on the right server.
     assert {"storage": CACHED} in map(found, everyone)
+    # The router had sent the second prompt to one of the two servers.
+    assert found(second) in ({"device": CACHED}, {"storage": CACHED})
+    assert same([second]) == same(answers["same"][:1])
+    assert found(third) == {}
+    assert found(answers["left_again"]) == {"storage": CACHED}
+    assert same([answers["left_again"]]) == same([third])
     assert answers["failures"] == [{}, {}]
 
 

@@ -72,7 +72,7 @@ def test_hits_on_device_host_and_store(record, name):
 
 @both
 def test_pages_are_stored_once_or_by_each_rank(record, name):
-    """Ranks that share a tier have twice the tokens in the same memory, and each stores half of the pages."""
+    """Ranks that share a tier have twice the tokens in the same memory, and back up each page once."""
     answers, shared = record(name), name == TWO_RANKS
     assert answers["info"]["tp_size"] == 2
     assert answers["info"]["kv_host_sharing"] == ("node" if shared else "rank")
@@ -186,8 +186,8 @@ def test_sglang_saw_no_rank_do_something_else(record, name):
 
 
 @replicas
-def test_replicas_share_a_store(record, name):
-    """Two schedulers with a pool and a host tier of their own; each answers every other request."""
+def test_replicas_answer_and_find_pages_in_the_store(record, name):
+    """Two schedulers with a pool and a host tier of their own; both prefill."""
     answers, alone = record(name), record(ALONE)
     assert ids(answers["first"]) == ids(alone["first"])
     assert cached(answers["store_hit"]) == {**MISS, "storage": LONG}

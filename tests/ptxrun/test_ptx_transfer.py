@@ -74,15 +74,24 @@ def test_schedules(own, other, seed):
     round_trip("staged", own, other, ARRANGEMENTS[seed % 3], 5, seed=seed)
 
 
+#: Arrangement and page size of copy runs of one row, which are 1, 3, 5 or 7 words, so that most lanes of a
+#: warp are idle; and of 131 rows, which are two or more chunks, the last of them shorter.
+RUNS = {"a row": ("token_major", 31), "chunks": ("layer_major", 131)}
+#: A warp copies a chunk of this many words at once (`kChunkBytes` of cuda_steps.cuh).
+CHUNK_WORDS = 32 * 4
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("engine", ["staged", "kernel"])
 @pytest.mark.parametrize(
     ("row_bytes", "word_bytes"),
     [pytest.param(n, w, marks=pytest.mark.quick) for n, w in ((16, 16), (24, 8), (20, 4), (7, 1))],
 )
-def test_words_of_every_width(row_bytes, word_bytes, engine):
-    """Copy runs of one row, which are 1, 3, 5 or 7 words: most lanes of a warp are idle."""
-    pages, page_size = 6, 31
-    caches, on_device = engine_cases.device_pool("token_major", pages, page_size, row_bytes, "cpu")
+def test_words_of_every_width(row_bytes, word_bytes, engine, run):
+    pages, (arrangement, page_size) = 6, RUNS[run]
+    run_words = (1 if run == "a row" else page_size) * row_bytes // word_bytes
+    assert (run_words > CHUNK_WORDS) == (run == "chunks")
+    caches, on_device = engine_cases.device_pool(arrangement, pages, page_size, row_bytes, "cpu")
     (group,) = caches.groups
     memory = torch.full((pages + 2, group.bytes_per_page), 0xEE, dtype=torch.uint8)
     host = packed_view(memory, group)

@@ -31,7 +31,7 @@ def test_flag(arranged, arrangement, layout):
 
 @pytest.mark.parametrize("arrangement", [None, "auto"])
 @pytest.mark.parametrize("backend", ["kvpool_mla", "torch_native", "triton", "fa4", "intel_amx"])
-def test_a2_auto_is_layer_major_with_every_backend(arranged, arrangement, backend):
+def test_a2_auto_is_layer_major(arranged, arrangement, backend):
     args = arranged(arrangement, "--attention-backend", backend)
     assert arrangement_of(args) is KVArrangement.LAYER_MAJOR
 

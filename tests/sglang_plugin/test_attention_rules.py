@@ -259,11 +259,6 @@ def test_draft_backends_that_cannot_read_the_rows_of_the_same_checkpoint(serve, 
             serve("cuda", layout, *SPECULATIVE, draft, name, *path)
         # Another checkpoint: its pool is checked when it is built.
         serve("cuda", layout, *SPECULATIVE, draft, name, path[0], checkpoints["mla3"])
-    with pytest.raises(ValueError, match="--speculative-eagle-topk 0 does not work"):
-        serve(
-            "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",
-            *("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
-        )  # fmt: skip
 
 
 # -------------------------------------------------------------------- speculative decoding
@@ -303,6 +298,15 @@ def test_trees_are_refused(serve, layout, topk):
             *("--attention-backend", OURS, *SPECULATIVE, *tree),
             *("--speculative-num-draft-tokens", "8"),
         )
+
+
+def test_a_topk_of_0_is_refused(serve):
+    """0 is a value like 2, and is not taken for an argument that was left out."""
+    with pytest.raises(ValueError, match="^--speculative-eagle-topk 0 does not work.*-topk 1$"):
+        serve(
+            "cuda", "fp4", *SPECULATIVE, "--speculative-eagle-topk", "0",
+            *("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "DFLASH", "DSPARK", "UNO", "frozen_kv_mtp"])

@@ -283,7 +283,17 @@ def test_stages_of_a_prefill_server_fill_the_layers_of_a_decode_server(manager_o
 # -------------------------------------------------------------------- SGLang's engines
 
 
-@pytest.mark.parametrize("engine", ["mooncake", "nixl", "mori", "ascend"])
+#: Engines that transfer; `fake` transfers nothing. SGLang's list is compared with them.
+ENGINES = ["mooncake", "nixl", "mori", "ascend"]
+
+
+def test_these_are_sglangs_engines():
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    assert {backend.value for backend in TransferBackend} == {*ENGINES, "fake"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_every_transfer_engines_manager_is_hooked(engine):
     """Checked in the source, because mori's manager imports a library that is not installed here."""
     from sglang.srt.disaggregation import common

@@ -187,11 +187,11 @@ def recorder(pool, attention):
 def parts(backend, batch):
     """Per request: its queries, the position of the first query, the slots of its whole sequence."""
     start = 0
-    for channel, seq_len in enumerate(batch.seq_lens_cpu.tolist()):
+    for request, seq_len in enumerate(batch.seq_lens_cpu.tolist()):
         if batch.forward_mode.is_target_verify():
             seq_len += batch.spec_info.draft_token_num
-        queries = batch.tokens_of[channel]
-        slots = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[channel], :seq_len].long()
+        queries = batch.tokens_of[request]
+        slots = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[request], :seq_len].long()
         yield slice(start, start + queries), seq_len - queries, slots
         start += queries
 

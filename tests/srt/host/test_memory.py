@@ -89,6 +89,7 @@ class Cudart:
 
     def __init__(self, fail_at=None, longest=None):
         self.fail_at, self.longest, self.registered, self.calls = fail_at, longest, {}, 0
+        self.unregistered = []
 
     def cudaHostRegister(self, address, size, flags):
         self.calls += 1
@@ -100,6 +101,7 @@ class Cudart:
         return cudart_of_torch.cudaError(0)
 
     def cudaHostUnregister(self, address):
+        self.unregistered.append(address)
         return cudart_of_torch.cudaError(0 if self.registered.pop(address, None) else 1)
 
     cudaGetErrorString = staticmethod(cudart_of_torch.cudaGetErrorString)
@@ -148,16 +150,23 @@ def test_no_chunk_is_short_enough(failures, caplog):
 
 
 def test_a_tier_whose_memory_cannot_be_pinned_is_pageable(no_reserve, monkeypatch, failures):
-    """SGLang's `destroy` then unregisters nothing."""
+    """SGLang's `destroy` then unregisters nothing; it unregisters what was pinned."""
+    from sglang.srt.mem_cache.pool_host import base
+
     cudart = Cudart(fail_at=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(base, "_is_cuda", True)  # without CUDA, SGLang never unregisters
     tier = host_pool(device_pool("fp4"), pin_memory=True)
     assert not tier.pin_memory
     tier.destroy()
+    assert cudart.unregistered == []
     assert failures() == {"registration": 1}
     pinned = host_pool(device_pool("fp4"), pin_memory=True)
     assert pinned.pin_memory
     assert sum(cudart.registered.values()) == pinned.kv_buffer.nbytes
+    pinned.destroy()
+    assert len(cudart.unregistered) > 0
+    assert cudart.registered == {}
 
 
 def test_progress_is_said(monkeypatch, caplog):

@@ -108,13 +108,14 @@ def test_sizes_and_spans(layout, arrangement, page_size):
 
 @CASES
 def test_move_and_cpu_copies(layout, arrangement, page_size):
-    """Lists that share slots, not contiguous, of both integer types; several chunks on the CPU."""
+    """Lists that share a slot, not contiguous, of both integer types; several chunks on the CPU."""
     pool = make_pool(layout, arrangement, page_size)
     generator = np.random.default_rng(3)
     raw(pool)[:] = generator.integers(0, 256, raw(pool).size, dtype=np.uint8)
     slots = PAGES * page_size
-    target = torch.tensor([1, 3, slots - 1, 2])[::2]
-    source = torch.tensor([3, slots - 2], dtype=torch.int32)
+    # SGLang's own pool reads the rows of all slots before it writes any.
+    target = torch.tensor([slots - 1, 3, 1, 2])[::2]
+    source = torch.tensor([3, slots - 1], dtype=torch.int32)
     expected = raw(pool).copy()
     for layer_id in range(START, START + LAYERS):
         expected[places(pool, layer_id, target)] = raw(pool)[places(pool, layer_id, source)]
