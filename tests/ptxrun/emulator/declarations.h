@@ -34,7 +34,7 @@ struct Declarations : Operands {
     need(';');
   }
 
-  // After .shared, .global, .const, .local, .param: one variable, up to ';' or ',' or ')'.
+  // After .shared, .global, .const, .local, .param: variables separated by ',', up to ';'.
   void variable_declaration(Space space, bool external, bool in_body) {
     int align = 0;
     T t = TNONE;

@@ -1,4 +1,5 @@
-// Loads, stores and atomics, and what they cost: sectors of global memory, passes over the banks of shared memory.
+// Loads, stores and atomics. Loads and stores are counted in sectors of global memory and passes over the banks of
+// shared memory, atomics are not.
 #pragma once
 
 #include "convert.h"

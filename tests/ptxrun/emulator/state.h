@@ -5,8 +5,8 @@
 
 namespace ptxrun {
 
-// Global memory that a launch may touch. For each byte the CTA (plus one) that last wrote and read it, if races are
-// looked for.
+// Global memory that a launch may touch. `writer` and `reader` hold, for each byte, the number + 1 of the CTA that last
+// wrote and read it other than by atomics (0: none); they are null where races are not looked for.
 struct Region {
   u64 base, end;
   bool readonly;

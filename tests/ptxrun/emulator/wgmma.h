@@ -5,7 +5,8 @@
 
 namespace ptxrun {
 
-// in.t A's type, in.t2 B's, in.d D's; in.b N, in.c K; operands: D, A, B, scale-d, ...
+// Below, `in` is a wgmma: in.t is A's type, in.t2 B's, in.d D's; in.b is N, in.c K; operands: D, A, B, scale-d, ...
+
 struct Descriptor {
   u32 start, lead, stride, base;
   int swizzle;
