@@ -25,10 +25,15 @@ dist.init_process_group("gloo", store=meet, rank=rank, world_size=ranks)
 from sgl_kvpool.srt.host.node_ranks import NodeRanks
 from sgl_kvpool.srt.host.shared_segment import SharedSegment
 """
-#: If a rank ends while others still communicate with it, gloo aborts them.
+#: If a rank ends while others still communicate with it, gloo aborts them; and sometimes it aborts a
+#: rank that destroys its process group ("terminate called without an active exception").
 EPILOGUE = """
-dist.barrier()
-dist.destroy_process_group()
+import time
+meet.add("ended", 1)
+while meet.add("ended", 0) < ranks:
+    time.sleep(0.01)
+sys.stdout.flush()
+os._exit(0)
 """
 
 
